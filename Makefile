@@ -1,0 +1,38 @@
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-all check lock
+
+PYTHON ?= python3
+# Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
+WORKERS ?= 2
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+quickstart: $(INSTALLED)  ## Set up and teach a small model to read digits, on a CPU
+	$(BIN)/rl-vlm train configs/digits.yaml
+
+test: $(INSTALLED)  ## Set up and run the tests (TESTS=path, WORKERS=n)
+	$(PYTEST) -m "not slow" $(TESTS)
+
+test-all: $(INSTALLED)  ## Run the slow tests as well
+	$(PYTEST) $(TESTS)
+
+check: $(INSTALLED)  ## Lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+lock: $(INSTALLED)  ## Recompile requirements/dev.txt
+	$(BIN)/uv pip compile --universal --python-version 3.11 --custom-compile-command "make lock" \
+		pyproject.toml --extra dev requirements/dev.in --output-file requirements/dev.txt
+
+$(INSTALLED): requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --python $(BIN)/python --requirement requirements/dev.txt
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --editable .
+	touch $@

@@ -1,0 +1,48 @@
+"""Multiple choice: is the option that the answer names the right one?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.text import Completion, answer_text, completion_text
+
+STATEMENT = re.compile(r"(?i)\b(?:answer|option|choice)(?: is:?|:) ?(?:(?:option|choice) )?")
+
+
+def choice(
+    completions: Sequence[Completion], solution: Sequence[Any], *, letters: str = "ABCDEFGHIJ"
+) -> list[float | None]:
+    """1.0 where the answer names the option that `solution` names, else 0.0; None where `solution` names none.
+
+    Options are named by one of `letters`, in either case. An answer that names several options, or none, scores 0.0.
+    """
+    golds = [None if gold is None else named_option(str(gold), letters) for gold in solution]
+    return [
+        None if gold is None else float(named_option(completion_text(completion), letters) == gold)
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
+def named_option(text: str, letters: str) -> str | None:
+    """The one option that a text names, as in `B`, `(b)`, `**B**`, `B. a dog`, `The answer is (B) a dog`; else None.
+
+    Reads the last closed `<answer>` tag, or the whole text if there is none; in it, what follows each "answer is".
+    """
+    words = " ".join(answer_text(text).replace("*", "").replace("`", "").split())
+    before, *statements = STATEMENT.split(words)
+    options = {_leading_option(part, letters) for part in statements or [before]} - {None}
+    return options.pop() if len(options) == 1 else None
+
+
+def _leading_option(text: str, letters: str) -> str | None:
+    """The option at the start of the text, unless other options are listed behind it."""
+    letter = f"[{letters}{letters.lower()}]"
+    leading = re.match(rf"[(\[]({letter})[)\]]|({letter})(?=[.):]|,? (?:because|since)\b|$)", text)
+    if leading is None:
+        return None
+    option = leading[leading.lastindex or 0].upper()
+    rest = text[leading.end() :].lstrip(" .):,").rstrip(" .")
+    listed = re.findall(rf"[(\[]({letter})[)\]]|(?<![\w.])({letter})[.):](?: |$)|^({letter})$", rest)
+    return option if {"".join(groups).upper() for groups in listed} <= {option} else None

@@ -1,0 +1,116 @@
+"""What a reward function may return, and how it is read.
+
+A function is called as in TRL, by keyword with one list entry per completion, and gets the arguments it declares. It
+returns a list of numbers, or a dict of such lists whose key `reward`, or only key, is the reward; the other keys are
+sub-scores for the log. None for a completion means "does not apply". Anything else is a fault, never a silent 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RewardFunction = Callable[..., Any]
+FaultKind = Literal[
+    "none", "type", "length", "nan", "inf", "magnitude", "exception", "timeout", "crash", "load", "not_applicable"
+]
+
+LARGEST_REWARD = 1e6
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a call, or one reward of it, cannot be used."""
+
+    kind: FaultKind
+    message: str
+
+
+Score = float | Fault | None
+
+
+@dataclass
+class Answer:
+    """What one call said of its completions, in plain Python, so that it can cross processes."""
+
+    scores: list[Score]
+    """One per completion; None where the function does not apply."""
+    sub_scores: dict[str, list[Any]] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """Columns logged through `log_extra`."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Values logged through `log_metric`."""
+
+
+def failed(fault: Fault, count: int) -> Answer:
+    """The answer of a call that is no use for any of its `count` completions."""
+    return Answer([fault] * count)
+
+
+def join(answers: Sequence[Answer]) -> Answer:
+    """The answers of several calls as one; a column that a call did not log is None there."""
+    whole = Answer([score for answer in answers for score in answer.scores])
+    for answer in answers:
+        for metric, values in answer.metrics.items():
+            whole.metrics.setdefault(metric, []).extend(values)
+    for kind in ("sub_scores", "extras"):
+        for column in dict.fromkeys(name for answer in answers for name in getattr(answer, kind)):
+            parts = [getattr(answer, kind).get(column, [None] * len(answer.scores)) for answer in answers]
+            getattr(whole, kind)[column] = [value for part in parts for value in part]
+    return whole
+
+
+def read_returned(returned: Any, count: int) -> Answer:
+    """Checks what a call for `count` completions returned. A bad element faults its completion, all else the call."""
+    lists = _named_lists(returned, count)
+    if isinstance(lists, Fault):
+        return failed(lists, count)
+    scores = [read_score(value) for value in lists.pop("reward")]
+    return Answer(scores, {name: [_plain(value) for value in values] for name, values in lists.items()})
+
+
+def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
+    """The returned lists by name, `reward` among them, each with one value per completion."""
+    if returned is None:
+        return Fault("none", "returned None, not a list; a None per completion means that it does not apply")
+    named = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    if len(named) == 1:
+        named = dict(zip(["reward"], named.values(), strict=True))
+    if "reward" not in named:
+        return Fault("type", f"returned a dict with keys {sorted(map(str, named))}, none of them `reward`")
+    lists = {}
+    for name, values in named.items():
+        values = values.tolist() if hasattr(values, "tolist") else values  # numpy arrays and tensors
+        if not isinstance(values, list | tuple):
+            return Fault("type", f"returned {_shown(values)} as `{name}`, not a list of numbers")
+        if len(values) != count:
+            return Fault("length", f"returned {len(values)} values as `{name}` for {count} completions")
+        lists[str(name)] = list(values)
+    return lists
+
+
+def read_score(value: Any) -> Score:
+    """One element of a returned list as a float, None, or the fault that it is."""
+    value = _plain(value)
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        return Fault("type", f"returned {_shown(value)}, not a number")
+    if value in (math.inf, -math.inf):
+        return Fault("inf", f"returned {value}")
+    if abs(value) > LARGEST_REWARD:
+        return Fault("magnitude", f"returned {_shown(value)}; no reward may exceed {LARGEST_REWARD:g} either way")
+    return Fault("nan", "returned nan") if math.isnan(value) else float(value)
+
+
+def _plain(value: Any) -> Any:
+    """The Python number inside a numpy or torch scalar."""
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"

@@ -1,0 +1,29 @@
+"""Is the answer the solution, word for word?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.text import Completion, answer_text, completion_text
+
+
+def exact_match(
+    completions: Sequence[Completion], solution: Sequence[Any], *, ignore_case: bool = False
+) -> list[float | None]:
+    """1.0 where the answer equals `solution` up to whitespace, else 0.0; None where `solution` is None.
+
+    The answer is what stands in the last closed `<answer>` tag, or the whole completion if there is none. The solution
+    is read in the same way, so that `<answer>7</answer>` and `7` are the same gold answer.
+    """
+    return [
+        None if gold is None else _matches(completion_text(completion), str(gold), ignore_case)
+        for completion, gold in zip(completions, solution, strict=True)
+    ]
+
+
+def _matches(text: str, gold: str, ignore_case: bool) -> float:
+    answer, expected = (" ".join(answer_text(side).split()) for side in (text, gold))
+    if ignore_case:
+        answer, expected = answer.casefold(), expected.casefold()
+    return float(answer != "" and answer == expected)

@@ -1,0 +1,150 @@
+"""A process that runs one reward function and can be killed, whatever it hangs in.
+
+A thread or a signal handler cannot stop a function that holds the interpreter lock, such as a backtracking regular
+expression; killing its process can.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from rewards.calling import Call, describe
+from rewards.contract import Answer, Fault, failed
+from rewards.loading import LoadError, load_function
+
+LOAD_SECONDS = 300.0
+"""Most time that the first start may take; it does not count against a function's timeout."""
+ORPHAN_SECONDS = 3.0
+"""A worker whose main process was killed ends itself this long after the timeout."""
+
+Batch = tuple[Mapping[str, Any], int]
+"""The arguments of one call, and its number of completions."""
+
+
+class Worker:
+    """Runs a function in a process that starts with the first call, and anew after it was killed."""
+
+    def __init__(self, function_name: str, timeout: float) -> None:
+        self._function_name = function_name
+        self._timeout = timeout
+        self._process: BaseProcess | None = None
+        self._connection: Connection
+
+    def call(self, batches: Sequence[Batch]) -> list[Answer]:
+        """Calls the function once per batch, in order, all within `timeout` seconds from when it is loaded.
+
+        When time is up the process is killed: batches answered by then keep their answers, the others fault. A crash
+        faults the batch it happened in, and a new process goes on with the next.
+        """
+        answers: list[Answer] = []
+        try:
+            self._ensure_started(time.monotonic() + LOAD_SECONDS)
+            deadline = time.monotonic() + self._timeout
+            while len(answers) < len(batches):
+                self._ensure_started(deadline)
+                try:
+                    rest = batches[len(answers) :]
+                    self._connection.send_bytes(pickle.dumps((rest, deadline - time.monotonic())))
+                    for _ in rest:
+                        answers.append(self._receive(deadline))
+                except (EOFError, ConnectionError):
+                    _, count = batches[len(answers)]
+                    answers.append(failed(Fault("crash", self._ending()), count))
+            return answers
+        except LoadError as error:
+            fault = Fault("load", f"its worker process could not load it: {error}")
+        except TimeoutError:
+            fault = Fault("timeout", f"took longer than {self._timeout:g} s and was killed")
+        except Exception as error:
+            fault = Fault("exception", f"its worker process could not be used: {describe(error)}")
+        self.close()
+        return answers + [failed(fault, count) for _, count in batches[len(answers) :]]
+
+    def close(self) -> None:
+        """Kills the process, and those that the function started from it."""
+        if self._process is None:
+            return
+        assert self._process.pid, "it was started"
+        atexit.unregister(self.close)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+        self._process = None
+
+    def _ensure_started(self, deadline: float) -> None:
+        """Starts the process unless it runs. Raises LoadError if it has not loaded the function by the deadline."""
+        if self._process is not None:
+            return
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, self._function_name), name=self._function_name)
+        process.start()
+        theirs.close()
+        self._process = process
+        atexit.register(self.close)
+        try:
+            problem = self._receive(deadline)
+        except TimeoutError:
+            problem = "it was not ready in time"
+        except EOFError:
+            problem = self._ending()
+        if problem:
+            raise LoadError(problem)
+
+    def _receive(self, deadline: float) -> Any:
+        if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        try:
+            message = self._connection.recv_bytes()
+        except OSError as error:  # cut off within a message
+            raise EOFError from error
+        return pickle.loads(message)
+
+    def _ending(self) -> str:
+        """Clears away a process that has ended, and says how it did."""
+        process = self._process
+        assert process is not None
+        process.join(timeout=1.0)
+        exit_code = process.exitcode
+        self.close()
+        return f"its worker process ended with exit code {exit_code}"
+
+
+def serve(connection: Connection, function_name: str) -> None:
+    """The worker process: loads the function, reports a problem or None, then answers calls until the pipe closes."""
+    os.setsid()  # a group of its own, so that processes which the function starts are killed with it
+    try:
+        function = load_function(function_name)
+    except Exception as error:
+        connection.send_bytes(pickle.dumps(str(error)))
+        return
+    connection.send_bytes(pickle.dumps(None))
+    with contextlib.suppress(EOFError):
+        while True:
+            batches, seconds = pickle.loads(connection.recv_bytes())
+            # Should the main process be gone by then, this ends the worker; it needs no interpreter lock.
+            faulthandler.dump_traceback_later(seconds + ORPHAN_SECONDS, exit=True)
+            for arguments, count in batches:
+                connection.send_bytes(_pickled(Call(function, arguments, count).answer(), count))
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _pickled(answer: Answer, count: int) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:
+        fault = Fault("type", f"logged something that cannot be sent to the main process: {error}")
+        return pickle.dumps(failed(fault, count))

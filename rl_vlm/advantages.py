@@ -1,0 +1,74 @@
+"""Rewards of a group's completions -> advantages (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
+
+P prompts, G completions of a group, F reward functions. Completions with `valid_PG` False take no part in anything.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+STD_EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What a group's rewards say of its completions."""
+
+    advantages_PG: Float[Tensor, "prompts group"]
+    """0 for invalid completions and in groups without variance."""
+    std_P: Float[Tensor, " prompts"]
+    """Standard deviation of each group's valid rewards."""
+    has_variance_P: Bool[Tensor, " prompts"]
+    """False where all valid rewards of the group are equal: nothing to learn from it."""
+
+
+def total_rewards(
+    scores_PGF: Float[Tensor, "prompts group functions"],
+    weights_F: Float[Tensor, " functions"],
+    valid_PG: Bool[Tensor, "prompts group"],
+) -> Float[Tensor, "prompts group"]:
+    """Weighted sum over reward functions; NaN for invalid completions.
+
+    A function that does not apply to a completion (NaN) gives it the mean of its valid siblings, so that this function
+    moves neither the completion's advantage nor the group's baseline. TRL counts such a score as 0.
+    """
+    scores = scores_PGF.double().masked_fill(~valid_PG[:, :, None], torch.nan)
+    sibling_means = scores.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
+    totals = (torch.where(scores.isnan(), sibling_means, scores) * weights_F).sum(dim=-1)
+    return totals.masked_fill(~valid_PG, torch.nan).to(scores_PGF.dtype)
+
+
+def reward_std(rewards: Float[Tensor, "*groups rewards"]) -> Float[Tensor, "*groups"]:
+    """Standard deviation (n - 1) over the last axis, without NaN; 0 where fewer than two rewards are left."""
+    count = (~rewards.isnan()).sum(dim=-1)
+    squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def compute_advantages(
+    rewards_PG: Float[Tensor, "prompts group"],
+    valid_PG: Bool[Tensor, "prompts group"],
+    scale_rewards: Literal["group", "batch", "none"],
+    batch_std: float | None = None,
+) -> Advantages:
+    """Rewards minus the group's mean, divided by the standard deviation + 1e-4 that `scale_rewards` names.
+
+    `batch_std` is needed for "batch": `reward_std` of all valid rewards of the generation batch over all ranks.
+    Raises ValueError where it is missing.
+    """
+    rewards = rewards_PG.masked_fill(~valid_PG, torch.nan)
+    std_P = reward_std(rewards)
+    has_variance_P = rewards.nan_to_num(-torch.inf).amax(dim=1) > rewards.nan_to_num(torch.inf).amin(dim=1)
+
+    advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (std_P[:, None] + STD_EPSILON)
+    elif scale_rewards == "batch":
+        if batch_std is None:
+            raise ValueError("scale_rewards 'batch' needs batch_std, the standard deviation over the generation batch")
+        advantages = advantages / (batch_std + STD_EPSILON)
+    learns_PG = valid_PG & has_variance_P[:, None]
+    return Advantages(advantages.masked_fill(~learns_PG, 0.0), std_P, has_variance_P)

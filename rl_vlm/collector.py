@@ -1,0 +1,117 @@
+"""Makes generation windows: draws rows, samples groups, scores them, and writes them down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_vlm.advantages import compute_advantages, reward_std, total_rewards
+from rl_vlm.config.batch_algebra import BatchPlan
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data import Rows
+from rl_vlm.engine import Engine
+from rl_vlm.generation import RolloutEngine
+from rl_vlm.metrics import StepMetrics
+from rl_vlm.prompts import PromptBuilder
+from rl_vlm.reward import RewardSuite
+from rl_vlm.rollout_log import completion_rows
+from rl_vlm.run_directory import RunDirectory
+from rl_vlm.sampler import Draw, PromptSampler
+from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
+from rl_vlm.window import Window
+
+
+@dataclass
+class Collector:
+    """What it takes to get from the sampler's next draws to scored groups."""
+
+    config: RunConfig
+    plan: BatchPlan
+    engine: Engine
+    directory: RunDirectory
+    rows: Rows
+    row_indices: list[int]
+    sampler: PromptSampler
+    builder: PromptBuilder
+    generator: RolloutEngine
+    rewards: RewardSuite
+
+    def collect(self, state: TrainerState, metrics: StepMetrics) -> Window:
+        """The next window of this rank. An error leaves the sampler where it was."""
+        cursor = self.sampler.state_dict()
+        try:
+            draws = [draw for _ in range(self.plan.steps_per_window) for draw in self.sampler.next_window()]
+            groups, table = self.engine.together(lambda: self.sample(draws, state, metrics))
+        except BaseException:
+            self.sampler.load_state_dict(cursor)
+            raise
+        scored = self.scored_groups(groups, table)
+        self.record(state.global_step, scored, table, metrics)
+        return Window(draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
+
+    def sample(
+        self, draws: Sequence[Draw], state: TrainerState, metrics: StepMetrics
+    ) -> tuple[list[Group], RewardTable]:
+        """Groups for the drawn rows, and what the reward functions say of them."""
+        with metrics.stage("data"):
+            requests = [
+                RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt)
+                for draw, prompt in zip(draws, self.prompts(draws), strict=True)
+            ]
+        with metrics.stage("generation"):
+            groups = self.generator.generate(requests, self.sampling)
+        with metrics.stage("rewards"):
+            return groups, self.rewards.score(groups, state)
+
+    @property
+    def sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(
+            num_generations=rollout.num_generations,
+            max_completion_length=rollout.max_completion_length,
+            temperature=rollout.temperature,
+            seed=self.config.train.seed,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        )
+
+    def prompts(self, draws: Sequence[Draw]) -> list[Prompt]:
+        return [self.builder.build(self.rows.sample(self.row_indices[draw.row])) for draw in draws]
+
+    def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
+        """Rewards and advantages of each group; `scale_rewards: batch` spans the window over all ranks."""
+        rewards_PG = total_rewards(table.scores_PGF, torch.tensor(self.rewards.weights), table.valid_PG)
+        scale = self.config.algorithm.scale_rewards
+        batch_std = self.std_over_ranks(rewards_PG) if scale == "batch" else None
+        advantages = compute_advantages(rewards_PG, table.valid_PG, scale, batch_std)
+        return [
+            ScoredGroup(
+                group,
+                scores_GF=table.scores_PGF[p],
+                rewards_G=rewards_PG[p],
+                advantages_G=advantages.advantages_PG[p],
+                valid_G=table.valid_PG[p],
+                has_variance=bool(advantages.has_variance_P[p]),
+            )
+            for p, group in enumerate(groups)
+        ]
+
+    def std_over_ranks(self, rewards_PG: Tensor) -> float:
+        return reward_std(torch.tensor(self.engine.gather(rewards_PG.flatten().tolist()))).item()
+
+    def record(
+        self, step: int, groups: Sequence[ScoredGroup], table: RewardTable, metrics: StepMetrics
+    ) -> None:
+        """Count faults, log what reward functions logged, and write the completions of all ranks."""
+        for fault, count in table.fault_counts.items():
+            metrics.add_sum(f"reward_faults/{fault}", count)
+        for name, values in table.metrics.items():
+            metrics.add_mean(name, sum(values), len(values))
+        if self.config.log.log_completions:
+            rows = self.engine.gather(completion_rows(step, groups, table))
+            if self.engine.is_main:
+                self.directory.write_completions(step, rows)

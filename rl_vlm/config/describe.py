@@ -1,0 +1,62 @@
+"""A run in words: the resolved settings, the batches worked out, and the help text of every setting."""
+
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from rl_vlm.config import yaml_text
+from rl_vlm.config.batch_algebra import BatchPlan
+from rl_vlm.config.schema import SECTIONS, RewardSpec, RunConfig
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every setting with its value; `load_config` reads it back to an equal config."""
+    return yaml_text.dump(config.model_dump(mode="json"))
+
+
+def describe(config: RunConfig, plan: BatchPlan | None = None) -> str:
+    """The resolved settings as YAML, and the batches of `plan` in sentences, as comments."""
+    comments = [] if plan is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, plan)]
+    return to_yaml(config) + "".join(comments)
+
+
+def settings_help() -> str:
+    """Every setting by section: name, type, default and docstring."""
+    lines = []
+    for section, model in {**SECTIONS, "an entry of rewards.reward_funcs": RewardSpec}.items():
+        lines.append(f"{section}:")
+        for name, field in model.model_fields.items():
+            lines.append(f"  {name}: {_type(field)}{_default(field)}")
+            lines += [f"      {line.strip()}" for line in (field.description or "").splitlines()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _batch_sentences(config: RunConfig, plan: BatchPlan) -> list[str]:
+    processes = f"{plan.prompts_per_rank_step} prompts on each of {plan.world_size} processes"
+    train, steps_per_window = config.train, plan.steps_per_window * plan.num_iterations
+    if train.max_steps is not None:
+        length = f"{train.max_steps} optimizer steps (max_steps)"
+    else:
+        length = (
+            f"{train.num_train_epochs:g} × the number of rows / {plan.prompts_per_window}, rounded up, "
+            f"× {steps_per_window} optimizer steps (num_train_epochs)"
+        )
+    return [
+        f"Optimizer step: {plan.prompts_per_step} prompts × {plan.num_generations} = {plan.completions_per_step} "
+        f"completions, {processes if plan.world_size > 1 else 'all on one process'}.",
+        f"Generation window: {plan.steps_per_window} × {plan.prompts_per_step} = {plan.prompts_per_window} prompts "
+        f"sampled at once, for {plan.num_iterations} × {plan.steps_per_window} = {steps_per_window} optimizer steps.",
+        f"Run: {length}.",
+        f"Micro-batches: up to {config.memory.micro_batch_tokens} language tokens; their number changes no result.",
+    ]
+
+
+def _type(field: FieldInfo) -> str:
+    annotation: Any = field.annotation
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return text.replace("typing.", "").replace("rl_vlm.config.schema.", "")
+
+
+def _default(field: FieldInfo) -> str:
+    return ", required" if field.is_required() else f" = {field.default!r}"

@@ -1,0 +1,169 @@
+"""Reads the settings of a run: a YAML file, then `key=value` overrides. All problems are reported at once.
+
+A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone is read as TRL reads it: `trl_fields` says what
+becomes of TRL's names. A null value stands for the default.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rl_vlm.config import trl_fields, yaml_text
+from rl_vlm.config.schema import SECTIONS, SETTINGS, RunConfig
+from rl_vlm.errors import ConfigError
+
+FULL_NAMES = {setting.split(".")[1]: setting for setting in SETTINGS}
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run that the YAML file at `path` describes, with `overrides` such as `train.max_steps=10` or `max_steps=10`.
+
+    Raises ConfigError with one line per problem: where, key, value, and what would be valid.
+    """
+    settings: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    for source, keys in ((str(path), _read_file(path)), ("command line", _parse_overrides(overrides))):
+        found, refused = _resolve(keys)
+        settings |= found
+        sources |= dict.fromkeys(found, source)
+        problems += [f"{source}: {problem}" for problem in refused]
+
+    try:
+        config = RunConfig.model_validate(_nest(settings))
+    except ValidationError as error:
+        problems += _validation_problems(error, sources, str(path))
+    else:
+        if not problems:
+            return config
+    raise ConfigError("\n".join(problems))
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Raises ConfigError if `config` lacks what only training needs; an evaluation runs without."""
+    missing = []
+    if config.data.dataset_name is None:
+        missing.append("`data.dataset_name`, the training data, is not set")
+    if not config.rewards.reward_funcs:
+        missing.append("`rewards.reward_funcs` is empty: training needs at least one reward function")
+    if config.rollout.num_generations < 2:
+        missing.append("`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt")
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    """The file's settings by key as written, those of sections as `section.leaf`."""
+    try:
+        content = yaml_text.parse(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    return _flatten(str(path), {} if content is None else content)
+
+
+def _flatten(source: str, content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: expected `key: value` settings, found {content!r}")
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in SECTIONS:
+            flat[str(key)] = value
+        elif isinstance(value, dict):
+            flat |= {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()}
+        elif value is not None:
+            raise ConfigError(f"{source}: `{key}` is a section and holds `key: value` settings, found {value!r}")
+    return flat
+
+
+def _parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    keys = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"command line: `{override}` is not of the form key=value")
+        try:
+            keys[key] = yaml_text.parse(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"command line: the value of `{override}` is not YAML; quote it: {error}") from error
+    return keys
+
+
+def _resolve(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values by full setting name, and a line for each key that is unknown, refused, or at odds with another."""
+    settings: dict[str, Any] = {}
+    given_by: dict[str, str] = {}
+    problems: list[str] = []
+    for key, value in keys.items():
+        try:
+            found = _settings_of(key, value, keys)
+        except ValueError as refusal:
+            problems.append(f"`{key}` is {value!r}: {refusal}")
+            continue
+        if found is None:
+            problems.append(_unknown(key))
+            continue
+        for setting, setting_value in found.items():
+            if setting in settings and settings[setting] != setting_value:
+                problems.append(
+                    f"`{given_by[setting]}` and `{key}` both set `{setting}`, "
+                    f"to {settings[setting]!r} and {setting_value!r}; keep one of them"
+                )
+            settings[setting], given_by[setting] = setting_value, key
+    return settings, problems
+
+
+def _settings_of(key: str, value: Any, keys: Mapping[str, Any]) -> dict[str, Any] | None:
+    if key in SETTINGS:
+        return {key: value}
+    if key in FULL_NAMES and value is None:
+        return {FULL_NAMES[key]: None}
+    translated = trl_fields.translate(key, value, keys)
+    if translated is not None:
+        return {FULL_NAMES[leaf]: leaf_value for leaf, leaf_value in translated.items()}
+    return {FULL_NAMES[key]: value} if key in FULL_NAMES else None
+
+
+def _nest(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for setting, value in settings.items():
+        section, leaf = setting.split(".")
+        if value is not None:
+            nested[section][leaf] = value
+    return nested
+
+
+def _unknown(key: str) -> str:
+    closest = difflib.get_close_matches(key.rpartition(".")[2], [*FULL_NAMES, *SECTIONS], n=1)
+    hint = f"the closest is `{FULL_NAMES.get(closest[0], closest[0])}`" if closest else "see `rl-vlm train --help`"
+    return f"unknown setting `{key}`; {hint}"
+
+
+def _validation_problems(error: ValidationError, sources: Mapping[str, str], path: str) -> list[str]:
+    """One line per setting: pydantic reports each branch of a union on its own."""
+    by_setting: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors():
+        by_setting.setdefault(".".join(map(str, detail["loc"][:2])), []).append(detail)
+    problems = []
+    for setting, details in by_setting.items():
+        first = details[0]
+        if not setting:
+            problems += [f"{path}: {line}" for line in _reason(first).splitlines()]
+        elif first["type"] == "missing" and len(first["loc"]) == 2:
+            problems.append(f"{path}: `{setting}` is not set; see `rl-vlm train --help`")
+        else:
+            reasons = " or ".join(dict.fromkeys(map(_reason, details)))
+            problems.append(f"{sources[setting]}: `{setting}` is {first['input']!r}: {reasons}")
+    return problems
+
+
+def _reason(detail: ErrorDetails) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"`{detail['loc'][-1]}` is unknown"
+    return detail["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")

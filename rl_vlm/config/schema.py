@@ -1,0 +1,314 @@
+"""Every setting of a run. A field's docstring is its help text; names are TRL's wherever TRL has the setting.
+
+Leaf names are unique over all sections, so `max_steps=10` on the command line and a flat TRL YAML are unambiguous.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+def _as_list(value: Any) -> Any:
+    """One name stands for a list of one, and `none` for an empty list."""
+    if isinstance(value, str):
+        return [] if value == "none" else [value]
+    return value
+
+
+class ModelConfig(Section):
+    model_name_or_path: str
+    """Hub name, local directory (a model or a PEFT adapter), or `module:function`, called as `f(directory, seed)`
+    to make a checkpoint."""
+    model_revision: str = "main"
+    """Hub revision: branch, tag or commit."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute precision. `bfloat16` keeps trainable weights and optimizer state in float32."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention of the vision tower and of the dense path."""
+    freeze_vision_tower: bool = False
+    """Train the language model only; the vision tower then runs without gradients."""
+    use_peft: bool = False
+    """Train a LoRA adapter instead of the full weights."""
+    lora_r: int = Field(default=16, ge=1)
+    """Rank of the LoRA matrices."""
+    lora_alpha: int = Field(default=32, ge=1)
+    """LoRA scale: the update is multiplied by `lora_alpha / lora_r`."""
+    lora_target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the modules that get an adapter."""
+    lora_exclude_modules: list[str] | None = None
+    """Names or a pattern of modules that get none. Default: the vision tower and its projector."""
+    init_lora_weights: bool | Literal["gaussian", "pissa", "olora", "orthogonal"] = True
+    """PEFT's initialisation of the adapter; `true` starts at the base model exactly."""
+    use_rslora: bool = False
+    """Scale by `lora_alpha / sqrt(lora_r)` instead."""
+
+
+class DataConfig(Section):
+    dataset_name: str | None = None
+    """Training data: hub name, local directory, .parquet, .json or .jsonl file, or `module:function`."""
+    dataset_config: str | None = None
+    """Name of the hub dataset's configuration."""
+    dataset_train_split: str = "train"
+    """Split to train on."""
+    eval_dataset_name: str | None = None
+    """Held-out data, in the same forms as `dataset_name`. Default: none."""
+    dataset_test_split: str = "test"
+    """Split to evaluate on."""
+    prompt_template: str | None = None
+    """Makes the prompt of raw rows from their columns, as in `"{question} Answer in <answer> tags."`."""
+    system_prompt: str | None = None
+    """System message put before every prompt that has none."""
+    image_root: str | None = None
+    """Folder that relative image paths start from. Default: the folder of the data file, else the working directory."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra arguments of the chat template, such as `enable_thinking`."""
+    max_prompt_length: int | None = Field(default=None, ge=1)
+    """Prompts with more tokens, images included, are dropped before the run and listed; none is ever truncated."""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Images are enlarged to at least this many pixels (processors that support it)."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Images are shrunk to at most this many pixels (processors that support it)."""
+    max_image_pixels: int = Field(default=32_000_000, ge=1)
+    """An image file with more pixels than this is refused before it is decoded."""
+    shuffle_dataset: bool = True
+    """Draw rows in a new random order each epoch."""
+
+
+class RolloutConfig(Section):
+    num_generations: int = Field(default=8, ge=1)
+    """G: completions sampled per prompt in training."""
+    num_generations_eval: int = Field(default=1, ge=1)
+    """Completions per prompt in evaluation."""
+    max_completion_length: int = Field(default=512, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training rollouts; log-probs are taken at this temperature."""
+    eval_temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of evaluation; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this much probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from the k most probable tokens; 0 is off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from tokens with at least this share of the best token's probability."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Completions that the engine decodes at once on one device."""
+
+
+class RewardSpec(Section):
+    function: str
+    """Built-in name, `module:function`, `file.py:function`, or entry point of the group `rl_vlm.rewards`."""
+    name: str | None = None
+    """Name in metrics. Default: the function's own."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments passed to every call."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds a call may take; the function then runs in a worker process that is killed when it hangs."""
+
+
+class RewardsConfig(Section):
+    reward_funcs: Annotated[list[str | RewardSpec], BeforeValidator(_as_list)] = []
+    """Reward functions: names, or mappings with `function`, `name`, `weight`, `kwargs` and `timeout`."""
+    reward_weights: list[float] | None = None
+    """One weight per function, instead of a `weight` in each."""
+
+
+class AlgorithmConfig(Section):
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
+    """How token losses are formed and averaged; see `rl_vlm/losses.py`."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Ratio per token, or per completion (GSPO)."""
+    epsilon: float = Field(default=0.2, ge=0)
+    """Lower clip of the ratio."""
+    epsilon_high: float | None = Field(default=None, ge=0)
+    """Upper clip of the ratio, default `epsilon`. `cispo` needs it: it is the largest weight itself, as in 5.0."""
+    delta: float | None = Field(default=None, gt=0)
+    """Upper bound of the unclipped ratio (two-sided clipping); None is off."""
+    sapo_temperature_neg: float = Field(default=1.05, gt=0)
+    """SAPO's temperature for completions with a negative advantage."""
+    sapo_temperature_pos: float = Field(default=1.0, gt=0)
+    """SAPO's temperature for completions with a positive advantage."""
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL term (k3 estimate); at 0 no reference model is loaded."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."""
+    sync_ref_model: bool = False
+    """Move the reference model towards the policy every `ref_model_sync_steps` steps; not with LoRA."""
+    ref_model_mixup_alpha: float = Field(default=0.6, ge=0, le=1)
+    """Share of the policy in that move: `ref = alpha * policy + (1 - alpha) * ref`."""
+    ref_model_sync_steps: int = Field(default=512, ge=1)
+    """Optimizer steps between two such moves."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide advantages by the standard deviation of the group, of the whole generation batch, or not."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Times that each generated window is trained on."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit `max_completion_length` out of the loss."""
+    top_entropy_quantile: float = Field(default=1.0, gt=0, le=1)
+    """Train only on this share of tokens, those with the highest entropy; 1 is off."""
+
+
+class TrainConfig(Section):
+    output_dir: str = "runs/default"
+    """Run directory; see the README for what is written there."""
+    overwrite_output_dir: bool = False
+    """Start anew in a directory that holds an earlier run, deleting that run."""
+    resume_from_checkpoint: str | None = None
+    """Checkpoint directory to go on from, or `auto` for the newest complete one in `output_dir` (none: start anew)."""
+    seed: int = 42
+    """Seed of initialisation, data order and sampling."""
+    prompts_per_step: int | None = Field(default=None, ge=1)
+    """Prompts per optimizer step over all devices."""
+    per_device_train_batch_size: int | None = Field(default=None, ge=1)
+    """Completions per device and micro-step, as in TRL; only its product with accumulation matters."""
+    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
+    """Micro-steps per optimizer step, as in TRL."""
+    steps_per_generation: int | None = Field(default=None, ge=1)
+    """Micro-steps per generation, as in TRL. Default: `gradient_accumulation_steps`."""
+    num_train_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the training data, when `max_steps` is not set."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the run; wins over epochs."""
+    learning_rate: float = Field(default=1e-6, ge=0)
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "warmup_stable_decay",
+    ] = "linear"
+    """Schedule of the learning rate, by its name in transformers."""
+    lr_scheduler_kwargs: dict[str, Any] = {}
+    """Arguments of the schedule, such as `min_lr_rate`."""
+    warmup_steps: float = Field(default=0.0, ge=0)
+    """Steps of linear warm-up; below 1, a share of all steps."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay, on all weights but biases and norms."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first-moment decay."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's second-moment decay."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this norm; 0 is off."""
+    save_steps: int = Field(default=500, ge=0)
+    """Optimizer steps between checkpoints; 0 saves at the end only."""
+    save_total_limit: int | None = Field(default=None, ge=1)
+    """Checkpoints kept, the best one included when `load_best_model_at_end`."""
+    eval_steps: int = Field(default=0, ge=0)
+    """Optimizer steps between evaluations; 0 evaluates only before and after, if there is held-out data."""
+    eval_on_start: bool = True
+    """Evaluate before the first step."""
+    load_best_model_at_end: bool = False
+    """Save the best evaluated checkpoint and end with it instead of the last weights."""
+    metric_for_best_model: str = "reward"
+    """Evaluation metric that decides, such as `rewards/exact_match/mean`."""
+    greater_is_better: bool = True
+    """Whether a larger value of that metric is better."""
+
+
+class MemoryConfig(Section):
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Language tokens that one forward and backward holds; the loss and gradient do not depend on it."""
+    prefix_sharing: Literal["auto", "shared", "dense"] = "auto"
+    """Compute a prompt and its images once per group (`shared`), once per completion (`dense`), or as pays (`auto`)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+
+
+class LogConfig(Section):
+    logging_steps: int = Field(default=1, ge=1)
+    """Optimizer steps between reports to `report_to`; `metrics.jsonl` has every step."""
+    report_to: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Trackers of accelerate: `tensorboard`, `wandb`, `mlflow`, …."""
+    run_name: str | None = None
+    """Name of the run in trackers. Default: the last part of `output_dir`."""
+    log_completions: bool = True
+    """Write every completion with its rewards to `completions/*.parquet`."""
+    num_completions_to_print: int = Field(default=0, ge=0)
+    """Completions printed after each generation."""
+    disable_tqdm: bool = False
+    """Print plain lines instead of a progress bar."""
+
+
+class RunConfig(Section):
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    memory: MemoryConfig = MemoryConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "RunConfig":
+        if conflicts := [*_reward_conflicts(self), *_algorithm_conflicts(self), *_train_conflicts(self)]:
+            raise ValueError("\n".join(conflicts))
+        return self
+
+
+SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in RunConfig.model_fields.items()}  # pyright: ignore[reportAssignmentType]
+
+SETTINGS: dict[str, FieldInfo] = {
+    f"{section}.{leaf}": field for section, model in SECTIONS.items() for leaf, field in model.model_fields.items()
+}
+"""Every setting by its full name, `section.leaf`."""
+
+
+def _reward_conflicts(config: RunConfig) -> Iterator[str]:
+    funcs, weights = config.rewards.reward_funcs, config.rewards.reward_weights
+    if weights is not None and len(weights) != len(funcs):
+        yield f"`reward_weights` has {len(weights)} entries for {len(funcs)} `reward_funcs`; give one per function"
+    if weights is not None and any(isinstance(spec, RewardSpec) and spec.weight != 1.0 for spec in funcs):
+        yield "`reward_weights` and a `weight` in `reward_funcs` are both given; keep one of them"
+    if config.rollout.num_generations_eval > 1 and config.rollout.eval_temperature == 0:
+        yield "`num_generations_eval` > 1 samples one greedy answer several times; set `eval_temperature` above 0"
+
+
+def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
+        yield "`loss_type` cispo needs `epsilon_high`, its largest weight, for instance 5.0"
+    if algorithm.loss_type == "sapo" and algorithm.epsilon_high is not None:
+        yield "`epsilon_high` has no effect on `loss_type` sapo, which has no clip; leave it out"
+    if algorithm.loss_type in ("cispo", "sapo") and algorithm.delta is not None:
+        yield f"`delta` has no effect on `loss_type` {algorithm.loss_type}; leave it out"
+    if algorithm.sync_ref_model and algorithm.beta == 0:
+        yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
+    if algorithm.sync_ref_model and config.model.use_peft:
+        yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
+
+
+def _train_conflicts(config: RunConfig) -> Iterator[str]:
+    train, data = config.train, config.data
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
+        yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
+    if train.resume_from_checkpoint is not None and train.overwrite_output_dir:
+        yield "`resume_from_checkpoint` goes on with a run that `overwrite_output_dir` would delete; keep one of them"
+    if train.eval_steps and data.eval_dataset_name is None:
+        yield f"`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"
+    if train.load_best_model_at_end:
+        if data.eval_dataset_name is None or not train.eval_steps:
+            yield "`load_best_model_at_end` needs `eval_dataset_name` and `eval_steps` above 0"
+        elif train.save_steps == 0 or train.save_steps % train.eval_steps:
+            yield (
+                f"`load_best_model_at_end` needs `save_steps` to be a multiple of `eval_steps` {train.eval_steps}, "
+                f"so that what is saved has been evaluated; it is {train.save_steps}"
+            )

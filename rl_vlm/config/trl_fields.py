@@ -1,0 +1,202 @@
+"""What becomes of each field of TRL 1.16's GRPOConfig, ModelConfig and GRPOScriptArguments.
+
+Every field is in exactly one of three tables: `SAME` name and meaning here, `CONVERTED` into settings of this
+project, or `NOT_HERE`. A field that is not here is accepted where its value asks for nothing, and refused otherwise.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Settings = dict[str, Any]
+
+SAME = frozenset(
+    """
+    model_name_or_path model_revision trust_remote_code dtype attn_implementation
+    use_peft lora_r lora_alpha use_rslora
+
+    dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs shuffle_dataset
+
+    num_generations num_generations_eval max_completion_length temperature top_p top_k min_p
+    reward_weights
+
+    loss_type importance_sampling_level epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos
+    beta use_bias_correction_kl sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+    num_iterations mask_truncated_completions top_entropy_quantile
+
+    output_dir seed per_device_train_batch_size gradient_accumulation_steps steps_per_generation num_train_epochs
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
+    max_grad_norm save_steps save_total_limit eval_steps eval_on_start load_best_model_at_end greater_is_better
+
+    gradient_checkpointing logging_steps report_to run_name log_completions num_completions_to_print disable_tqdm
+    """.split()
+)
+
+
+def _eval_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
+    if value in ("no", False):
+        return {"eval_steps": 0}
+    if value != "steps":
+        raise ValueError("evaluations are counted in steps: give `eval_steps`")
+    settings = {"eval_steps": given.get("eval_steps") or given.get("logging_steps", 10)}
+    held_out = given.get("eval_dataset_name", given.get("dataset_name"))
+    return settings | ({"eval_dataset_name": held_out} if held_out else {})
+
+
+def _save_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
+    if value in ("no", False):
+        return {"save_steps": 0}
+    if value != "steps":
+        raise ValueError("checkpoints are counted in steps: give `save_steps`, or `load_best_model_at_end`")
+    return {}
+
+
+def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
+    """TRL's own functions by name, and dotted import paths, as `module:function`."""
+    from_trl = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+
+    def convert(name: Any) -> Any:
+        if name in from_trl:
+            return f"trl.rewards:{name}"
+        if isinstance(name, str) and "." in name and ":" not in name:
+            return ":".join(name.rsplit(".", 1))
+        return name
+
+    return {"reward_funcs": [convert(name) for name in value] if isinstance(value, list) else convert(value)}
+
+
+def _lora_target_modules(value: Any, given: Mapping[str, Any]) -> Settings:
+    return {"lora_target_modules": "all-linear" if value == ["all-linear"] else value}
+
+
+def _scale_rewards(value: Any, given: Mapping[str, Any]) -> Settings:
+    if isinstance(value, bool):
+        value = "group" if value else "none"
+    return {"scale_rewards": value}
+
+
+CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
+    "bf16": lambda value, given: {"dtype": "bfloat16"} if value else {},
+    "max_steps": lambda value, given: {"max_steps": None if value == -1 else value},
+    "scale_rewards": _scale_rewards,
+    "reward_funcs": _reward_funcs,
+    "lora_target_modules": _lora_target_modules,
+    "eval_strategy": _eval_strategy,
+    "save_strategy": _save_strategy,
+    "metric_for_best_model": lambda value, given: {"metric_for_best_model": str(value).removeprefix("eval_")},
+    "resume_from_checkpoint": lambda value, given: {
+        "resume_from_checkpoint": "auto" if value is True else value or None
+    },
+}
+
+OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
+"""Fields of earlier versions: a `warmup_steps` below 1 is a ratio."""
+
+# reason: {field: the value that asks for nothing, or a tuple of such values}
+# fmt: off
+NOT_HERE: dict[str, Settings] = {
+    "tools and multi-turn are not in this project": {"max_tool_calling_iterations": None},
+    "the loss `vespo` is not in this project": {
+        "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
+    },
+    "entropy is not part of the loss; see `top_entropy_quantile`": {
+        "entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0,
+        "entropy_coef_delta": 0.005, "entropy_target": 0.2,
+    },
+    "rollouts come from the Hugging Face engine; vLLM is not here yet": {
+        "use_vllm": False, "vllm_mode": "colocate", "vllm_model_impl": "vllm", "vllm_enable_sleep_mode": False,
+        "vllm_structured_outputs_regex": None, "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0",
+        "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
+        "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": None, "vllm_tensor_parallel_size": 1,
+        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
+        "vllm_importance_sampling_cap": None, "off_policy_mask_threshold": None,
+    },
+    "rollouts come from the Hugging Face engine with its own cache": {
+        "use_transformers_continuous_batching": False, "transformers_continuous_batching_config": None,
+        "use_transformers_paged": False, "cache_implementation": None, "use_cache": (False, True),
+        "ds3_gather_for_generation": True,
+    },
+    "log-probs are those of the plain softmax at `temperature`": {
+        "repetition_penalty": 1.0, "generation_kwargs": (None, {}),
+    },
+    "a window is counted by `steps_per_generation`": {"generation_batch_size": None},
+    "rewards are summed by weight, then made advantages": {"multi_objective_aggregation": "sum_then_normalize"},
+    "a reward is a function; name it in `reward_funcs`": {"reward_model_name_or_path": None},
+    "the optimizer is AdamW": {
+        "optim": ("adamw_torch_fused", "adamw_torch"), "optim_args": None, "optim_target_modules": None,
+        "neftune_noise_alpha": None, "label_smoothing_factor": 0.0, "average_tokens_across_devices": True,
+    },
+    "dropout is off, so that all log-probs are those of one policy": {
+        "lora_dropout": 0.0, "disable_dropout": (False, True),
+    },
+    "precision is `dtype`, with fp32 trainable weights, optimizer state, log-softmax and loss": {
+        "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False, "tf32": None, "cast_lm_head_to_fp32": False,
+    },
+    "adapters are LoRA on the modules of `lora_target_modules`, over unquantised weights": {
+        "lora_target_parameters": None, "lora_modules_to_save": None, "lora_task_type": "CAUSAL_LM", "use_dora": False,
+        "load_in_8bit": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False,
+        "bnb_4bit_quant_storage": None,
+    },
+    "the model is loaded by the settings of the section `model`": {
+        "model_init_kwargs": (None, {}), "router_aux_loss_coef": None, "ignore_bias_buffers": False,
+    },
+    "`micro_batch_tokens` sets the physical batch and changes no result": {
+        "auto_find_batch_size": False, "pad_to_multiple_of": "auto", "torch_empty_cache_steps": None,
+        "gradient_checkpointing_kwargs": (None, {}, {"use_reentrant": False}),
+    },
+    "compilation and kernels are not chosen here": {
+        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False,
+        "liger_kernel_config": None,
+    },
+    "rows are read as they are needed, in an order that follows from `seed`": {
+        "dataset_streaming": False, "data_seed": None, "dataloader_drop_last": False, "dataloader_num_workers": 0,
+        "dataloader_pin_memory": True, "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
+        "dataloader_multiprocessing_context": None, "dataloader_in_order": True, "remove_unused_columns": False,
+        "label_names": None, "train_sampling_strategy": "random", "length_column_name": "length",
+    },
+    "evaluation counts every sample once and decodes `max_num_seqs` completions at a time": {
+        "per_device_eval_batch_size": 8, "eval_delay": 0, "prediction_loss_only": False, "eval_do_concat_batches": True,
+        "eval_use_gather_object": False, "eval_accumulation_steps": None, "include_for_metrics": [],
+        "batch_eval_metrics": False, "do_train": (False, True), "do_eval": (False, True), "do_predict": False,
+    },
+    "every step is in `metrics.jsonl`, every completion in `completions/`": {
+        "logging_strategy": "steps", "logging_first_step": False, "log_on_each_node": True,
+        "logging_nan_inf_filter": (True, False), "include_num_input_tokens_seen": ("no", False), "log_level": "passive",
+        "log_level_replica": "warning", "skip_memory_metrics": True, "log_multimodal": (True, False),
+        "log_unique_prompts": False, "project": "huggingface", "trackio_space_id": None, "trackio_bucket_id": None,
+        "trackio_static_space_id": None, "debug": ("", []),
+    },
+    "a checkpoint holds the whole state of the run, and a resumed run continues exactly": {
+        "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False, "ignore_data_skip": False,
+        "restore_callback_states_from_checkpoint": False, "full_determinism": False,
+    },
+    "nothing is pushed to a hub": {
+        "push_to_hub": False, "hub_token": None, "hub_private_repo": None, "hub_model_id": None,
+        "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "log_completions_hub_repo": None,
+    },
+    "processes, devices and sharding are set up by `accelerate launch`": {
+        "use_cpu": False, "local_rank": -1, "accelerator_config": None, "parallelism_config": None, "deepspeed": None,
+        "fsdp": (None, "", []), "fsdp_config": None, "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,
+        "ddp_broadcast_buffers": None, "ddp_static_graph": None, "ddp_backend": None, "ddp_timeout": 1800,
+    },
+}
+# fmt: on
+
+
+def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | None:
+    """Settings here, by leaf name, of TRL's field `name` set to `value`; None if TRL has no such field.
+
+    `given` are all fields set beside it. Raises ValueError with the reason if the value asks for what is not here.
+    """
+    name = OLD_NAMES.get(name, name)
+    if name in SAME:
+        return {name: value}
+    if name in CONVERTED:
+        return {} if value is None else CONVERTED[name](value, given)
+    for reason, fields in NOT_HERE.items():
+        if name in fields:
+            neutral = fields[name]
+            if value is None or value in (neutral if isinstance(neutral, tuple) else (neutral,)):
+                return {}
+            raise ValueError(reason)
+    return None

@@ -1,0 +1,40 @@
+"""YAML as this project reads and writes it: a key given twice is an error, and `1e-6` is a number.
+
+PyYAML follows YAML 1.1, where `1e-6` is a string for want of a dot.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+_EXPONENT_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")
+_FIRST_CHARACTERS = list("-+0123456789")
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                line = key.start_mark.line + 1
+                raise yaml.constructor.ConstructorError(problem=f"line {line}: key `{key.value}` is given twice")
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, _FIRST_CHARACTERS)
+
+
+def parse(text: str) -> Any:
+    """The value that `text` holds. Raises yaml.YAMLError, also for a key given twice in one mapping."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def dump(value: Any) -> str:
+    """`value` as block YAML, keys in their own order; `parse` gives it back."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

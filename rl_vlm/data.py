@@ -1,0 +1,190 @@
+"""Rows as samples: how a row's prompt is read, and where its images go.
+
+source ─ load_rows ─► Rows ─ sample(index): read_prompt, to_messages, row_images, place_images ─► Sample
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.errors import DataError
+from rl_vlm.images import read_image
+from rl_vlm.sources import IMAGE_COLUMNS, Row, open_source, unique_ids
+from rl_vlm.types import Sample
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant")
+SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one split. Iterating decodes every sample in turn."""
+
+    name: str
+    source: Sequence[Row]
+    sample_ids: list[str]
+    image_folder: Path
+    config: DataConfig
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.sample, range(len(self)))
+
+    def sample(self, index: int) -> Sample:
+        """Row `index` with its images decoded. Raises DataError, naming the row, for what cannot be used."""
+        row, where = self.source[index], f"{self.name}, row {index}"
+        prompt, columns = read_prompt(row, self.config.prompt_template, where)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.config.system_prompt and all(message.get("role") != "system" for message in messages):
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        prompt = prompt if isinstance(prompt, str) else messages
+        images = row_images(row, self.image_folder, self.config.max_image_pixels, where)
+        messages = place_images(to_messages(messages, where), len(images), where)
+        return Sample(self.sample_ids[index], messages, images, columns, prompt)
+
+
+def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
+    """Open the training or the held-out data without decoding an image.
+
+    Raises DataError if the data cannot be read, is empty or has no prompt, or if a sample id occurs twice.
+    """
+    key, name, part = {
+        "train": ("dataset_name", config.dataset_name, config.dataset_train_split),
+        "eval": ("eval_dataset_name", config.eval_dataset_name, config.dataset_test_split),
+    }[split]
+    if name is None:
+        raise DataError(f"data.{key} is not set, so there are no {split} rows to load.")
+    source, folder = open_source(name, part, config.dataset_config)
+    if len(source) == 0:
+        raise DataError(f"{name} (data.{key}, split {part!r}) has no rows.")
+    read_prompt(source[0], config.prompt_template, f"{name}, row 0")
+    return Rows(name, source, unique_ids(source, name), Path(config.image_root or folder), config)
+
+
+def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
+    """A row's prompt, text or messages, and the columns that go to reward functions.
+
+    VLM-R1's rows hold `conversations`; the answer that ends them is column `solution`.
+    """
+    columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
+    if template is not None:
+        return fill_template(template, row, where), columns
+    prompt = row.get("prompt")
+    if prompt is None and row.get("conversations"):
+        prompt, gold = read_conversations(columns.pop("conversations"), where)
+        columns |= gold
+    is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if isinstance(prompt, str) or (is_messages and prompt):
+        return prompt, columns
+    raise DataError(
+        f"{where}: found {_short(prompt)} for a prompt, expected text or messages in column `prompt`. The columns are "
+        f"{', '.join(row)}; rename one, or make the prompt from others with data.prompt_template."
+    )
+
+
+def fill_template(template: str, row: Row, where: str) -> str:
+    try:
+        return template.format(**row)
+    except (LookupError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{where}: data.prompt_template {template!r} cannot be filled: {type(error).__name__} {error}. "
+            f"The columns are {', '.join(row)}; a literal brace is written twice."
+        ) from error
+
+
+def read_conversations(turns: list[Row], where: str) -> tuple[list[Message], Row]:
+    """Turns of `from` and `value` as messages, and the answer that ends them as `{"solution": value}`."""
+    for turn in turns:
+        if turn.get("from") not in SPEAKERS or "value" not in turn:
+            raise DataError(f"{where}: found turn {_short(turn)}, expected `value` and `from` ({', '.join(SPEAKERS)}).")
+    gold = {}
+    if SPEAKERS[turns[-1]["from"]] == "assistant":
+        gold = {"solution": turns[-1]["value"]}
+        turns = turns[:-1]
+    return [{"role": SPEAKERS[turn["from"]], "content": split_marks(str(turn["value"]))} for turn in turns], gold
+
+
+def split_marks(text: str) -> list[Row]:
+    """Text with `<image>` marks (and those of media that are refused later) as content blocks."""
+    parts = re.split(r"<(image|video|audio)>", text)
+    blocks = [{"type": "text", "text": part} if i % 2 == 0 else {"type": part} for i, part in enumerate(parts)]
+    return [block for block in blocks if block != {"type": "text", "text": ""}]
+
+
+def to_messages(messages: list[Message], where: str) -> list[Message]:
+    """New messages whose contents are lists of blocks. Raises DataError for what the model would not be given."""
+    for message in messages:
+        refuse_extras(message, ("role", "content"), where)
+        if message.get("role") not in ROLES:
+            raise DataError(f"{where}: a message has role {message.get('role')!r}; roles are {', '.join(ROLES)}.")
+    return [{"role": message["role"], "content": to_blocks(message.get("content"), where)} for message in messages]
+
+
+def to_blocks(content: Any, where: str) -> list[Row]:
+    blocks = []
+    for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                blocks.append({"type": "text", "text": text})
+            case {"type": "image"}:
+                blocks.append({"type": "image"})
+            case _:
+                raise DataError(
+                    f"{where}: content {_short(block)} is not supported; a message holds text, or a list of "
+                    'blocks {"type": "text", "text": …} and {"type": "image"}.'
+                )
+        refuse_extras(block, ("type", "text"), where)
+    return blocks
+
+
+def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
+    """Keys that would have no effect; Arrow fills keys that a row does not have with None."""
+    extras = [name for name, value in given.items() if name not in known and value is not None]
+    if extras:
+        raise DataError(
+            f"{where}: {', '.join(extras)} in {_short(given)} would have no effect. Images belong in column `images`, "
+            "in the order of their blocks; tool calls are not supported."
+        )
+
+
+def row_images(row: Row, folder: Path, max_pixels: int, where: str) -> list[Image.Image]:
+    """The decoded images of column `image` or `images`; none for a text row."""
+    given = {name: row[name] for name in IMAGE_COLUMNS if row.get(name) is not None}
+    if len(given) > 1:
+        raise DataError(f"{where}: `image` and `images` are both filled; leave one of them empty.")
+    return [
+        read_image(value, folder, max_pixels, f"{where}, column {name}")
+        for name, values in given.items()
+        for value in (values if isinstance(values, list) else [values])
+    ]
+
+
+def place_images(messages: list[Message], num_images: int, where: str) -> list[Message]:
+    """Put image blocks before the text of the first user message, unless the row has placed them itself."""
+    num_blocks = sum(block["type"] == "image" for message in messages for block in message["content"])
+    first_user = next((message for message in messages if message["role"] == "user"), None)
+    if num_blocks == 0 and first_user:
+        first_user["content"][:0] = [{"type": "image"} for _ in range(num_images)]
+    elif num_blocks != num_images:
+        raise DataError(
+            f"{where}: the prompt has {num_blocks} image blocks and the row has {num_images} images. Pairing them "
+            "anyway would train on answers about other images, and nothing later would notice. "
+            "Write one block (or <image> mark) per image, or none to have all images put first."
+        )
+    return messages
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,105 @@
+"""Handwritten digits: scikit-learn's 1,797 real scans of 8 x 8 pixels, and a model that knows nothing of them.
+
+`configs/digits.yaml` names these functions. The starting model is taught the answer format by a short supervised
+warm-up on random labels, so that its accuracy is chance and every bit of skill comes from the rewards.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_vlm.types import MicroBatch, Prompt
+
+QUESTION = "Which digit is this?"
+WARM_UP_STEPS = 60
+WARM_UP_IMAGES = 64
+
+
+@cache
+def _scans() -> list[dict[str, Any]]:
+    """All scans as dataset rows, each with an id of its own."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return [
+        {
+            "id": f"digit-{i:04d}",
+            "prompt": QUESTION,
+            "image": Image.fromarray((scan * (255 / 16)).astype("uint8")),
+            "solution": str(label),
+        }
+        for i, (scan, label) in enumerate(zip(digits.images, digits.target, strict=True))
+    ]
+
+
+def _split() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Three quarters to train on and a stratified quarter held out, the same in every run."""
+    from sklearn.model_selection import train_test_split
+
+    labels = [row["solution"] for row in _scans()]
+    return train_test_split(_scans(), test_size=0.25, stratify=labels, random_state=0)
+
+
+def train_rows() -> list[dict[str, Any]]:
+    """Rows to train on."""
+    return _split()[0]
+
+
+def held_out_rows() -> list[dict[str, Any]]:
+    """Rows that are never trained on."""
+    return _split()[1]
+
+
+def starting_model(directory: Path, seed: int) -> None:
+    """Write a Qwen2.5-VL of half a million parameters that answers `<answer>d</answer>` with a random digit."""
+    from rl_vlm.tiny import build_tiny
+
+    corpus = [QUESTION, "system user assistant", "<answer></answer> " * 8]
+    build_tiny("qwen2_5_vl", directory, corpus=corpus, seed=seed)
+    teach_format(directory, seed)
+
+
+def teach_format(directory: Path, seed: int) -> None:
+    """Supervised warm-up on training images with random labels; overwrites the checkpoint's weights."""
+    import torch
+
+    from rl_vlm.config.schema import RunConfig
+    from rl_vlm.data import load_rows
+    from rl_vlm.loading import load_policy
+    from rl_vlm.prompts import PromptBuilder, load_processor
+
+    config = RunConfig(model={"model_name_or_path": str(directory)}, data={"dataset_name": f"{__name__}:train_rows"})
+    policy = load_policy(config, str(directory))
+    processor = load_processor(str(directory), config.model, config.data)
+    builder, rows = PromptBuilder(processor, config.data), load_rows(config.data, "train")
+    answers = [processor.tokenizer.encode(f"<answer>{d}</answer>") + [processor.tokenizer.eos_token_id] for d in range(10)]
+
+    images = [builder.build(rows.sample(row)) for row in range(WARM_UP_IMAGES)]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(WARM_UP_STEPS):
+        labels = torch.randint(10, (WARM_UP_IMAGES,), generator=generator).tolist()
+        examples = [(image, answers[label]) for image, label in zip(images, labels, strict=True)]
+        optimizer.zero_grad()
+        (-policy(supervised_batch(examples)).logprobs_NT.sum() / len(examples)).backward()
+        optimizer.step()
+    policy.transformer.save_pretrained(directory)
+
+
+def supervised_batch(examples: list[tuple[Prompt, list[int]]]) -> MicroBatch:
+    """Prompts with one given completion each, as a micro-batch."""
+    import torch
+
+    from rl_vlm.types import Completion, Group, MicroBatch, ScoredGroup, SubGroup
+
+    one = torch.zeros(1)
+    groups = [
+        Group("", prompt, [Completion(torch.tensor(ids), torch.zeros(len(ids)), "stop", "")], policy_version=0)
+        for prompt, ids in examples
+    ]
+    scored = [ScoredGroup(group, one[:, None], one, one, valid_G=one == 0, has_variance=True) for group in groups]
+    return MicroBatch([SubGroup(group, [0]) for group in scored], shared=False)

@@ -1,0 +1,192 @@
+"""Rollouts with the policy's own transformers model: no second copy of the weights, no server, any device.
+
+    requests ─ batches of whole groups ─► prefill: each prompt and its images once
+             ─ KV cache expanded to the completions ─► decode: one token per forward and completion ─► Group
+
+The sampling loop is not `model.generate`, which would prefill once per completion, draw from one random stream for
+the whole batch and take settings from the checkpoint's generation config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rl_vlm.families import Family, stop_token_ids
+from rl_vlm.generation.sampling import next_tokens, stream_keys
+from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sampling, concatenate_images
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+COMPACT_FRACTION = 0.25
+"""Finished completions leave the batch when they are this share of it: copying the cache costs about one forward."""
+
+
+@runtime_checkable
+class SampledPolicy(Protocol):
+    """What the engine needs of the policy that is trained."""
+
+    family: Family
+
+    @property
+    def transformer(self) -> PreTrainedModel: ...
+
+    def autocast(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What the model has computed of the prompts of a batch: one row per prompt, or per completion that goes on."""
+
+    cache: Cache
+    logits_NV: Float[Tensor, "rows vocabulary"]
+    """Logits of the first completion token."""
+    mask: Int[Tensor, "rows longest_prompt"]
+    """0 at left padding."""
+    next_positions: Int[Tensor, "axes rows"]
+
+    def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
+        """Row `row_index[n]` for completion n, with a cache of its own."""
+        cache = copy.deepcopy(self.cache)
+        cache.batch_select_indices(row_index)
+        return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[:, row_index])
+
+
+class HFEngine:
+    """A `RolloutEngine` on a transformers model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        family: Family,
+        stop_token_ids: Sequence[int],
+        max_num_seqs: int,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`max_num_seqs` is how many completions are decoded at once; `autocast` opens the context of forwards."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.family = family
+        self.stop_token_ids = list(stop_token_ids)
+        self.banned_token_ids = family.banned_token_ids(model.config)
+        self.max_num_seqs = max_num_seqs
+        self.autocast = autocast
+        self.policy_version = 0
+
+    @classmethod
+    def for_policy(cls, policy: SampledPolicy, tokenizer: Any, max_num_seqs: int) -> HFEngine:
+        """Sample from the weights that are trained, in their compute precision."""
+        model = policy.transformer
+        return cls(model, tokenizer, policy.family, stop_token_ids(model, tokenizer), max_num_seqs, policy.autocast)
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """One group per request, in order. Prompts of similar length share a batch, which saves padding."""
+        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt.token_ids))
+        prompts_at_once = max(1, self.max_num_seqs // sampling.num_generations)
+        groups: dict[int, Group] = {}
+        with generation_mode(self.model), self.autocast():
+            for start in range(0, len(requests), prompts_at_once):
+                indices = by_length[start : start + prompts_at_once]
+                batch = self.generate_batch([requests[i] for i in indices], sampling)
+                groups |= zip(indices, batch, strict=True)
+        return [groups[i] for i in range(len(requests))]
+
+    def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Groups of one batch; a group of more than `max_num_seqs` completions is decoded in slices."""
+        device, num_generations = self.model.device, sampling.num_generations
+        prefix = self.prefill([request.prompt for request in requests])
+        row_index = torch.arange(len(requests), device=device).repeat_interleave(num_generations)
+        keys = torch.cat([stream_keys(sampling.seed, r.group_id, num_generations) for r in requests]).to(device)
+
+        completions: list[Completion] = []
+        for rows, keys_N in zip(row_index.split(self.max_num_seqs), keys.split(self.max_num_seqs), strict=True):
+            completions += self.decode(prefix.expand(rows), keys_N, sampling)
+        return [
+            Group(r.group_id, r.prompt, completions[start : start + num_generations], self.policy_version)
+            for r, start in zip(requests, range(0, len(completions), num_generations), strict=True)
+        ]
+
+    def prefill(self, prompts: list[Prompt]) -> Prefix:
+        """One forward over prompts and images, left-padded so that all rows end together."""
+        device = self.model.device
+        positions = [self.family.prompt_positions(self.model, prompt).T for prompt in prompts]  # each (tokens, axes)
+        mask = _pad_left([torch.ones_like(prompt.token_ids) for prompt in prompts]).to(device)
+        output = self.model(
+            input_ids=_pad_left([prompt.token_ids for prompt in prompts]).to(device),
+            attention_mask=mask,
+            position_ids=_pad_left(positions).permute(2, 0, 1).to(device),  # (P, L, axes) -> (axes, P, L)
+            use_cache=True,
+            logits_to_keep=1,
+            **concatenate_images(prompts, device),
+        )
+        next_positions = torch.stack([(p.max() + 1).expand(p.shape[1]) for p in positions], dim=1).to(device)
+        return Prefix(output.past_key_values, output.logits[:, -1], mask, next_positions)
+
+    def decode(self, prefix: Prefix, keys_N: Int[Tensor, " completions"], sampling: Sampling) -> list[Completion]:
+        """N completions of N prefix rows, one token of each per forward."""
+        num, max_length, device = len(keys_N), sampling.max_completion_length, keys_N.device
+        mask = torch.cat([prefix.mask, prefix.mask.new_ones(num, max_length)], dim=1)
+        stop = torch.tensor(self.stop_token_ids, device=device)
+        tokens_NT = torch.zeros(num, max_length, dtype=torch.int64, device=device)
+        logprobs_NT = torch.zeros(num, max_length, device=device)
+        rows, finished = torch.arange(num, device=device), torch.zeros(num, dtype=torch.bool, device=device)
+        logits = prefix.logits_NV
+
+        for step in range(max_length):
+            tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, self.banned_token_ids)
+            tokens_NT[rows, step], logprobs_NT[rows, step] = tokens, logprobs
+            finished = finished | torch.isin(tokens, stop)
+            if finished.all() or step + 1 == max_length:
+                break
+            if finished.float().mean() >= COMPACT_FRACTION:
+                unfinished = (~finished).nonzero()[:, 0]
+                prefix.cache.batch_select_indices(unfinished)
+                rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
+            logits = self.model(
+                input_ids=tokens[:, None],
+                attention_mask=mask[rows, : prefix.mask.shape[1] + step + 1],
+                position_ids=prefix.next_positions[:, rows, None] + step,
+                past_key_values=prefix.cache,
+                use_cache=True,
+            ).logits[:, -1]
+        return [self.completion(t, p) for t, p in zip(tokens_NT.cpu(), logprobs_NT.cpu(), strict=True)]
+
+    def completion(self, tokens_T: Int[Tensor, " tokens"], logprobs_T: Float[Tensor, " tokens"]) -> Completion:
+        """Cut a row behind its first stop token; a row without one ran to the length limit."""
+        stops = torch.isin(tokens_T, torch.tensor(self.stop_token_ids)).nonzero()[:, 0]
+        length = int(stops[0]) + 1 if len(stops) else len(tokens_T)
+        token_ids = tokens_T[:length].clone()
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return Completion(token_ids, logprobs_T[:length].clone(), "stop" if len(stops) else "length", text)
+
+
+@contextmanager
+def generation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Eval mode without gradient checkpointing, which would drop the KV cache; afterwards all modules are as before."""
+    training = [module for module in model.modules() if module.training]
+    checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    model.eval()
+    for module in checkpointing:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in checkpointing:
+            module.gradient_checkpointing = True
+
+
+def _pad_left(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_side="left")

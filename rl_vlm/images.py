@@ -1,0 +1,61 @@
+"""Images as RGB pixels, from files that nobody has vouched for."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from rl_vlm.errors import DataError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+
+
+def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> Image.Image:
+    """The first frame of an image, upright (EXIF) and in RGB, as `Image.convert` makes it: transparency is dropped.
+
+    `value` is a PIL image, encoded bytes, a path (relative to `folder`), or a dict of `bytes` and `path`. The size in
+    the header is held against `max_pixels` before a pixel is decoded. Raises DataError, which opens with `where`.
+    """
+    try:
+        image = value if isinstance(value, Image.Image) else Image.open(_encoded(value, folder), formats=FORMATS)
+        _check_header(image, max_pixels)
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise DataError(f"{where}{_label(value)}: not an image in one of the formats {', '.join(FORMATS)}.") from error
+    except Exception as error:  # a damaged file can make a decoder raise anything
+        raise DataError(f"{where}{_label(value)}: the image cannot be read: {error}") from error
+
+
+def _encoded(value: Any, folder: Path) -> BytesIO:
+    if isinstance(value, dict):
+        value = value["path"] if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes):
+        return BytesIO(value)
+    if not isinstance(value, str | Path):
+        raise TypeError(f"found a {type(value).__name__}, expected a PIL image, a path, bytes, or a dict of both.")
+    if "://" in str(value):
+        raise ValueError("URLs are not fetched; download the file and give its path.")
+    return BytesIO((folder / value).read_bytes())
+
+
+def _check_header(image: Image.Image, max_pixels: int) -> None:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise ValueError(
+            f"{width} × {height} = {width * height} pixels are more than data.max_image_pixels = {max_pixels}. "
+            "Shrink the file, or raise that limit."
+        )
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(
+            f"mode {image.mode} has more than 8 bits a channel, which RGB would clip to white or black. "
+            "Scale it to 8 bits first."
+        )
+
+
+def _label(value: Any) -> str:
+    """The path of an image, if it has one, for a message."""
+    path = value.get("path") if isinstance(value, dict) else value
+    return f", {path}" if isinstance(path, str | Path) else ""

@@ -1,0 +1,232 @@
+"""From the config to models: the policy with its trainable weights, and the reference it is held to.
+
+A checkpoint is a transformers model, or a PEFT adapter that names one. Weights are loaded strictly: a missing or
+unexpected tensor is an error, since a model that starts from random weights looks like one that does not learn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
+from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.families import family_of
+from rl_vlm.functions import find_function
+from rl_vlm.policy import Policy
+from rl_vlm.shared_prefix import enable_shared_rows
+from rl_vlm.types import MicroBatch, TokenScores
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel, ProcessorMixin
+
+    from rl_vlm.engine import Engine
+
+ADAPTER_CONFIG = "adapter_config.json"
+INITIAL_ADAPTER = "initial"
+
+
+def load_policy(config: RunConfig, initial: str, weights: Path | None = None) -> Policy:
+    """The policy with its trainable parameters marked.
+
+    `initial` is the checkpoint that the run starts from; `weights`, when a run goes on, is its own checkpoint.
+    Raises ModelError for missing or unexpected weights and for families that are not supported.
+    """
+    model = load_model(initial, weights, config.model)
+    transformer = model.get_base_model() if hasattr(model, "get_base_model") else model
+    family = family_of(transformer.config)
+    if config.model.freeze_vision_tower:
+        for parameter in family.vision_parameters(transformer):
+            parameter.requires_grad_(False)
+    if config.model.attn_implementation == "sdpa":
+        enable_shared_rows(transformer)
+    if config.memory.gradient_checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    refuse_unshareable(transformer, config.memory, config.model)
+
+    compute_dtype = getattr(torch, config.model.dtype)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute_dtype)
+    return Policy(model, family, config.rollout.temperature, compute_dtype)
+
+
+def load_model(initial: str, weights: Path | None, config: ModelConfig) -> PreTrainedModel | PeftModel:
+    """The bare model for a run that starts from `initial` and goes on from `weights`."""
+    source = str(weights or initial)
+    if is_adapter(source):
+        base = json.loads((Path(source) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+        return load_adapter(load_transformer(base, config), source)
+    model = load_transformer(source, config)
+    return add_lora(model, config) if config.use_peft else model
+
+
+def is_adapter(source: str) -> bool:
+    """Whether a checkpoint directory holds a PEFT adapter."""
+    return (Path(source) / ADAPTER_CONFIG).is_file()
+
+
+def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
+    """A transformers model in float32 with every weight accounted for."""
+    from transformers import AutoModelForImageTextToText
+
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        source,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        attn_implementation=config.attn_implementation,
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    check_keys(source, info["missing_keys"], info["unexpected_keys"] | set(info["mismatched_keys"]))
+    return model
+
+
+def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
+    """Raises ModelError that names a few of the tensors that do not fit."""
+    for kind, keys in (("does not have", missing), ("has, and the model has no place for,", unexpected)):
+        if keys:
+            names = ", ".join(sorted(map(str, keys))[:5])
+            raise ModelError(f"{source} {kind} {len(keys)} tensors ({names}, …); refusing to go on with random weights")
+
+
+def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
+    """A new adapter on the model; the vision tower and its projector get none unless the config says so."""
+    from peft import get_peft_model
+
+    return get_peft_model(model, lora_config(model, config))
+
+
+def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
+    from peft import LoraConfig
+
+    vision = "|".join(name.replace(".", r"\.") for name in family_of(model.config).vision_modules)
+    excluded = config.lora_exclude_modules
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=config.lora_target_modules,
+        exclude_modules=rf"({vision})\..*" if excluded is None else excluded,
+        init_lora_weights=config.init_lora_weights,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
+    """The adapter of a checkpoint, trainable, with every weight accounted for."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    peft_model = PeftModel.from_pretrained(model, source, is_trainable=True)
+    stored = load_file(Path(source) / "adapter_model.safetensors").keys()
+    expected = get_peft_model_state_dict(peft_model).keys()
+    check_keys(source, expected - stored, stored - expected)
+    return peft_model
+
+
+def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
+    """Raises ConfigError where `prefix_sharing: shared` cannot be exact; `auto` falls back to the dense path."""
+    reason = why_not_shared(model)
+    if memory.prefix_sharing == "shared" and reason:
+        raise ConfigError(f"memory.prefix_sharing: shared is not possible: {reason}; use auto or dense")
+
+
+def why_not_shared(model: PreTrainedModel) -> str | None:
+    """Why this model cannot share prefixes exactly, or None if it can."""
+    text = model.config.get_text_config()
+    if text._attn_implementation != "group_shared":
+        return "model.attn_implementation is not sdpa"
+    if text.attention_dropout > 0:
+        return f"the checkpoint has attention_dropout {text.attention_dropout}, which a shared row cannot repeat"
+    if "sliding_attention" in (text.layer_types if hasattr(text, "layer_types") else ()):
+        return "the checkpoint uses sliding-window attention"
+    return None
+
+
+class Reference:
+    """The frozen model of the KL term: the run's initial weights, whatever checkpoint the policy went on from."""
+
+    def __init__(self, policy: Policy, frozen: Policy | None) -> None:
+        """`frozen` is a copy of its own; None means the policy's base or initial adapter."""
+        self.policy = policy
+        self.frozen = frozen
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> TokenScores:
+        """Score a micro-batch under the reference."""
+        if self.frozen is not None:
+            return self.frozen(batch)
+        with self.initial_adapter():
+            return self.policy(batch)
+
+    @contextmanager
+    def initial_adapter(self) -> Iterator[None]:
+        """Inside, the policy is the initial one: its first adapter, or none if the run began without."""
+        model = self.policy.model
+        if INITIAL_ADAPTER not in model.peft_config:
+            with model.disable_adapter():
+                yield
+            return
+        model.set_adapter(INITIAL_ADAPTER, inference_mode=True)
+        try:
+            yield
+        finally:
+            model.set_adapter("default")
+
+    @torch.no_grad()
+    def move_towards_policy(self, alpha: float) -> None:
+        """`reference = alpha * policy + (1 - alpha) * reference` (TR-DPO, arXiv:2404.09656)."""
+        assert self.frozen is not None, "the config refuses sync_ref_model with adapters"
+        for frozen, trained in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
+            frozen.lerp_(trained.to(frozen.dtype), alpha)
+
+
+def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Path | None) -> Reference | None:
+    """The reference, or None when `beta` is 0. A moving one goes on from where the checkpoint left it."""
+    if config.algorithm.beta == 0:
+        return None
+    if is_adapter(initial):
+        policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
+    if config.model.use_peft or is_adapter(initial):
+        return Reference(policy, frozen=None)
+    weights = resumed / "reference" if resumed and config.algorithm.sync_ref_model else None
+    return Reference(policy, load_policy(config, initial, weights).requires_grad_(False).eval())
+
+
+def initial_checkpoint(config: RunConfig, engine: Engine) -> str:
+    """The checkpoint that the run starts from; one that a `module:function` makes is kept in the run directory."""
+    name = config.model.model_name_or_path
+    if not re.fullmatch(r"[\w.]+:\w+", name):
+        return name
+    directory = Path(config.train.output_dir) / "initial_model"
+    if engine.is_main and not directory.exists():
+        unfinished = directory.with_name("unfinished-initial_model")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        find_function(name, ModelError)(unfinished, config.train.seed)
+        unfinished.rename(directory)
+    engine.barrier()
+    return str(directory)
+
+
+def save_policy(policy: Policy, processor: ProcessorMixin, directory: Path) -> None:
+    """The model, or the trained adapter alone, and its processor, as `from_pretrained` reads them."""
+    if policy.model is policy.transformer:
+        policy.model.save_pretrained(directory)
+    else:
+        policy.model.save_pretrained(directory, selected_adapters=["default"])
+    processor.save_pretrained(directory)
+
+
+def load_weights(policy: Policy, source: str, config: ModelConfig) -> None:
+    """Bring the policy's weights back to those of a checkpoint of its own run."""
+    policy.model.load_state_dict(load_model(source, None, config).state_dict(), strict=policy.model is policy.transformer)

@@ -1,0 +1,204 @@
+"""Policy losses: log-probs of the completions of one micro-batch -> (loss, metrics).
+
+    ratio ─ token loss (clipped | cispo | sapo) ─ + beta * KL ─ token weights ─ sum
+
+Every loss is a weighted sum over tokens. The weights hold the denominator of the whole optimizer step over all ranks,
+so the losses of its micro-batches add up to the step's loss however it is cut. Formulas and metric names are TRL's.
+
+Suffixes: N completions, T tokens, K is T for quantities per token and 1 for those per completion.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rl_vlm.config.schema import AlgorithmConfig
+from rl_vlm.types import ScoredGroup
+
+
+class MetricSum(NamedTuple):
+    """A mean in two parts that add over micro-batches and ranks."""
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """What the losses of one optimizer step are divided by, summed over all ranks."""
+
+    tokens: float
+    completions: float
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """N completions of up to T tokens, right-padded. Log-probs and entropies are fp32, after temperature and bans."""
+
+    policy_logprobs_NT: Float[Tensor, "completions tokens"]
+    old_logprobs_NT: Float[Tensor, "completions tokens"] | None
+    """None where the policy is the one that sampled: its own log-probs, detached."""
+    ref_logprobs_NT: Float[Tensor, "completions tokens"] | None
+    """Needed for `beta` > 0."""
+    advantages_N: Float[Tensor, " completions"]
+    mask_NT: Bool[Tensor, "completions tokens"]
+    """True at tokens that train: all False for faulted completions, and for truncated ones that are masked."""
+    entropies_NT: Float[Tensor, "completions tokens"]
+    entropy_threshold: float | None = None
+    """Tokens below it get no policy loss; see `top_entropy_threshold`."""
+
+
+def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Bool[Tensor, " group"]:
+    """Which completions of a group train: the valid ones, without the truncated ones where those are masked."""
+    truncated = [completion.finish_reason == "length" for completion in scored.group.completions]
+    return scored.valid_G & ~(torch.tensor(truncated, device=scored.valid_G.device) & mask_truncated_completions)
+
+
+def count_denominators(groups: Sequence[ScoredGroup], mask_truncated_completions: bool) -> Denominators:
+    """This rank's share of an optimizer step's denominators, counted before any group is skipped.
+
+    Masked truncated completions are out of `tokens` but in `completions`, as in TRL; faulted ones are in neither.
+    """
+    tokens = completions = 0
+    for scored in groups:
+        trains = trained_completions(scored, mask_truncated_completions).tolist()
+        tokens += sum(len(c.token_ids) for c, train in zip(scored.group.completions, trains, strict=True) if train)
+        completions += int(scored.valid_G.sum())
+    return Denominators(float(tokens), float(completions))
+
+
+def policy_loss(
+    inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators, max_completion_length: int
+) -> tuple[Tensor, dict[str, MetricSum]]:
+    """This micro-batch's share of the optimizer step's loss, and its metrics.
+
+    Averaging gradients over ranks, as DDP and DeepSpeed do, needs the loss times the number of ranks.
+    Raises ValueError for `beta` > 0 without reference log-probs.
+    """
+    token_loss_of, token_weights_of = LOSS_FORMS[algorithm.loss_type]
+    mask = inputs.mask_NT
+    ratio_NK = importance_ratio(inputs, algorithm.importance_sampling_level)
+    loss_NK, clipped = token_loss_of(ratio_NK, inputs, algorithm)
+    metrics = {name: masked_sum(flags_NK, mask) for name, flags_NK in clipped.items()}
+    metrics["entropy"] = masked_sum(inputs.entropies_NT, mask)
+
+    if inputs.entropy_threshold is not None:
+        loss_NK = loss_NK * (inputs.entropies_NT >= inputs.entropy_threshold)
+    if algorithm.beta > 0:
+        kl_NT = kl_estimate(inputs) * (ratio_NK if algorithm.use_bias_correction_kl else 1.0)
+        loss_NK = loss_NK + algorithm.beta * kl_NT
+        metrics["kl"] = masked_sum(kl_NT, mask)
+
+    weights_NT = token_weights_of(mask, denominators, max_completion_length)
+    return (loss_NK * weights_NT).sum(), metrics
+
+
+def importance_ratio(inputs: LossInputs, level: str) -> Float[Tensor, "completions #tokens"]:
+    """policy / old per token, 1 where masked, or at level "sequence" the geometric mean over each completion.
+
+    The latter is GSPO's ratio (https://arxiv.org/abs/2507.18071).
+    """
+    old = inputs.policy_logprobs_NT.detach() if inputs.old_logprobs_NT is None else inputs.old_logprobs_NT
+    log_ratio = torch.where(inputs.mask_NT, inputs.policy_logprobs_NT - old, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True) / token_counts(inputs.mask_NT)
+    return log_ratio.exp()
+
+
+def kl_estimate(inputs: LossInputs) -> Float[Tensor, "completions tokens"]:
+    """k3 estimate of KL(policy || ref) per token (http://joschu.net/blog/kl-approx.html); 0 at masked positions."""
+    if inputs.ref_logprobs_NT is None:
+        raise ValueError("beta > 0 needs ref_logprobs_NT, got None")
+    log_ratio = torch.where(inputs.mask_NT, inputs.ref_logprobs_NT - inputs.policy_logprobs_NT, 0.0)
+    return log_ratio.exp() - log_ratio - 1
+
+
+# Loss per token before weighting, and what of it is clipped: (ratio, inputs, settings) -> (loss, flags by metric name)
+
+TokenLoss = Callable[[Tensor, LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+
+
+def clipped_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate; `delta` bounds its unclipped side too (INTELLECT-2, https://arxiv.org/abs/2505.07291)."""
+    advantages = inputs.advantages_N[:, None]
+    low, high = 1 - algorithm.epsilon, 1 + upper_epsilon(algorithm)
+    bounded = ratio_NK if algorithm.delta is None else ratio_NK.clamp(max=algorithm.delta)
+    loss = -torch.min(bounded * advantages, ratio_NK.clamp(low, high) * advantages)
+    is_low, is_high = (ratio_NK < low) & (advantages < 0), (ratio_NK > high) & (advantages > 0)
+    return loss, {
+        "clip_ratio/low_mean": is_low,
+        "clip_ratio/high_mean": is_high,
+        "clip_ratio/region_mean": is_low | is_high,
+    }
+
+
+def cispo_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE weighted by the truncated, detached ratio (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
+    advantages, cap = inputs.advantages_N[:, None], upper_epsilon(algorithm)
+    loss = -ratio_NK.clamp(max=cap).detach() * advantages * inputs.policy_logprobs_NT
+    return loss, {"cispo_clip_ratio": (ratio_NK > cap) & (advantages > 0)}
+
+
+def sapo_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """A sigmoid gate on the ratio instead of a clip (SAPO, https://arxiv.org/abs/2511.20347)."""
+    advantages = inputs.advantages_N[:, None]
+    temperature = torch.where(advantages > 0, algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg)
+    return -4 / temperature * torch.sigmoid(temperature * (ratio_NK - 1)) * advantages, {}
+
+
+def upper_epsilon(algorithm: AlgorithmConfig) -> float:
+    return algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+
+
+# Weight per token: (mask, denominators, max_completion_length) -> weights, 0 where masked
+
+TokenWeights = Callable[[Tensor, Denominators, int], Tensor]
+
+
+def per_token(mask_NT: Tensor, denominators: Denominators, max_completion_length: int) -> Tensor:
+    """Every token of the step counts the same."""
+    return mask_NT / max(denominators.tokens, 1.0)
+
+
+def per_completion(mask_NT: Tensor, denominators: Denominators, max_completion_length: int) -> Tensor:
+    """Every completion counts the same, so a token of a short completion counts more."""
+    return mask_NT / token_counts(mask_NT) / max(denominators.completions, 1.0)
+
+
+def per_budget(mask_NT: Tensor, denominators: Denominators, max_completion_length: int) -> Tensor:
+    """Every token counts the same, whatever the others' lengths (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
+    return mask_NT / (max(denominators.completions, 1.0) * max_completion_length)
+
+
+LOSS_FORMS: dict[str, tuple[TokenLoss, TokenWeights]] = {
+    "grpo": (clipped_loss, per_completion),
+    "bnpo": (clipped_loss, per_token),  # TRL divides by each micro-batch's tokens; a step's loss must not depend on it
+    "dr_grpo": (clipped_loss, per_budget),
+    "dapo": (clipped_loss, per_token),
+    "cispo": (cispo_loss, per_token),
+    "sapo": (sapo_loss, per_completion),
+}
+
+
+def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
+    """Sum and number of unmasked tokens, or of completions with any, where there is one value per completion."""
+    counted = mask_NT if values_NK.shape == mask_NT.shape else mask_NT.any(dim=1, keepdim=True)
+    return MetricSum((values_NK.detach() * counted).sum(), counted.sum())
+
+
+def token_counts(mask_NT: Bool[Tensor, "completions tokens"]) -> Float[Tensor, "completions 1"]:
+    """Unmasked tokens of each completion, at least 1."""
+    return mask_NT.sum(dim=1, keepdim=True).clamp(min=1).float()
+
+
+def top_entropy_threshold(entropies: Float[Tensor, " tokens"], top_entropy_quantile: float) -> float:
+    """The entropy that this share of an optimizer step's trained tokens over all ranks reaches.
+
+    For training on high-entropy tokens alone ("Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939).
+    """
+    rank_from_below = entropies.numel() - int(top_entropy_quantile * (entropies.numel() - 1))
+    return entropies.kthvalue(rank_from_below).values.item()  # torch.quantile refuses more than 2**24 values

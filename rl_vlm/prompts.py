@@ -1,0 +1,152 @@
+"""Samples rendered for one model: chat template, tokens, and the model's own image inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.errors import ConfigError, DataError, ModelError
+from rl_vlm.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BatchFeature, ProcessorMixin
+
+
+def load_processor(path: str, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
+    """The processor of a checkpoint, with the config's `min_pixels` and `max_pixels`.
+
+    Raises ModelError if there is none for images, ConfigError if it has no such limits or they contradict each other.
+    """
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    source = {"revision": model.model_revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        processor = AutoProcessor.from_pretrained(path, **source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No processor can be loaded from {path!r}: {error}") from error
+    if not hasattr(processor, "image_processor"):
+        raise ModelError(f"{path!r} has no image processor, only a {type(processor).__name__}: it is no vision model.")
+    limits = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    limits = {name: value for name, value in limits.items() if value is not None}
+    if limits:  # given to AutoProcessor, they would reach the tokenizer as well and be saved with it
+        processor.image_processor = AutoImageProcessor.from_pretrained(path, **source, **limits)
+        check_limits(processor.image_processor, limits)
+    return processor
+
+
+def check_limits(image_processor: Any, limits: dict[str, int]) -> None:
+    """Processors with pixel limits keep them as the `size`'s edges; others ignore them without a word."""
+    size = dict(image_processor.size)
+    edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    for name, value in limits.items():
+        if size.get(edges[name]) != value:
+            kind = type(image_processor).__name__
+            raise ConfigError(
+                f"data.{name} has no effect on the checkpoint's {kind}, which has no such limit; unset it."
+            )
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise ConfigError(
+            f"min_pixels = {size['shortest_edge']} is more than max_pixels = {size['longest_edge']}; the limit that "
+            "data does not set is the checkpoint's, set both."
+        )
+
+
+class PromptBuilder:
+    """Renders samples with a checkpoint's processor, one call per prompt, so that no image affects another's size."""
+
+    def __init__(self, processor: ProcessorMixin, data: DataConfig) -> None:
+        """Raises ConfigError for a chat template argument that the template does not use."""
+        template = str(processor.chat_template or "")
+        unused = [name for name in data.chat_template_kwargs if name not in template]
+        if unused:
+            raise ConfigError(f"data.chat_template_kwargs: the checkpoint's chat template has no {', '.join(unused)}.")
+        self.processor: Any = processor  # its annotations leave out images and tensors
+        self.template_kwargs = data.chat_template_kwargs
+
+    def build(self, sample: Sample) -> Prompt:
+        """The sample's prompt up to where the model's answer starts; a final assistant turn is continued.
+
+        Raises DataError if the text holds placeholder tokens, or the processor refuses the messages or an image.
+        """
+        self._refuse_placeholders(sample)
+        try:
+            features = self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
+            raise DataError(f"Sample {sample.sample_id}: the model's processor refuses it: {error}") from error
+        token_ids = features.pop("input_ids")  # (1, P)
+        features.pop("attention_mask", None)
+        token_inputs = {name: value[0] for name, value in features.items() if value.shape == token_ids.shape}
+        mm_inputs = {name: value for name, value in features.items() if name not in token_inputs}
+        prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs)
+        self._check_images(prompt)
+        return prompt
+
+    def _chat(self, sample: Sample) -> BatchFeature:
+        continues = sample.messages[-1]["role"] == "assistant"
+        return self.processor.apply_chat_template(
+            fill_images(sample.messages, sample.images),
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **self.template_kwargs,
+        )
+
+    def _plain_text(self, sample: Sample) -> BatchFeature:
+        """For checkpoints without a chat template: a line per message, images where their blocks are."""
+        image = {"text": getattr(self.processor, "image_token", "")}
+        lines = ["".join((image | block)["text"] for block in message["content"]) for message in sample.messages]
+        return self.processor(
+            text=["\n".join(lines)], images=[sample.images] if sample.images else None, return_tensors="pt"
+        )
+
+    def _refuse_placeholders(self, sample: Sample) -> None:
+        tokens = [getattr(self.processor, name, None) for name in ("image_token", "video_token")]
+        texts = [block.get("text", "") for message in sample.messages for block in message["content"]]
+        for token in filter(None, tokens):
+            if any(token in text for text in texts):
+                raise DataError(
+                    f"Sample {sample.sample_id}: the text holds {token}, which the model reads as a place for pixels. "
+                    'Remove it; images go where {"type": "image"} blocks are.'
+                )
+
+    def _check_images(self, prompt: Prompt) -> None:
+        placeholder = getattr(self.processor, "image_token_id", None)
+        num_tokens, num_images = int((prompt.token_ids == placeholder).sum()), len(prompt.sample.images)
+        if placeholder is not None and (num_tokens > 0) != (num_images > 0):
+            raise DataError(
+                f"Sample {prompt.sample.sample_id}: {num_images} images became {num_tokens} image tokens. "
+                "The checkpoint's chat template leaves images out, so that the model would be trained blind."
+            )
+
+
+def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list[dict[str, Any]]:
+    """New messages whose image blocks carry their images, which is how the chat template is given them."""
+    left = iter(images)
+
+    def fill(block: dict[str, Any]) -> dict[str, Any]:
+        return block | {"image": next(left)} if block["type"] == "image" else block
+
+    return [message | {"content": [fill(block) for block in message["content"]]} for message in messages]
+
+
+def drop_long_prompts(
+    samples: Iterable[Sample], builder: PromptBuilder, limit: int
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """The rows whose prompts have at most `limit` tokens, and what was dropped: `sample_id`, `row`, `tokens`, `limit`.
+
+    Builds every prompt once, images included: a prompt that was cut short would lose image tokens.
+    """
+    kept, dropped = [], []
+    for row, sample in enumerate(samples):
+        tokens = len(builder.build(sample).token_ids)
+        if tokens <= limit:
+            kept.append(row)
+        else:
+            dropped.append({"sample_id": sample.sample_id, "row": row, "tokens": tokens, "limit": limit})
+    return kept, dropped

@@ -1,0 +1,39 @@
+"""The reward curve: training reward and held-out scores over optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the lines of `metrics.jsonl` to a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    rewards, scores = figure.subplots(1, 2)
+    rewards.set(title="training reward", xlabel="optimizer step")
+    rewards.plot(*series(lines, "reward"), color="tab:blue")
+    scores.set(title="score by reward function", xlabel="optimizer step")
+    names = sorted({name for line in lines for name in line if is_score(name)})
+    for i, name in enumerate(names):
+        steps, values = series(lines, name)
+        held_out = name.startswith("eval_")
+        label = name.split("/")[1] + (" (held out)" if held_out else "")
+        scores.plot(steps, values, "o-" if held_out else "-", label=label, color=f"C{i}", linewidth=2 if held_out else 1)
+    if names:
+        scores.legend()
+    for axes in (rewards, scores):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def is_score(name: str) -> bool:
+    return name.startswith(("rewards/", "eval_rewards/")) and name.endswith("/mean")
+
+
+def series(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric, where it was measured."""
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]

@@ -1,0 +1,202 @@
+"""Reward functions over groups: every function is called, checked, and read into one table.
+
+A function is called once for all completions of the call, or, where it has a timeout, once per group in a worker
+process that can be killed. What goes wrong masks the completions concerned and is counted; see docs/rewards.md.
+"""
+
+# ruff: noqa: E402 - refuse_shadow() comes before the imports that it guards
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rl_vlm.config.schema import RewardsConfig, RewardSpec
+from rl_vlm.errors import RewardError
+from rl_vlm.types import Group, RewardTable, Sample, TrainerState
+
+
+def refuse_shadow() -> None:
+    """Raises RewardError when `import rewards` would find something else than the package beside this one."""
+    ours = Path(__file__).resolve().parents[1] / "rewards" / "__init__.py"
+    spec = importlib.util.find_spec("rewards")
+    found = spec and (spec.origin or list(spec.submodule_search_locations or []))
+    if not isinstance(found, str) or Path(found).resolve() != ours:
+        raise RewardError(
+            f"`import rewards` finds {found} instead of rl-vlm's own {ours}; rename yours, or start from another "
+            "directory (reward functions are named `file.py:function`, so their file may have any name)"
+        )
+
+
+refuse_shadow()
+
+from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
+from rewards.contract import Answer, Fault, Score, join
+from rewards.loading import LoadError, listed, load_function, suggest
+from rewards.registry import BUILT_INS
+from rewards.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 300
+
+
+class RewardSuite:
+    """The reward functions of a run. Close it, or use it as a context manager, to end its worker processes."""
+
+    def __init__(self, config: RewardsConfig) -> None:
+        """Loads every function. Raises RewardError for one that cannot be loaded or named, or for unknown kwargs."""
+        specs = [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in config.reward_funcs]
+        self._rewards = [_Reward(spec) for spec in specs]
+        self._warned: set[str] = set()
+        self.names = [reward.name for reward in self._rewards]
+        self.weights = config.reward_weights or [spec.weight for spec in specs]
+        for name in self.names:
+            if self.names.count(name) > 1:
+                raise RewardError(f"{self.names.count(name)} reward functions are called {name!r}: give each a `name`")
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raises RewardError if a function needs a column that the data does not have."""
+        for reward in self._rewards:
+            reward.check_columns(set(columns))
+
+    def score(self, groups: Sequence[Group], state: TrainerState) -> RewardTable:
+        """Calls every function on all completions; async functions and those with a timeout run side by side.
+
+        Groups must have the same number of completions. Faults mask completions and are never raised.
+        """
+        if not groups:
+            return self._table(groups, [Answer([]) for _ in self._rewards])
+        waiting = [reward.start(groups, state) for reward in self._rewards]
+        return self._table(groups, [wait() for wait in waiting])
+
+    def close(self) -> None:
+        """Ends the worker processes; the next call would start them anew."""
+        for reward in self._rewards:
+            if reward.worker:
+                reward.worker.close()
+
+    def __enter__(self) -> RewardSuite:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _table(self, groups: Sequence[Group], answers: Sequence[Answer]) -> RewardTable:
+        group_size = len(groups[0].completions) if groups else 0
+        shape = (len(self.names), len(groups), group_size)
+        scores_FPG = torch.tensor([[_as_float(score) for score in answer.scores] for answer in answers]).reshape(shape)
+        faulted = [[isinstance(score, Fault) for score in answer.scores] for answer in answers]
+        faulted_PG = torch.tensor(faulted, dtype=torch.bool).reshape(shape).any(dim=0)
+        unscored_PG = scores_FPG.isnan().all(dim=0)
+        table = RewardTable(self.names, scores_FPG.permute(1, 2, 0), ~faulted_PG & ~unscored_PG)
+
+        for name, answer in zip(self.names, answers, strict=True):
+            columns = {f"{name}/{sub}": values for sub, values in answer.sub_scores.items()} | answer.extras
+            for column, values in columns.items():
+                table.breakdown[column] = [values[i : i + group_size] for i in range(0, len(values), group_size)]
+            for metric, logged in answer.metrics.items():
+                table.metrics.setdefault(metric, []).extend(logged)
+            self._count_faults(name, answer.scores, groups, table)
+        nothing = Fault("not_applicable", "no reward function applies")
+        unscored = (unscored_PG & ~faulted_PG).flatten().tolist()
+        self._count_faults("all", [nothing if masked else None for masked in unscored], groups, table)
+        return table
+
+    def _count_faults(self, name: str, scores: Sequence[Score], groups: Sequence[Group], table: RewardTable) -> None:
+        """Adds the faults among the scores to the table; the first of each function and kind is logged."""
+        rows = [(group.prompt.sample.sample_id, i) for group in groups for i in range(len(group.completions))]
+        places: dict[Fault, dict[str, list[int]]] = {}
+        for (sample_id, i), score in zip(rows, scores, strict=True):
+            if isinstance(score, Fault):
+                places.setdefault(score, {}).setdefault(sample_id, []).append(i)
+        for fault, masked in places.items():
+            key = f"{name}/{fault.kind}"
+            table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))
+            where = ", ".join(f"{sample_id} {completions}" for sample_id, completions in masked.items())
+            message = _cut(f"{key}: {fault.message}; masked completions of samples: {where}")
+            table.fault_messages.append(message)
+            if key not in self._warned:
+                self._warned.add(key)
+                logger.warning("%s; later faults of this kind are counted, not logged", message)
+
+
+class _Reward:
+    """One reward function with its settings, and its worker if it has a timeout."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        try:
+            self.function = load_function(spec.function)
+        except LoadError as error:
+            raise RewardError(f"reward function {spec.function!r}: {error}") from error
+        self.name = spec.name or getattr(self.function, "__name__", type(self.function).__name__)
+        known = parameters(self.function)
+        for key in spec.kwargs:
+            if key not in known and not takes_anything(self.function):
+                hint = suggest(key, known)
+                raise RewardError(
+                    f"reward function {self.name!r} has no argument {key!r}{hint}; it takes {listed(known)}"
+                )
+        # Defaults of built-ins are passed as well, so that a column called `tags` does not become a setting.
+        is_built_in = spec.function in BUILT_INS
+        defaults = {key: p.default for key, p in known.items() if is_built_in and p.kind is p.KEYWORD_ONLY}
+        self.settings = defaults | spec.kwargs
+        self.worker = Worker(spec.function, spec.timeout) if spec.timeout else None
+
+    def check_columns(self, columns: set[str]) -> None:
+        """Raises RewardError for a parameter that nothing would fill."""
+        for key, parameter in parameters(self.function).items():
+            if parameter.default is parameter.empty and key not in columns.union(OFFERED, self.settings):
+                raise RewardError(
+                    f"reward function {self.name!r} needs a column {key!r}{suggest(key, columns)}; "
+                    f"the data has: {listed(columns)}"
+                )
+
+    def start(self, groups: Sequence[Group], state: TrainerState) -> Callable[[], Answer]:
+        """Begins the call, or one call per group in the worker; what it returns waits for the answer."""
+        columns = {column for group in groups for column in group.prompt.sample.columns}
+        # A plain namespace, since a worker would have to import torch to unpickle the class.
+        constants = {**self.settings, "trainer_state": SimpleNamespace(**vars(state))}
+
+        def batch(groups: Sequence[Group]) -> tuple[dict[str, Any], int]:
+            arguments = _arguments(groups, columns)
+            return select_arguments(self.function, arguments | constants), len(arguments["completions"])
+
+        if self.worker is None:
+            return Call(self.function, *batch(groups)).answer
+        call = asyncio.to_thread(self.worker.call, [batch([group]) for group in groups])
+        answers = asyncio.run_coroutine_threadsafe(call, background_loop())
+        return lambda: join(answers.result())
+
+
+def _arguments(groups: Sequence[Group], columns: Iterable[str]) -> dict[str, list[Any]]:
+    """The arguments of TRL's protocol that have one entry per completion; a row without a column has None."""
+    rows = [(group.prompt.sample, completion) for group in groups for completion in group.completions]
+    return {
+        **{column: [sample.columns.get(column) for sample, _ in rows] for column in columns},
+        "prompts": [sample.prompt for sample, _ in rows],
+        "completions": [_as_completion(sample, completion.text) for sample, completion in rows],
+        "completion_ids": [completion.token_ids.tolist() for _, completion in rows],
+        "images": [sample.images for sample, _ in rows],
+    }
+
+
+def _as_completion(sample: Sample, text: str) -> str | list[dict[str, str]]:
+    """Text after a plain-text prompt, a message after a conversation."""
+    return text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def _as_float(score: Score) -> float:
+    return score if isinstance(score, float) else math.nan
+
+
+def _cut(message: str) -> str:
+    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"

@@ -1,0 +1,75 @@
+"""`completions/completions_00000.parquet`: every completion of a generation window with what it was worth.
+
+The number is the optimizer step, from 0, that the window was generated for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.types import Prompt, RewardTable, ScoredGroup
+
+
+def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
+    """One row per completion. Rewards are None where they do not apply or failed."""
+    return [
+        {
+            "step": step,
+            "group_id": scored.group.group_id,
+            "sample_id": scored.group.prompt.sample.sample_id,
+            "completion_index": g,
+            "policy_version": scored.group.policy_version,
+            "prompt": prompt_text(scored.group.prompt),
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "prompt_length": len(scored.group.prompt.token_ids),
+            "completion_length": len(completion.token_ids),
+            **{name: number(scored.scores_GF[g, f].item()) for f, name in enumerate(table.names)},
+            "reward": number(scored.rewards_G[g].item()),
+            "advantage": scored.advantages_G[g].item(),
+            **{name: column[p][g] for name, column in table.breakdown.items()},
+        }
+        for p, scored in enumerate(groups)
+        for g, completion in enumerate(scored.group.completions)
+    ]
+
+
+def number(value: float) -> float | None:
+    """NaN -> None."""
+    return None if value != value else value
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The messages of a prompt as plain text, images as `<image>`."""
+    lines = []
+    for message in prompt.sample.messages:
+        blocks = message["content"]
+        texts = ["<image>" if block["type"] == "image" else block["text"] for block in blocks]
+        lines.append(f"{message['role']}: {' '.join(texts)}")
+    return "\n".join(lines)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a parquet file whole or not at all."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), unfinished)
+    os.replace(unfinished, path)
+
+
+def window_path(output_dir: Path, step: int) -> Path:
+    return output_dir / "completions" / f"completions_{step:05d}.parquet"
+
+
+def drop_windows_from(output_dir: Path, step: int) -> None:
+    """Delete windows generated for `step` or later: a run that goes on from `step` generates them again."""
+    for path in (output_dir / "completions").glob("completions_*.parquet"):
+        if int(re.sub(r"\D", "", path.stem)) >= step:
+            path.unlink()

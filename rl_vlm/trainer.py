@@ -1,0 +1,409 @@
+"""The training loop, in the order of `Trainer.step`:
+
+    dataset rows ─ prompts ─► generate ─► reward ─► advantages                    once per generation window
+    groups of the step ─► micro-batches ─► log-probs ─► loss ─► gradient ─► update          every optimizer step
+    metrics.jsonl, completions/, checkpoint-N/, summary.json                                  see run_directory.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_vlm import checkpoint
+from rl_vlm.batching import make_micro_batches, pad_with_dummies
+from rl_vlm.collector import Collector
+from rl_vlm.config.batch_algebra import plan_batches, total_optimizer_steps
+from rl_vlm.config.load import check_trainable
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data import Rows, load_rows
+from rl_vlm.engine import Engine
+from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError
+from rl_vlm.evaluation import Evaluator
+from rl_vlm.generation.hf import HFEngine
+from rl_vlm.loading import initial_checkpoint, load_policy, load_reference, load_weights, save_policy, why_not_shared
+from rl_vlm.losses import (
+    Denominators, LossInputs, MetricSum, count_denominators, policy_loss, top_entropy_threshold, trained_completions,
+)  # fmt: skip
+from rl_vlm.metrics import StepMetrics, add_reward_metrics
+from rl_vlm.progress import ProgressBar
+from rl_vlm.prompts import PromptBuilder, drop_long_prompts, load_processor
+from rl_vlm.report.curve import draw_curve
+from rl_vlm.reward import RewardSuite
+from rl_vlm.run_directory import RunDirectory
+from rl_vlm.sampler import Draw, PromptSampler
+from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask, pad_rows
+from rl_vlm.window import LogprobField, Window, keep, kept
+
+MAX_NONFINITE_STEPS = 3
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run a training job, or go on with one, and return its summary. Raises RLVLMError for what a user can mend."""
+    check_trainable(config)
+    trainer = Trainer(config)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+@dataclass
+class Progress:
+    """How far the run is; saved in checkpoints."""
+
+    global_step: int = 0
+    train_seconds: float = 0.0
+    nonfinite_in_a_row: int = 0
+    eval_before: dict[str, float] | None = None
+    eval_latest: dict[str, float] | None = None
+    best_step: int | None = None
+    best_metric: float | None = None
+
+
+class Trainer:
+    """One rank of a GRPO run. `step` is the algorithm; the rest prepares, records and restores it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        train = config.train
+        self.config = config
+        self.engine = Engine(train.output_dir, config.log)
+        self.plan = plan_batches(config, self.engine.world_size)
+        self.directory = RunDirectory(Path(train.output_dir))
+        resumed = checkpoint.find(train.resume_from_checkpoint, self.directory.path)
+        if self.engine.is_main:
+            self.directory.prepare(config, resumed)
+        self.engine.barrier()
+
+        initial = initial_checkpoint(config, self.engine)
+        self.processor = load_processor(initial, config.model, config.data)
+        self.policy = load_policy(config, initial, resumed)
+        self.reference = load_reference(config, initial, self.policy, resumed)
+        rows = load_rows(config.data, "train")
+        builder = PromptBuilder(self.processor, config.data)
+        row_indices = self.usable_rows(rows, builder)
+        self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
+        self.engine.prepare(self.policy, train, self.total_steps)
+        self.generator = HFEngine.for_policy(self.policy, self.processor.tokenizer, config.rollout.max_num_seqs)
+        self.rewards = RewardSuite(config.rewards)
+        self.sampler = PromptSampler(
+            len(row_indices), self.plan.prompts_per_step, train.seed, config.data.shuffle_dataset, self.engine.rank, self.engine.world_size
+        )
+        self.collector = Collector(
+            config, self.plan, self.engine, self.directory, rows, row_indices, self.sampler, builder, self.generator, self.rewards
+        )
+        self.evaluator = None
+        if config.data.eval_dataset_name:
+            self.evaluator = Evaluator(config, self.engine, builder, self.generator, self.rewards)
+        self.sharing = self.usable_sharing()
+        self.progress = Progress()
+        self.window: Window | None = None
+        if resumed:
+            self.restore(resumed)
+
+    def step(self) -> StepMetrics:
+        """One optimizer step: the algorithm."""
+        metrics = StepMetrics()
+        with metrics.stage("step"):
+            window = self.current_window(metrics)
+            groups = window.step_groups()
+            denominators = self.denominators(groups)
+            batches = self.micro_batches(groups)
+            with metrics.stage("training"):
+                threshold = self.entropy_threshold(batches)
+                loss = torch.zeros((), device=self.engine.device)
+                for i, batch in enumerate(batches):
+                    with self.engine.accumulating(last=i == len(batches) - 1):
+                        scores = self.engine.wrapped(batch)
+                        batch_loss, sums = self.loss(batch, scores, denominators, threshold)
+                        self.engine.backward(batch_loss)
+                    loss += batch_loss.detach()
+                    metrics.add_sums(sums)
+                    self.remember_logprobs(batch, scores)
+                self.update(loss, batches, metrics)
+            window.updates_done += 1
+        self.add_metrics(groups, metrics)
+        return metrics
+
+    def current_window(self, metrics: StepMetrics) -> Window:
+        """The window in training, or a new one with the log-probs that its later updates need."""
+        if self.window is None or self.window.is_spent:
+            self.window = self.collector.collect(self.state, metrics)
+            with metrics.stage("old_logprobs"):
+                self.score(self.window.later_groups(), self.policy, "old_logprobs")
+            if self.reference is not None:
+                with metrics.stage("ref_logprobs"):
+                    self.score(self.window.groups, self.reference, "ref_logprobs")
+        return self.window
+
+    @property
+    def state(self) -> TrainerState:
+        return TrainerState(self.progress.global_step, self.total_steps, self.sampler.epoch)
+
+    def denominators(self, groups: Sequence[ScoredGroup]) -> Denominators:
+        """What this step's losses are divided by, over all ranks and before any group is skipped."""
+        local = count_denominators(groups, self.config.algorithm.mask_truncated_completions)
+        return Denominators(*self.engine.sum([local.tokens, local.completions]))
+
+    def micro_batches(self, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
+        """The groups that have something to teach, cut to the token budget, equally many on every rank."""
+        batches = self.packed(groups)
+        return pad_with_dummies(batches, self.engine.max(len(batches)), spare=groups[0])
+
+    def packed(self, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
+        needed = [group for group in groups if group.has_variance or self.reference is not None]
+        return make_micro_batches(needed, self.config.memory.micro_batch_tokens, self.sharing)
+
+    @torch.no_grad()
+    def score(
+        self, groups: Sequence[ScoredGroup], scorer: Callable[[MicroBatch], TokenScores], name: LogprobField
+    ) -> None:
+        """Fill `old_logprobs` or `ref_logprobs` of the groups."""
+        self.policy.eval()
+        for batch in self.packed(groups):
+            keep(batch, scorer(batch).logprobs_NT, name)
+        self.policy.train()
+
+    @torch.no_grad()
+    def entropy_threshold(self, batches: Sequence[MicroBatch]) -> float | None:
+        """The entropy below which tokens of this step do not train; a pass of its own, since it spans all of them."""
+        quantile = self.config.algorithm.top_entropy_quantile
+        if quantile == 1.0:
+            return None
+        entropies = [self.policy(batch).entropies_NT[self.trained_tokens(batch)] for batch in batches if batch.weight]
+        gathered = self.engine.gather([torch.cat(entropies).cpu()] if entropies else [])
+        return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
+
+    def trained_tokens(self, batch: MicroBatch) -> Tensor:
+        """Mask of shape (N, T) of the tokens in the loss."""
+        mask_truncated = self.config.algorithm.mask_truncated_completions
+        trains = torch.cat([trained_completions(s.scored, mask_truncated)[s.members] for s in batch.subgroups])
+        return (length_mask([len(c.token_ids) for c in batch.completions]) & trains[:, None]).to(self.engine.device)
+
+    def loss(
+        self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, threshold: float | None
+    ) -> tuple[Tensor, dict[str, MetricSum]]:
+        """The micro-batch's share of the step's loss, and its metrics."""
+        inputs = LossInputs(
+            policy_logprobs_NT=scores.logprobs_NT,
+            old_logprobs_NT=kept(batch, "old_logprobs", self.engine.device),
+            ref_logprobs_NT=kept(batch, "ref_logprobs", self.engine.device),
+            advantages_N=torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups]).to(self.engine.device),
+            mask_NT=self.trained_tokens(batch),
+            entropies_NT=scores.entropies_NT,
+            entropy_threshold=threshold,
+        )
+        loss, sums = policy_loss(inputs, self.config.algorithm, denominators, self.config.rollout.max_completion_length)
+        return (loss, sums) if batch.weight else (0.0 * scores.logprobs_NT.sum(), {})
+
+    def remember_logprobs(self, batch: MicroBatch, scores: TokenScores) -> None:
+        """The first update's own log-probs are the old ones of its groups in later iterations."""
+        assert self.window is not None
+        if self.window.updates_done == 0 and self.window.outlives_update and batch.weight:
+            keep(batch, scores.logprobs_NT.detach(), "old_logprobs")
+
+    def update(self, loss: Tensor, batches: Sequence[MicroBatch], metrics: StepMetrics) -> None:
+        """Move the weights, unless no group had variance or something is not finite on any rank."""
+        loss_sum = self.engine.sum([loss.item()])[0]
+        norm = self.engine.gradient_norm(self.config.train.max_grad_norm) if batches else 0.0
+        finite = math.isfinite(loss_sum) and math.isfinite(norm)
+        if batches and finite:
+            self.engine.update()
+            self.generator.policy_version += 1
+        self.engine.zero_grad()
+        metrics.add_mean("loss", loss_sum, 1)
+        metrics.add_mean("grad_norm", norm, 1)
+        metrics.add_mean("learning_rate", self.engine.learning_rate, 1)
+        metrics.add_mean("skipped_updates/no_variance", float(not batches), 1)
+        metrics.add_mean("skipped_updates/nonfinite", float(not finite), 1)
+        self.engine.advance_schedule()
+        self.stop_if_nonfinite(finite, batches)
+        self.move_reference()
+
+    def move_reference(self) -> None:
+        """`sync_ref_model`: the reference follows the policy at a distance."""
+        algorithm = self.config.algorithm
+        due = (self.progress.global_step + 1) % algorithm.ref_model_sync_steps == 0
+        if algorithm.sync_ref_model and self.reference is not None and due:
+            self.reference.move_towards_policy(algorithm.ref_model_mixup_alpha)
+
+    def stop_if_nonfinite(self, finite: bool, batches: Sequence[MicroBatch]) -> None:
+        """Save the batch of a step that was not finite. Raises TrainingError after three such steps in a row."""
+        if finite:
+            self.progress.nonfinite_in_a_row = 0
+            return
+        self.progress.nonfinite_in_a_row += 1
+        path = self.directory.path / f"nonfinite-step-{self.progress.global_step + 1}-rank-{self.engine.rank}.pt"
+        torch.save([subgroup.scored for batch in batches for subgroup in batch.subgroups], path)
+        logger.warning("loss or gradient is not finite; the step was skipped and its batch saved to %s", path)
+        if self.progress.nonfinite_in_a_row == MAX_NONFINITE_STEPS:
+            raise TrainingError(
+                f"{MAX_NONFINITE_STEPS} steps in a row had a loss or gradient that is not finite; the last batch is in "
+                f"{path}. The weights are those of the last finite step. A lower learning_rate often helps."
+            )
+
+    def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
+        """Rewards, lengths, and how much the shared prefixes saved."""
+        add_reward_metrics(metrics, groups, self.rewards.names)
+        for name, value in self.policy.counters.items():
+            metrics.add_sum(f"compute/{name}", value)
+        self.policy.counters.clear()
+
+    # The run around the steps
+
+    def run(self) -> dict[str, Any]:
+        """All steps with their records; returns the summary. An error in the data leaves a checkpoint behind."""
+        log = self.config.log
+        self.engine.start_trackers(log.run_name or self.directory.path.name, self.config.model_dump())
+        train = self.config.train
+        with ProgressBar(self.progress.global_step, self.total_steps, hidden=log.disable_tqdm or not self.engine.is_main) as bar:
+            if self.progress.global_step == 0 and train.eval_on_start and self.evaluator:
+                self.progress.eval_before = self.evaluate()
+                self.record({"step": 0, **prefixed(self.progress.eval_before)})
+            while self.progress.global_step < self.total_steps:
+                line = self.next_step()
+                bar.show(line)
+        return self.finish()
+
+    def next_step(self) -> dict[str, Any]:
+        """One step with its line in `metrics.jsonl`, its evaluation and its checkpoint."""
+        try:
+            metrics = self.step()
+        except RLVLMError:
+            self.save()  # of the last complete step: whatever is wrong can be mended and the run resumed
+            raise
+        train, progress = self.config.train, self.progress
+        progress.global_step += 1
+        line = {"step": progress.global_step, "epoch": self.sampler.epoch} | metrics.reduce(self.engine.gather)
+        progress.train_seconds += line["time/step"]
+        is_last = progress.global_step == self.total_steps
+        if self.evaluator and (is_last or is_due(progress.global_step, train.eval_steps)):
+            line |= prefixed(self.evaluate())
+        self.record(line)
+        if is_last or is_due(progress.global_step, train.save_steps):
+            self.save()
+        return line
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out rows, and whether they are the best so far."""
+        assert self.evaluator is not None
+        progress, train = self.progress, self.config.train
+        progress.eval_latest = self.evaluator.run(self.state).metrics
+        if train.load_best_model_at_end:
+            value = progress.eval_latest[train.metric_for_best_model]
+            better = progress.best_metric is None or (value > progress.best_metric) == train.greater_is_better
+            if better and value != progress.best_metric:
+                progress.best_step, progress.best_metric = progress.global_step, value
+        return progress.eval_latest
+
+    def record(self, line: dict[str, Any]) -> None:
+        if self.engine.is_main:
+            self.directory.metrics.append(line)
+        if is_due(line["step"], self.config.log.logging_steps):
+            self.engine.report({k: v for k, v in line.items() if k != "step"}, line["step"])
+
+    def finish(self) -> dict[str, Any]:
+        """Write the summary and the curve; with `load_best_model_at_end`, return to the best weights."""
+        progress = self.progress
+        summary = {
+            "optimizer_steps": progress.global_step,
+            "train_seconds": progress.train_seconds,
+            "eval_before": progress.eval_before,
+            "eval_after": progress.eval_latest,
+            "checkpoint": str(checkpoint.checkpoint_path(self.directory.path, progress.best_step or progress.global_step)),
+        }
+        if progress.best_step is not None:
+            load_weights(self.policy, summary["checkpoint"], self.config.model)
+            summary["best_step"] = progress.best_step
+            summary["best_metric"] = progress.best_metric
+        if self.engine.is_main:
+            self.directory.write_summary(summary)
+            draw_curve(self.directory.metrics.read(), self.directory.path / "reward.png")
+        return summary
+
+    def save(self) -> None:
+        """A checkpoint of the last complete step, from which a killed run goes on exactly."""
+        ranks = self.engine.gather([self.rank_state()])
+        path, step = self.directory.path, self.progress.global_step
+
+        def write_files(directory: Path) -> None:
+            save_policy(self.policy, self.processor, directory)
+            if self.config.algorithm.sync_ref_model and self.reference is not None:
+                save_policy(self.reference.frozen, self.processor, directory / "reference")
+            state = {"progress": asdict(self.progress), "sampler": self.sampler.state_dict(), "world_size": len(ranks),
+                     "policy_version": self.generator.policy_version}
+            (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
+            torch.save(self.engine.state_dict(), directory / "optimizer.pt")
+            for rank, rank_state in enumerate(ranks):
+                torch.save(rank_state, directory / f"rank_{rank}.pt")
+
+        def write_and_prune() -> None:
+            if self.engine.is_main:
+                checkpoint.write(path, step, write_files)
+                best = self.progress.best_step
+                keep_best = None if best is None else checkpoint.checkpoint_path(path, best)
+                checkpoint.prune(path, self.config.train.save_total_limit, keep_best)
+
+        self.engine.together(write_and_prune)
+
+    def rank_state(self) -> dict[str, Any]:
+        pending = None if self.window is None or self.window.is_spent else self.window.state_dict()
+        return {"random": checkpoint.random_states(), "window": pending}
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint, in the middle of a generation window if it was saved there."""
+        state = json.loads((path / "trainer_state.json").read_text())
+        if state["world_size"] != self.engine.world_size:
+            raise CheckpointError(
+                f"{path} was written by {state['world_size']} processes and this run has {self.engine.world_size}; "
+                "resume with as many"
+            )
+        self.progress = Progress(**state["progress"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.engine.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
+        rank_state = torch.load(path / f"rank_{self.engine.rank}.pt", weights_only=True)
+        if rank_state["window"] is not None:
+            draws = [Draw(*draw) for draw in rank_state["window"]["draws"]]
+            self.window = Window.from_state(rank_state["window"], self.collector.prompts(draws))
+        self.generator.policy_version = state["policy_version"]
+        checkpoint.restore_random_states(rank_state["random"])
+
+    def usable_rows(self, rows: Rows, builder: PromptBuilder) -> list[int]:
+        """Indices of the rows whose prompts are within the limit; the others are listed."""
+        limit = self.config.data.max_prompt_length
+        if limit is None:
+            return list(range(len(rows)))
+        kept_rows, dropped = drop_long_prompts(rows, builder, limit)
+        if self.engine.is_main:
+            self.directory.write_dropped(dropped)
+        return kept_rows
+
+    def usable_sharing(self) -> Literal["auto", "shared", "dense"]:
+        """`prefix_sharing`, or `dense` with the reason logged where this model cannot share."""
+        reason = why_not_shared(self.policy.transformer)
+        if reason is None:
+            return self.config.memory.prefix_sharing
+        logger.warning("prefixes are not shared: %s", reason)
+        return "dense"
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.engine.close()
+
+
+def is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def prefixed(metrics: dict[str, float]) -> dict[str, float]:
+    return {f"eval_{name}": value for name, value in metrics.items()}

@@ -1,0 +1,203 @@
+"""The nouns of the system, in the order in which a batch meets them.
+
+    Sample ─ prompts ─► Prompt ─ generation ─► Group ─ reward, advantages ─► ScoredGroup ─ batching ─► MicroBatch
+
+Example: 2 prompts, G = 3 completions each, one group cut in two by the token budget:
+
+    groups        A: [a0 a1 a2]        B: [b0 b1 b2]
+    micro-batch 0 SubGroup(A, members=[0, 1, 2]), SubGroup(B, members=[0])
+    micro-batch 1 SubGroup(B, members=[1, 2])
+
+Suffixes of ragged or padded values: P prompts, G completions of a group, N completions of a micro-batch,
+T tokens of a completion, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One dataset row."""
+
+    sample_id: str
+    messages: list[dict[str, Any]]
+    """Chat messages; `{"type": "image"}` blocks stand for `images`, in order."""
+    images: list[Image]
+    columns: dict[str, Any]
+    """Every other column of the row, as reward functions receive it."""
+    prompt: Any
+    """The prompt as reward functions receive it: messages, or the text of a plain-text row."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample rendered for one model. Its images travel inside it, never in a list beside it."""
+
+    sample: Sample
+    token_ids: Int[Tensor, " prompt_tokens"]
+    """Prompt tokens with every image already expanded to its placeholder tokens."""
+    token_inputs: dict[str, Tensor]
+    """The processor's other per-token inputs, each of shape (prompt_tokens,), such as `mm_token_type_ids`."""
+    mm_inputs: dict[str, Tensor]
+    """The processor's per-image inputs under the model's names (`pixel_values`, `image_grid_thw`); empty for text."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A prompt to sample from. Each completion's random stream is a hash of (seed, group_id, completion index)."""
+
+    group_id: str
+    """Names the draw, not only the row: optimizer step, epoch and sample id."""
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. Temperature 0 is greedy."""
+
+    num_generations: int
+    max_completion_length: int
+    temperature: float
+    seed: int
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run stands, as reward functions receive it in `trainer_state`."""
+
+    global_step: int
+    max_steps: int
+    epoch: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer. EOS is its last token when `finish_reason` is "stop"."""
+
+    token_ids: Int[Tensor, " completion_tokens"]
+    generator_logprobs: Float[Tensor, " completion_tokens"]
+    """Log-probs at the sampling temperature with placeholder tokens banned, before top-k, top-p and min-p."""
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt with its `num_generations` completions; never split between ranks."""
+
+    group_id: str
+    prompt: Prompt
+    completions: list[Completion]
+    policy_version: int
+
+
+@dataclass
+class RewardTable:
+    """What the reward functions said of P groups of G completions."""
+
+    names: list[str]
+    scores_PGF: Float[Tensor, "prompts group functions"]
+    """NaN where a function does not apply to a completion, and in every faulted cell."""
+    valid_PG: Bool[Tensor, "prompts group"]
+    """False where a function failed on the completion, or none applied: out of baseline, loss and denominator."""
+    breakdown: dict[str, list[list[Any]]] = field(default_factory=dict)
+    """Named sub-scores and extra columns, each P lists of G values, for the rollout log."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Scalars that reward functions logged through `log_metric`."""
+    fault_counts: dict[str, int] = field(default_factory=dict)
+    """Number of masked completions by `function/kind`, for instance `slow_judge/timeout`."""
+    fault_messages: list[str] = field(default_factory=list)
+    """One line per fault: function, sample, completion, what it returned or raised."""
+
+
+@dataclass
+class ScoredGroup:
+    """A group with what training needs of it."""
+
+    group: Group
+    scores_GF: Float[Tensor, "group functions"]
+    """Reward of each function, unweighted; NaN where it does not apply."""
+    rewards_G: Float[Tensor, " group"]
+    """Weighted sum of the rewards; NaN where `valid_G` is False."""
+    advantages_G: Float[Tensor, " group"]
+    """0 where `valid_G` is False."""
+    valid_G: Bool[Tensor, " group"]
+    has_variance: bool
+    """False when all valid rewards are equal: no policy gradient comes from this group."""
+    old_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """By completion, once computed. A window's first optimizer step uses the training forward's own, detached."""
+    ref_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    """By completion, when the KL term needs them."""
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """Some completions of one group that share its prefix in one micro-batch."""
+
+    scored: ScoredGroup
+    members: list[int]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.scored.group.prompt
+
+    @property
+    def completions(self) -> list[Completion]:
+        return [self.scored.group.completions[i] for i in self.members]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward sees."""
+
+    subgroups: Sequence[SubGroup]
+    shared: bool
+    """True: each prompt is computed once for its completions. False: one padded row per completion."""
+    weight: float = 1.0
+    """0 for the dummy that a rank runs to keep its number of micro-batches equal to the others'."""
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The N completions, in order of sub-groups."""
+        return [completion for subgroup in self.subgroups for completion in subgroup.completions]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per-token results of one forward over N completions, right-padded; padded positions hold 0."""
+
+    logprobs_NT: Float[Tensor, "completions tokens"]
+    entropies_NT: Float[Tensor, "completions tokens"]
+
+
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
+    """N vectors of lengths up to T -> (N, T), right-padded with 0."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> Bool[Tensor, "completions tokens"]:
+    """Lengths of N completions -> (N, max length), True at real tokens."""
+    ends = torch.tensor(list(lengths), device=device)
+    return torch.arange(int(ends.max()), device=device)[None, :] < ends[:, None]
+
+
+def concatenate_images(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
+    """Image inputs of all prompts that have some, in order of the prompts."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.mm_inputs)
+    return {name: torch.cat([p.mm_inputs[name] for p in prompts if name in p.mm_inputs]).to(device) for name in names}

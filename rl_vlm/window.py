@@ -1,0 +1,94 @@
+"""The generation window: the groups that one generation made, and how far training has come with them.
+
+    steps_per_window = 2, num_iterations = 2:   update   0        1        2        3
+                                                groups   first    second   first    second
+                                                         half     half     half     half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_vlm.sampler import Draw
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, ScoredGroup, pad_rows
+
+LogprobField = Literal["old_logprobs", "ref_logprobs"]
+
+
+@dataclass
+class Window:
+    """One rank's share of a window."""
+
+    draws: list[Draw]
+    groups: list[ScoredGroup]
+    steps_per_window: int
+    num_iterations: int
+    updates_done: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.updates_done == self.steps_per_window * self.num_iterations
+
+    @property
+    def outlives_update(self) -> bool:
+        """Whether a later update will need old log-probs."""
+        return self.steps_per_window * self.num_iterations > 1
+
+    def step_groups(self) -> list[ScoredGroup]:
+        """The groups of the next optimizer step."""
+        share = len(self.groups) // self.steps_per_window
+        start = self.updates_done % self.steps_per_window * share
+        return self.groups[start : start + share]
+
+    def later_groups(self) -> list[ScoredGroup]:
+        """The groups that the window's first optimizer step does not train on."""
+        return self.groups[len(self.groups) // self.steps_per_window :]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the prompts, which are made again from the dataset rows of `draws`."""
+        return {
+            "draws": [tuple(draw) for draw in self.draws],
+            "groups": [_group_state(scored) for scored in self.groups],
+            "steps_per_window": self.steps_per_window,
+            "num_iterations": self.num_iterations,
+            "updates_done": self.updates_done,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], prompts: Sequence[Prompt]) -> Window:
+        """The window of `state_dict`, with the prompts of its draws."""
+        groups = [_scored_group(group, prompt) for group, prompt in zip(state["groups"], prompts, strict=True)]
+        return cls(**{**state, "draws": [Draw(*draw) for draw in state["draws"]], "groups": groups})
+
+
+def _group_state(scored: ScoredGroup) -> dict[str, Any]:
+    rest = {name: value for name, value in vars(scored).items() if name != "group"}
+    return {
+        "group_id": scored.group.group_id,
+        "policy_version": scored.group.policy_version,
+        "completions": [asdict(completion) for completion in scored.group.completions],
+        "scored": rest,
+    }
+
+
+def _scored_group(state: dict[str, Any], prompt: Prompt) -> ScoredGroup:
+    completions = [Completion(**completion) for completion in state["completions"]]
+    return ScoredGroup(Group(state["group_id"], prompt, completions, state["policy_version"]), **state["scored"])
+
+
+def keep(batch: MicroBatch, logprobs_NT: Tensor, name: LogprobField) -> None:
+    """Store a micro-batch's log-probs with its groups, by completion and without padding."""
+    completions = [(s.scored, member) for s in batch.subgroups for member in s.members]
+    for (scored, member), logprobs, completion in zip(completions, logprobs_NT, batch.completions, strict=True):
+        getattr(scored, name)[member] = logprobs[: len(completion.token_ids)].cpu()
+
+
+def kept(batch: MicroBatch, name: LogprobField, device: torch.device) -> Tensor | None:
+    """The stored log-probs of a micro-batch, (N, T) and right-padded; None if they were never stored."""
+    stored = [getattr(s.scored, name).get(member) for s in batch.subgroups for member in s.members]
+    return None if stored[0] is None else pad_rows(stored).to(device)

@@ -1,0 +1,296 @@
+"""The rollout engine on tiny random models, against `model.generate` and fresh full forwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.families import family_of
+from rl_vlm.generation import hf
+from rl_vlm.generation.hf import HFEngine
+from rl_vlm.prompts import PromptBuilder
+from rl_vlm.tiny import TINY_FAMILIES, build_tiny
+from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling
+
+NO_STOP = [399]
+MANY_STOPS = list(range(40, 80))
+"""A tenth of the vocabulary: completions of a random model end after ten tokens on average."""
+
+
+def noise(width: int, height: int, seed: int) -> Image.Image:
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+PICTURES = {
+    "one": [noise(32, 24, 1)],
+    "two": [noise(48, 16, 2), noise(16, 64, 3)],
+    "text": [],
+    "other": [noise(32, 24, 4)],
+}
+
+
+def load(directory: str, family: str) -> tuple[Any, dict[str, Prompt], Any]:
+    """A model with attention that is not uniform, one prompt per entry of PICTURES, and the tokenizer."""
+    build_tiny(family, directory)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.model.language_model.layers.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(4)
+        # Tied to the input embeddings or not: logits that differ enough for greedy decoding to mean something.
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 4)
+    processor = AutoProcessor.from_pretrained(directory)
+    builder = PromptBuilder(processor, DataConfig())
+    prompts = {}
+    for name, images in PICTURES.items():
+        content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"Which digit is this? {name}"}]
+        messages = [{"role": "user", "content": content}]
+        prompts[name] = builder.build(Sample(name, messages, images, {}, messages))
+    return model, prompts, processor.tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Prompt], Any]:
+    return load(str(tmp_path_factory.mktemp("tiny")), "qwen2_5_vl")
+
+
+@pytest.fixture
+def model(tiny) -> Any:
+    tiny[0].model.rope_deltas = None
+    return tiny[0].eval()
+
+
+@pytest.fixture
+def prompts(tiny) -> dict[str, Prompt]:
+    return tiny[1]
+
+
+@pytest.fixture
+def engine(tiny, model) -> HFEngine:
+    return make_engine(model, tiny[2])
+
+
+def make_engine(model: Any, tokenizer: Any, stops: list[int] = NO_STOP, max_num_seqs: int = 64) -> HFEngine:
+    return HFEngine(model, tokenizer, family_of(model.config), stops, max_num_seqs)
+
+
+def make_sampling(
+    num_generations: int = 3, max_completion_length: int = 12, temperature: float = 1.0, **settings
+) -> Sampling:
+    return Sampling(num_generations, max_completion_length, temperature, seed=5, **settings)
+
+
+def make_requests(prompts: dict[str, Prompt], *names: str) -> list[RolloutRequest]:
+    return [RolloutRequest(f"step-0/{name}", prompts[name]) for name in names or prompts]
+
+
+def token_ids(groups: list[Group]) -> dict[str, list[list[int]]]:
+    return {group.group_id: [c.token_ids.tolist() for c in group.completions] for group in groups}
+
+
+def generate_with_transformers(model: Any, prompt: Prompt, banned: list[int], stops: list[int]) -> list[int]:
+    """Greedy decoding by the library, one prompt at a time and positions left to the model."""
+    output = model.generate(
+        input_ids=prompt.token_ids[None],
+        attention_mask=torch.ones_like(prompt.token_ids[None]),
+        **{name: value[None] for name, value in prompt.token_inputs.items()},
+        **prompt.mm_inputs,
+        do_sample=False,
+        max_new_tokens=12,
+        suppress_tokens=banned,
+        eos_token_id=stops,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt.token_ids) :].tolist()
+
+
+def full_forward_logprobs(engine: HFEngine, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
+    """Log-probs of a completion from one forward without a cache, positions left to the model."""
+    row = torch.cat([prompt.token_ids, completion.token_ids])[None]
+    padding = (0, len(completion.token_ids))
+    token_inputs = {n: torch.nn.functional.pad(v, padding)[None] for n, v in prompt.token_inputs.items()}
+    with torch.no_grad():
+        logits = engine.model(input_ids=row, **token_inputs, **prompt.mm_inputs).logits[0] / temperature
+    logits[:, engine.banned_token_ids] = -torch.inf
+    scores = logits.log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
+    return scores.gather(1, completion.token_ids[:, None])[:, 0]
+
+
+@contextmanager
+def recorded(module: torch.nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """Keyword arguments of each forward of a module."""
+    calls: list[dict[str, Any]] = []
+    hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
+def test_greedy_is_that_of_transformers_in_a_mixed_batch(family, tmp_path):
+    model, prompts, tokenizer = load(str(tmp_path), family)
+    model.eval()
+    banned = family_of(model.config).banned_token_ids(model.config)
+    for stops in (NO_STOP, MANY_STOPS):
+        expected = {f"step-0/{n}": [generate_with_transformers(model, p, banned, stops)] for n, p in prompts.items()}
+        engine = make_engine(model, tokenizer, stops)
+        assert token_ids(engine.generate(make_requests(prompts), make_sampling(1, temperature=0.0))) == expected
+    assert len({tuple(rows[0]) for rows in expected.values()}) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_generator_logprobs_are_those_of_a_full_forward(engine, prompts, temperature):
+    groups = engine.generate(make_requests(prompts), make_sampling(temperature=temperature, top_k=20, top_p=0.9))
+    for group in groups:
+        for completion in group.completions:
+            expected = full_forward_logprobs(engine, group.prompt, completion, temperature)
+            assert (completion.generator_logprobs - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generator_logprobs_are_those_of_the_policy(tiny, model, prompts, dtype):
+    policy = Policy(model, family_of(model.config), temperature=1.3, compute_dtype=dtype)
+    engine = HFEngine.for_policy(policy, tiny[2], max_num_seqs=64)
+    groups = engine.generate(make_requests(prompts), make_sampling(temperature=1.3))
+    with torch.no_grad():
+        scores = policy(MicroBatch([unscored(group) for group in groups], shared=False))
+    generated = pad_rows([c.generator_logprobs for group in groups for c in group.completions])
+    assert (generated - scores.logprobs_NT).abs().max() < (1e-5 if dtype == torch.float32 else 0.5)
+    bf16_was_used = any(p.bfloat16().float().equal(p) for p in generated.unbind())
+    assert not bf16_was_used  # log-softmax is taken in float32
+
+
+def test_completions_do_not_depend_on_what_else_is_sampled(tiny, model, prompts, monkeypatch):
+    sampling = make_sampling(num_generations=4, max_completion_length=24, temperature=1.3)
+    requests = make_requests(prompts)
+    whole = make_engine(model, tiny[2], MANY_STOPS).generate(requests, sampling)
+    assert {c.finish_reason for group in whole for c in group.completions} == {"stop", "length"}
+    expected = token_ids(whole)
+
+    for max_num_seqs in (1, 3, 4, 9):
+        assert token_ids(make_engine(model, tiny[2], MANY_STOPS, max_num_seqs).generate(requests, sampling)) == expected
+    engine = make_engine(model, tiny[2], MANY_STOPS)
+    assert token_ids(engine.generate(requests[::-1], sampling)) == expected
+    alone = [engine.generate([request], sampling)[0] for request in requests]
+    assert token_ids(alone) == expected
+    for fraction in (0.0, 2.0):  # finished completions leave at once, or never
+        monkeypatch.setattr(hf, "COMPACT_FRACTION", fraction)
+        assert token_ids(engine.generate(requests, sampling)) == expected
+
+
+def test_groups_come_in_the_order_of_requests(engine, prompts):
+    engine.policy_version = 7
+    names = ["two", "text", "one"]
+    groups = engine.generate(make_requests(prompts, *names), make_sampling())
+    assert [group.group_id for group in groups] == [f"step-0/{name}" for name in names]
+    assert all(group.prompt is prompts[name] for group, name in zip(groups, names, strict=True))
+    assert [group.policy_version for group in groups] == [7, 7, 7]
+    assert engine.generate([], make_sampling()) == []
+
+
+def test_random_streams_are_those_of_group_completion_and_seed(engine, prompts):
+    requests = [RolloutRequest("a", prompts["one"]), RolloutRequest("b", prompts["one"])]
+    drawn = token_ids(engine.generate(requests, make_sampling()))
+    assert len({tuple(row) for rows in drawn.values() for row in rows}) == 6
+    other_seed = Sampling(num_generations=3, max_completion_length=12, temperature=1.0, seed=6)
+    assert token_ids(engine.generate(requests, other_seed)) != drawn
+
+
+def test_placeholder_tokens_are_never_sampled(engine, prompts):
+    sampling = make_sampling(num_generations=32, max_completion_length=40, temperature=100.0)
+    placeholders = {engine.model.config.image_token_id, engine.model.config.video_token_id}
+
+    def sampled() -> set[int]:
+        groups = engine.generate(make_requests(prompts, "one"), sampling)
+        return {token for group in groups for c in group.completions for token in c.token_ids.tolist()}
+
+    assert not placeholders & sampled()
+    engine.banned_token_ids = []
+    assert placeholders & sampled()
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_truncation_to_the_best_token_is_greedy(engine, prompts, truncation):
+    greedy = token_ids(engine.generate(make_requests(prompts), make_sampling(temperature=0.0)))
+    assert token_ids(engine.generate(make_requests(prompts), make_sampling(**truncation))) == greedy
+    assert token_ids(engine.generate(make_requests(prompts), make_sampling())) != greedy
+
+
+def test_the_checkpoints_generation_config_is_not_used(engine, prompts, monkeypatch):
+    expected = token_ids(engine.generate(make_requests(prompts), make_sampling()))
+    for name, value in {"top_k": 1, "temperature": 0.1, "max_new_tokens": 2, "repetition_penalty": 5.0}.items():
+        monkeypatch.setattr(engine.model.generation_config, name, value)
+    assert token_ids(engine.generate(make_requests(prompts), make_sampling())) == expected
+
+
+def test_a_prompt_and_its_images_are_computed_once_per_group(engine, prompts):
+    requests = make_requests(prompts, "one", "two")
+    patches = sum(len(prompts[name].mm_inputs["pixel_values"]) for name in ("one", "two"))
+    for max_num_seqs, num_batches in ((64, 1), (3, 2), (2, 2)):  # the last decodes groups of 3 in slices
+        engine.max_num_seqs = max_num_seqs
+        with recorded(engine.model) as calls:
+            engine.generate(requests, make_sampling())
+        prefills = [call for call in calls if "pixel_values" in call]
+        assert len(prefills) == num_batches
+        assert sum(len(call["pixel_values"]) for call in prefills) == patches
+        assert {call["input_ids"].shape[1] for call in calls if "pixel_values" not in call} == {1}
+
+
+def test_the_cache_is_used_and_modes_come_back_with_gradient_checkpointing_on(engine, prompts):
+    model = engine.model.train()
+    model.model.visual.eval()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    modes = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
+    try:
+        with recorded(model) as calls:
+            engine.generate(make_requests(prompts, "one"), make_sampling(max_completion_length=5))
+        assert [call["input_ids"].shape[1] for call in calls] == [len(prompts["one"].token_ids), 1, 1, 1, 1]
+        assert modes == [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]
+
+        broken = Prompt(prompts["one"].sample, prompts["text"].token_ids, {}, {})
+        with pytest.raises(KeyError, match="mm_token_type_ids"):
+            engine.generate([RolloutRequest("g", broken)], make_sampling())
+        assert modes == [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def test_position_state_on_the_model_does_not_matter(engine, prompts):
+    requests = make_requests(prompts)
+    expected = token_ids(engine.generate(requests, make_sampling()))
+    for stale in (torch.tensor([[1000]]), torch.tensor([[-5]])):
+        engine.model.model.rope_deltas = stale
+        assert token_ids(engine.generate(requests, make_sampling())) == expected
+    generate_with_transformers(engine.model, prompts["two"], [], NO_STOP)
+    text = make_requests(prompts, "text")
+    assert token_ids(engine.generate(text, make_sampling()))["step-0/text"] == expected["step-0/text"]
+
+
+def test_a_completion_ends_with_its_stop_token_or_at_the_limit(tiny, model, prompts):
+    engine = make_engine(model, tiny[2], MANY_STOPS)
+    sampling = make_sampling(num_generations=32, max_completion_length=15, temperature=2.0)
+    completions = engine.generate(make_requests(prompts, "one"), sampling)[0].completions
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for completion in completions:
+        *body, last = completion.token_ids.tolist()
+        assert not set(body) & set(MANY_STOPS)
+        assert (last in MANY_STOPS) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(body) + 1 == 15
+        assert len(completion.generator_logprobs) == len(body) + 1
+        assert completion.token_ids.untyped_storage().nbytes() == 8 * (len(body) + 1)  # pickles no sibling
+
+
+def test_text_is_decoded_without_special_tokens(tiny, model):
+    tokenizer = tiny[2]
+    ids = [*tokenizer("7 , is it ?").input_ids, tokenizer.eos_token_id]
+    engine = make_engine(model, tokenizer, stops=[tokenizer.eos_token_id])
+    completion = engine.completion(torch.tensor([*ids, 0, 0]), torch.zeros(len(ids) + 2))
+    assert (completion.text, completion.finish_reason) == ("7 , is it ?", "stop")
+    assert completion.token_ids.tolist() == ids

@@ -1,0 +1,227 @@
+"""Losses, gradients, metrics and advantages against TRL's GRPOTrainer on the same inputs."""
+
+from itertools import combinations, product
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from rl_vlm.advantages import compute_advantages, reward_std, total_rewards
+from rl_vlm.config.schema import AlgorithmConfig
+from rl_vlm.losses import (
+    Denominators,
+    LossInputs,
+    count_denominators,
+    importance_ratio,
+    policy_loss,
+    top_entropy_threshold,
+)
+from rl_vlm.tiny import build_tiny
+from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
+from tests.integration import trl_oracle
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+LEVELS = ["token", "sequence"]
+LENGTHS = [3, 9, 5, 7, 1, 6, 8, 4]
+TRUNCATED = 2
+MAX_COMPLETION_LENGTH = 12
+
+EVERYTHING = {
+    "epsilon": 0.2, "epsilon_high": 0.28, "delta": 2.0, "beta": 0.1,
+    "sapo_temperature_neg": 1.3, "sapo_temperature_pos": 0.9,
+}  # fmt: skip
+VARIANTS = {
+    "defaults": {},
+    "no delta": EVERYTHING | {"delta": None},
+    "KL without the ratio": EVERYTHING | {"use_bias_correction_kl": False},
+    "no KL": EVERYTHING | {"beta": 0.0},
+    "high-entropy tokens": EVERYTHING | {"top_entropy_quantile": 0.4},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make_trainer(checkpoint, tmp_path):
+    def make(rollouts=None, **settings):
+        settings = {"max_completion_length": MAX_COMPLETION_LENGTH} | settings
+        return trl_oracle.make_trainer(checkpoint, tmp_path, rollouts, **settings)
+
+    return make
+
+
+def example_inputs(on_policy=False):
+    """8 completions of unequal length, one truncated and masked, advantages of both signs, and off-policy ratios."""
+    generator = torch.Generator().manual_seed(21)
+
+    def noise(scale):
+        return torch.randn(8, max(LENGTHS), generator=generator) * scale
+
+    policy = -noise(1.0).abs() - 0.1
+    mask = length_mask(LENGTHS)
+    mask[TRUNCATED] = False
+    return LossInputs(
+        policy_logprobs_NT=policy.requires_grad_(),
+        old_logprobs_NT=None if on_policy else policy.detach() + noise(0.7),
+        ref_logprobs_NT=policy.detach() + noise(0.5),
+        advantages_N=torch.tensor([1.3, -0.9, 0.4, -1.6, 0.7, -0.3, 2.1, 0.0]),
+        mask_NT=mask,
+        entropies_NT=noise(1.0).abs(),
+    )
+
+
+def rows_of(inputs, rows):
+    """The micro-batch of these completions, whose log-probs still lead back to `inputs`."""
+    return LossInputs(
+        inputs.policy_logprobs_NT[rows], inputs.old_logprobs_NT[rows], inputs.ref_logprobs_NT[rows],
+        inputs.advantages_N[rows], inputs.mask_NT[rows], inputs.entropies_NT[rows],
+    )  # fmt: skip
+
+
+def with_cispo_cap(loss_type, settings):
+    return settings | {"loss_type": loss_type} | ({"epsilon_high": 2.5} if loss_type == "cispo" else {})
+
+
+def our_loss(inputs, settings):
+    algorithm = AlgorithmConfig(**settings)
+    if algorithm.top_entropy_quantile < 1:
+        threshold = top_entropy_threshold(inputs.entropies_NT[inputs.mask_NT], algorithm.top_entropy_quantile)
+        inputs = LossInputs(**(vars(inputs) | {"entropy_threshold": threshold}))
+    denominators = Denominators(tokens=float(inputs.mask_NT.sum()), completions=8.0)
+    return policy_loss(inputs, algorithm, denominators, MAX_COMPLETION_LENGTH)
+
+
+def gradient(loss, inputs):
+    return torch.autograd.grad(loss, inputs.policy_logprobs_NT)[0]
+
+
+def assert_same(ours, trls):
+    torch.testing.assert_close(ours, trls, rtol=1e-5, atol=1e-7)
+
+
+def assert_loss_gradient_and_metrics_agree(trainer, inputs, settings):
+    ours, metrics = our_loss(inputs, settings)
+    trls = trl_oracle.loss_on_logprobs(trainer, inputs, num_step_tokens=int(inputs.mask_NT.sum()))
+    assert_same(ours, trls)
+    assert_same(gradient(ours, inputs), gradient(trls, inputs))
+    if settings.get("importance_sampling_level") == "sequence":
+        return  # TRL counts masked completions as unclipped ones
+    logged = trl_oracle.last_metrics(trainer)
+    assert {name: (total / count).item() for name, (total, count) in metrics.items()} == {
+        name: pytest.approx(logged[name], rel=1e-5) for name in metrics
+    }
+
+
+def test_the_example_reaches_every_branch_of_the_losses():
+    inputs = example_inputs()
+    sequence = importance_ratio(inputs, "sequence").squeeze(1)
+    for sign in (1, -1):
+        signed = inputs.advantages_N.sign() == sign
+        ratios = importance_ratio(inputs, "token")[inputs.mask_NT & signed[:, None]]
+        for low, high in [(0.0, 0.8), (0.8, 1.28), (1.28, 2.0), (2.0, 2.5), (2.5, torch.inf)]:
+            assert ((ratios > low) & (ratios < high)).any()
+        assert (sequence[signed] < 0.8).any() and (sequence[signed] > 1.28).any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradient_equal_trls(make_trainer, loss_type, level):
+    settings = with_cispo_cap(loss_type, EVERYTHING) | {"importance_sampling_level": level}
+    assert_loss_gradient_and_metrics_agree(make_trainer(**settings), example_inputs(), settings)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_each_setting_has_trls_meaning(make_trainer, loss_type, variant):
+    settings = with_cispo_cap(loss_type, VARIANTS[variant])
+    assert_loss_gradient_and_metrics_agree(make_trainer(**settings), example_inputs(), settings)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_on_policy_loss_and_gradient_equal_trls(make_trainer, loss_type):
+    settings = with_cispo_cap(loss_type, EVERYTHING)
+    assert_loss_gradient_and_metrics_agree(make_trainer(**settings), example_inputs(on_policy=True), settings)
+
+
+@pytest.mark.parametrize("loss_type", sorted(set(LOSS_TYPES) - {"bnpo"}))
+def test_one_micro_batch_equals_trls_sum_over_two(make_trainer, loss_type):
+    # TRL's bnpo divides by each micro-batch's own tokens, so that its sum depends on the cut
+    settings = with_cispo_cap(loss_type, EVERYTHING)
+    inputs = example_inputs()
+    trainer = make_trainer(num_micro_batches=2, **settings)
+    parts = [rows_of(inputs, rows) for rows in (slice(0, 4), slice(4, 8))]
+    trls = sum(trl_oracle.loss_on_logprobs(trainer, part, num_step_tokens=int(inputs.mask_NT.sum())) for part in parts)
+    ours, _ = our_loss(inputs, settings)
+    assert_same(ours, trls)
+    assert_same(gradient(ours, inputs), gradient(trls, inputs))
+
+
+def test_any_two_losses_differ_on_the_example():
+    losses = {
+        (loss_type, level): our_loss(
+            example_inputs(), with_cispo_cap(loss_type, EVERYTHING) | {"importance_sampling_level": level}
+        )[0].item()
+        for loss_type, level in product(LOSS_TYPES, LEVELS)
+    }
+    same = {frozenset({("dapo", level), ("bnpo", level)}) for level in LEVELS}  # by design, see LOSS_FORMS
+    for one, other in combinations(losses, 2):
+        if {one, other} not in same:
+            assert abs(losses[one] - losses[other]) > 1e-3, (one, other)
+
+
+@pytest.fixture(scope="module")
+def completion_ids(checkpoint):
+    """Two groups of 4 completions of LENGTHS tokens; all but TRUNCATED end in EOS."""
+    eos_token_id = AutoProcessor.from_pretrained(checkpoint).tokenizer.eos_token_id
+    return [[10] * (n - 1) + [10 if i == TRUNCATED else eos_token_id] for i, n in enumerate(LENGTHS)]
+
+
+def image_rows():
+    """One row per completion; the two prompts' images differ in size."""
+    return [
+        {"prompt": [{"role": "user", "content": "Which digit is this?"}], "image": Image.new("RGB", size, "red")}
+        for size in [(16, 16)] * 4 + [(32, 16)] * 4
+    ]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_advantages_equal_trls(make_trainer, completion_ids, scale_rewards):
+    # the third completion has no reward at all; the second group's rewards differ in scale
+    rewards = [[1.0, 0.5], [0.0, 0.25], [None, None], [1.0, 0.0], [3.0, 1.0], [3.0, -2.0], [9.0, 0.0], [3.0, 1.0]]
+    weights = [1.0, 0.5]
+    rollouts = trl_oracle.Rollouts(completion_ids, rewards)
+    trainer = make_trainer(rollouts, scale_rewards=scale_rewards, reward_weights=weights)
+    trls = trl_oracle.score_rollouts(trainer, image_rows())["advantages"]
+
+    scores = torch.tensor([[torch.nan if score is None else score for score in row] for row in rewards]).view(2, 4, 2)
+    valid = ~scores.isnan().all(dim=2)
+    totals = total_rewards(scores, torch.tensor(weights), valid)
+    batch_std = reward_std(totals.flatten()).item()
+    assert_same(compute_advantages(totals, valid, scale_rewards, batch_std).advantages_PG.flatten(), trls)
+    assert batch_std == pytest.approx(trl_oracle.last_metrics(trainer)["reward_std"])
+
+
+@pytest.mark.parametrize("mask_truncated_completions", [False, True])
+def test_tokens_of_the_step_equal_trls(make_trainer, completion_ids, mask_truncated_completions):
+    rollouts = trl_oracle.Rollouts(completion_ids, rewards=[[0.0]] * 8)
+    trainer = make_trainer(rollouts, mask_truncated_completions=mask_truncated_completions)
+    trls = trl_oracle.score_rollouts(trainer, image_rows())["num_items_in_batch"].item()
+
+    prompt = Prompt(Sample("s0", [], [], {}, ""), torch.tensor([1]), {}, {})
+    completions = [
+        Completion(torch.tensor(ids), torch.zeros(len(ids)), "length" if i == TRUNCATED else "stop", "")
+        for i, ids in enumerate(completion_ids)
+    ]
+    group = ScoredGroup(
+        Group("g0", prompt, completions, policy_version=0),
+        scores_GF=torch.zeros(8, 1),
+        rewards_G=torch.zeros(8),
+        advantages_G=torch.zeros(8),
+        valid_G=torch.ones(8, dtype=torch.bool),
+        has_variance=False,
+    )
+    assert count_denominators([group], mask_truncated_completions) == Denominators(float(trls), completions=8.0)

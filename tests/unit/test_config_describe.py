@@ -1,0 +1,58 @@
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_vlm.config import yaml_text
+from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.describe import describe, settings_help, to_yaml
+from rl_vlm.config.load import load_config
+from rl_vlm.config.schema import SETTINGS, RunConfig
+
+config = RunConfig.model_validate(
+    {
+        "model": {"model_name_or_path": "tiny", "lora_exclude_modules": ["visual"]},
+        "data": {"dataset_name": "1e-6", "prompt_template": "{question}\nAnswer: no"},
+        "rewards": {"reward_funcs": ["choice", {"function": "a:f", "kwargs": {"x": [1, None]}}]},
+        "algorithm": {"num_iterations": 3},
+        "train": {"prompts_per_step": 4, "steps_per_generation": 2, "learning_rate": 1e-6},
+    }
+)
+
+
+def test_the_resolved_yaml_loads_to_the_same_config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=3))
+def test_values_survive_yaml(value):
+    assert yaml_text.parse(yaml_text.dump({"key": value})) == {"key": value}
+
+
+def test_a_description_is_yaml_with_the_batches_worked_out():
+    text = describe(config, plan_batches(config, world_size=2))
+    assert yaml.safe_load(text)["train"]["prompts_per_step"] == 4
+    assert text.splitlines()[-4:] == [
+        "# Optimizer step: 4 prompts × 8 = 32 completions, 2 prompts on each of 2 processes.",
+        "# Generation window: 2 × 4 = 8 prompts sampled at once, for 3 × 2 = 6 optimizer steps.",
+        "# Run: 1 × the number of rows / 8, rounded up, × 6 optimizer steps (num_train_epochs).",
+        "# Micro-batches: up to 8192 language tokens; their number changes no result.",
+    ]
+
+
+def test_a_description_of_a_run_with_max_steps():
+    limited = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 7})})
+    text = describe(limited, plan_batches(limited, world_size=1))
+    assert "# Optimizer step: 4 prompts × 8 = 32 completions, all on one process.\n" in text
+    assert "# Run: 7 optimizer steps (max_steps).\n" in text
+
+
+def test_help_lists_every_setting_with_type_default_and_docstring():
+    text = settings_help()
+    for setting, field in SETTINGS.items():
+        assert f"\n  {setting.split('.')[1]}: " in text
+        assert (field.description or "missing").splitlines()[0] in text
+    assert "  top_p: float = 1.0\n      Sample from" in text
+    assert "  model_name_or_path: str, required\n" in text

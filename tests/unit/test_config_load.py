@@ -1,0 +1,170 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.config.load import check_trainable, load_config
+from rl_vlm.config.schema import RewardSpec
+from rl_vlm.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return str(error.value).replace(str(path), "run.yaml").splitlines()
+
+
+def test_sections_and_flat_keys_mix(write):
+    config = load_config(write("model: {model_name_or_path: tiny}\nbeta: 0.1\ntrain:\n  max_steps: 5\n"))
+    assert (config.model.model_name_or_path, config.algorithm.beta, config.train.max_steps) == ("tiny", 0.1, 5)
+
+
+def test_overrides_win_and_are_read_as_yaml(write):
+    path = write("model_name_or_path: tiny\nmax_steps: 5\nlearning_rate: 1e-5\n")
+    config = load_config(path, ["train.max_steps=10", "report_to=[wandb, mlflow]", "use_peft=true", "run_name="])
+    assert (config.train.max_steps, config.log.report_to, config.model.use_peft) == (10, ["wandb", "mlflow"], True)
+    assert (config.train.learning_rate, config.log.run_name) == (1e-5, None)
+
+
+def test_null_stands_for_the_default(write):
+    config = load_config(write("model_name_or_path: tiny\nnum_generations: null\nmax_steps: 5\n"), ["max_steps=null"])
+    assert (config.rollout.num_generations, config.train.max_steps) == (8, None)
+
+
+def test_exponents_without_a_dot_are_numbers(write):
+    config = load_config(write("model_name_or_path: tiny\nlr_scheduler_kwargs: {min_lr_rate: 1e-1}\n"))
+    assert config.train.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+
+
+def test_one_name_stands_for_a_list(write):
+    config = load_config(write("model_name_or_path: tiny\nlog: {report_to: none}\nrewards: {reward_funcs: choice}\n"))
+    assert (config.log.report_to, config.rewards.reward_funcs) == ([], ["choice"])
+
+
+def test_reward_mappings(write):
+    config = load_config(
+        write("model_name_or_path: tiny\nreward_funcs: [choice, {function: 'a.py:f', weight: 2, timeout: 1}]\n")
+    )
+    assert config.rewards.reward_funcs == ["choice", RewardSpec(function="a.py:f", weight=2.0, timeout=1.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        ("learnin_rate: 1", "", "run.yaml: unknown setting `learnin_rate`; the closest is `train.learning_rate`"),
+        ("train: {beta: 1}", "", "run.yaml: unknown setting `train.beta`; the closest is `algorithm.beta`"),
+        ("", "trian.seed=1", "command line: unknown setting `trian.seed`; the closest is `train.seed`"),
+        ("trian: {seed: 1}", "", "run.yaml: unknown setting `trian`; the closest is `train`"),
+        ("zzzz: 1", "", "run.yaml: unknown setting `zzzz`; see `rl-vlm train --help`"),
+        ("", "top_p=2", "command line: `rollout.top_p` is 2: it should be less than or equal to 1"),
+        ("dtype: fp8", "", "run.yaml: `model.dtype` is 'fp8': it should be 'float32' or 'bfloat16'"),
+        (
+            "lora_target_modules: 3",
+            "",
+            "run.yaml: `model.lora_target_modules` is 3: it should be a valid list or it should be 'all-linear'",
+        ),
+        (
+            "reward_funcs: [{function: f, wieght: 2}]",
+            "",
+            "run.yaml: `rewards.reward_funcs` is {'function': 'f', 'wieght': 2}: "
+            "it should be a valid string or `wieght` is unknown",
+        ),
+        (
+            "beta: 0.1\nalgorithm: {beta: 0.2}",
+            "",
+            "run.yaml: `beta` and `algorithm.beta` both set `algorithm.beta`, to 0.1 and 0.2; keep one of them",
+        ),
+    ],
+)
+def test_a_bad_setting_names_source_key_and_way_out(write, text, override, expected):
+    assert problems(write(f"model_name_or_path: tiny\n{text}\n"), *filter(None, [override])) == [expected]
+
+
+def test_all_problems_are_reported_at_once(write):
+    found = problems(write("max_step: 1\ntrain: {seed: x}\nuse_vllm: true\n"), "save_steps=-1")
+    assert [line.split(" is ")[0] for line in found] == [
+        "run.yaml: unknown setting `max_step`; the closest",
+        "run.yaml: `use_vllm`",
+        "run.yaml: `model.model_name_or_path`",
+        "run.yaml: `train.seed`",
+        "command line: `train.save_steps`",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\nseed: 2", "key `seed` is given twice"),
+        ("train: {seed: 1, seed: 1}", "key `seed` is given twice"),
+        ("[1, 2]", "expected `key: value` settings, found [1, 2]"),
+        ("train: 3", "`train` is a section and holds `key: value` settings, found 3"),
+        ("train: {", "not valid YAML"),
+    ],
+)
+def test_unreadable_files(write, text, expected):
+    assert expected in "\n".join(problems(write(text)))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_malformed_overrides(write):
+    path = write("model_name_or_path: tiny")
+    assert problems(path, "max_steps") == ["command line: `max_steps` is not of the form key=value"]
+    assert "quote it" in problems(path, "prompt_template={question} now")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("sync_ref_model: true", "`sync_ref_model` needs `beta` above 0"),
+        ("{sync_ref_model: true, beta: 0.1, use_peft: true}", "`sync_ref_model` cannot be used with `use_peft`"),
+        ("loss_type: cispo", "`loss_type` cispo needs `epsilon_high`"),
+        ("{loss_type: sapo, epsilon_high: 0.3}", "`epsilon_high` has no effect on `loss_type` sapo"),
+        ("{loss_type: sapo, delta: 2}", "`delta` has no effect on `loss_type` sapo"),
+        ("{reward_funcs: [a, b], reward_weights: [1]}", "`reward_weights` has 1 entries for 2 `reward_funcs`"),
+        ("{reward_funcs: [{function: a, weight: 2}], reward_weights: [1]}", "are both given"),
+        ("num_generations_eval: 4", "set `eval_temperature` above 0"),
+        ("{min_pixels: 9, max_pixels: 4}", "`min_pixels` 9 is above `max_pixels` 4"),
+        ("{resume_from_checkpoint: auto, overwrite_output_dir: true}", "keep one of them"),
+        ("eval_steps: 5", "`eval_steps` 5 needs `eval_dataset_name`"),
+        ("load_best_model_at_end: true", "`load_best_model_at_end` needs `eval_dataset_name` and `eval_steps`"),
+        (
+            "{load_best_model_at_end: true, eval_dataset_name: d, eval_steps: 4, save_steps: 10}",
+            "`save_steps` to be a multiple of `eval_steps` 4",
+        ),
+    ],
+)
+def test_combinations_that_contradict_each_other(write, settings, expected):
+    path = write(settings)
+    found = problems(path, "model_name_or_path=tiny")
+    assert len(found) == 1
+    assert found[0].startswith("run.yaml: ")
+    assert expected in found[0]
+
+
+def test_training_needs_data_rewards_and_groups(write):
+    path = write("model_name_or_path: tiny\nnum_generations: 1\n")
+    with pytest.raises(ConfigError, match=r"(?s)dataset_name.*reward_funcs.*num_generations"):
+        check_trainable(load_config(path))
+    check_trainable(load_config(path, ["dataset_name=d", "reward_funcs=choice", "num_generations=2"]))
+
+
+def test_loading_imports_no_torch(write):
+    program = "import sys; from rl_vlm.config.load import load_config; load_config(sys.argv[1]); print(*sys.modules)"
+    path = write("model_name_or_path: tiny")
+    run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert {"torch", "numpy", "transformers", "trl"}.isdisjoint(run.stdout.split())

@@ -1,0 +1,272 @@
+from math import exp, log
+from typing import Any
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import TypeCheckError, jaxtyped
+
+from rl_vlm.config.schema import AlgorithmConfig
+from rl_vlm.losses import (
+    LOSS_FORMS,
+    Denominators,
+    LossInputs,
+    count_denominators,
+    policy_loss,
+    top_entropy_threshold,
+    trained_completions,
+)
+from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
+
+F, T = False, True
+
+
+def make_inputs(policy, advantages, old=None, ref=None, mask=None, entropies=None, entropy_threshold=None):
+    policy = torch.tensor(policy, requires_grad=True)
+    return LossInputs(
+        policy_logprobs_NT=policy,
+        old_logprobs_NT=None if old is None else torch.tensor(old),
+        ref_logprobs_NT=None if ref is None else torch.tensor(ref),
+        advantages_N=torch.tensor(advantages),
+        mask_NT=torch.ones_like(policy, dtype=torch.bool) if mask is None else torch.tensor(mask),
+        entropies_NT=torch.zeros_like(policy) if entropies is None else torch.tensor(entropies),
+        entropy_threshold=entropy_threshold,
+    )
+
+
+def from_ratios(ratios, advantages, **kwargs):
+    """Inputs whose policy / old ratios are given, at policy log-probs of 0."""
+    old = (-torch.tensor(ratios).log()).tolist()
+    return make_inputs(torch.zeros(len(ratios), len(ratios[0])).tolist(), advantages, old=old, **kwargs)
+
+
+def loss_of(inputs, denominators=None, max_completion_length=10, **algorithm):
+    """Loss, gradient per token and metrics; every token counts 1 by default."""
+    loss, metrics = policy_loss(
+        inputs, AlgorithmConfig(**algorithm), denominators or Denominators(1.0, 1.0), max_completion_length
+    )
+    (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
+    return loss.item(), gradient, {name: (m.total.item(), m.count.item()) for name, m in metrics.items()}
+
+
+def scored_group(lengths, finish_reasons, valid):
+    prompt = Prompt(Sample("s0", [], [], {}, ""), torch.tensor([1, 2]), {}, {})
+    completions = [
+        Completion(torch.arange(n), torch.zeros(n), reason, "")
+        for n, reason in zip(lengths, finish_reasons, strict=True)
+    ]
+    return ScoredGroup(
+        Group("g0", prompt, completions, policy_version=0),
+        scores_GF=torch.zeros(len(lengths), 1),
+        rewards_G=torch.zeros(len(lengths)),
+        advantages_G=torch.zeros(len(lengths)),
+        valid_G=torch.tensor(valid),
+        has_variance=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "weights"),
+    [
+        ("dapo", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]]),  # the 4 tokens of the step
+        ("bnpo", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]]),
+        ("cispo", [[1 / 4, 0, 0], [1 / 4, 1 / 4, 1 / 4]]),
+        ("grpo", [[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6]]),  # a mean per completion, over 2 completions
+        ("sapo", [[1 / 2, 0, 0], [1 / 6, 1 / 6, 1 / 6]]),
+        ("dr_grpo", [[1 / 20, 0, 0], [1 / 20, 1 / 20, 1 / 20]]),  # 2 completions of at most 10 tokens
+    ],
+)
+def test_weight_of_each_token_on_policy(loss_type, weights):
+    inputs = make_inputs([[-1.0, 0, 0], [-1.0, -2.0, -3.0]], [1.0, 1.0], mask=[[T, F, F], [T, T, T]])
+    _, gradient, _ = loss_of(inputs, Denominators(tokens=4.0, completions=2.0), loss_type=loss_type, epsilon_high=5.0)
+    torch.testing.assert_close(-gradient, torch.tensor(weights))
+
+
+def test_the_ratio_is_clipped_on_both_sides_and_by_delta():
+    ratios = [0.5, 1.0, 1.5, 4.0]
+    settings: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.3, "delta": 3.0}
+    losses = {1.0: [-0.5, -1.0, -1.3, -1.3], -1.0: [0.8, 1.0, 1.5, 3.0]}
+    trains = {1.0: [T, T, F, F], -1.0: [F, T, T, F]}
+    for advantage in (1.0, -1.0):
+        for ratio, expected_loss, has_gradient in zip(ratios, losses[advantage], trains[advantage], strict=True):
+            loss, gradient, _ = loss_of(from_ratios([[ratio]], [advantage]), **settings)
+            assert loss == pytest.approx(expected_loss)
+            assert gradient.item() == pytest.approx(-advantage * ratio if has_gradient else 0.0)
+
+
+def test_upper_clip_defaults_to_epsilon():
+    assert loss_of(from_ratios([[9.0]], [1.0]), epsilon=0.2)[0] == pytest.approx(-1.2)
+
+
+def test_cispo_truncates_the_weight_and_keeps_the_gradient_of_every_token():
+    inputs = make_inputs([[-1.0, -1.0]], [2.0], old=[[-1.0 - log(3), -1.0 - log(9)]])  # ratios 3 and 9
+    loss, gradient, metrics = loss_of(inputs, loss_type="cispo", epsilon_high=5.0)
+    assert loss == pytest.approx(2.0 * (3 + 5))
+    assert gradient[0].tolist() == pytest.approx([-6.0, -10.0])
+    assert metrics["cispo_clip_ratio"] == (1, 2)
+    negative = loss_of(from_ratios([[9.0]], [-1.0]), loss_type="cispo", epsilon_high=5.0)
+    assert negative[2]["cispo_clip_ratio"] == (0, 1)
+
+
+def test_sapo_has_a_temperature_per_sign_of_the_advantage():
+    def gate(temperature):
+        return 4 / temperature / (1 + exp(-temperature * (3 - 1)))
+
+    settings: dict[str, Any] = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
+    assert loss_of(from_ratios([[3.0]], [1.0]), **settings)[0] == pytest.approx(-gate(1.0))
+    assert loss_of(from_ratios([[3.0]], [-1.0]), **settings)[0] == pytest.approx(gate(2.0))
+
+
+def test_sequence_level_ratio_is_the_geometric_mean_of_the_completion():
+    inputs = from_ratios([[2.0, 8.0, 100.0]], [-1.0], mask=[[T, T, F]])
+    loss, gradient, metrics = loss_of(inputs, loss_type="grpo", importance_sampling_level="sequence")
+    assert loss == pytest.approx(4.0)
+    assert gradient[0].tolist() == pytest.approx([2.0, 2.0, 0.0])
+    assert metrics["clip_ratio/high_mean"] == (0, 1)
+
+
+def test_without_old_logprobs_the_policys_own_are_taken_as_constants():
+    on_policy = make_inputs([[-1.0, -2.0]], [3.0])
+    given = make_inputs([[-1.0, -2.0]], [3.0], old=[[-1.0, -2.0]])
+    assert loss_of(on_policy)[0] == loss_of(given)[0] == -6.0
+    assert loss_of(on_policy)[1].tolist() == loss_of(given)[1].tolist() == [[-3.0, -3.0]]
+
+
+def test_kl_is_the_k3_estimate_times_the_ratio():
+    inputs = make_inputs([[0.0]], [0.0], old=[[-log(2)]], ref=[[-log(4)]])  # ratio 2, ref / policy 1/4
+    k3 = 1 / 4 + log(4) - 1
+    loss, gradient, metrics = loss_of(inputs, beta=0.1, use_bias_correction_kl=False)
+    assert loss == pytest.approx(0.1 * k3)
+    assert gradient.item() == pytest.approx(0.1 * (1 - 1 / 4))
+    assert metrics["kl"] == (pytest.approx(k3), 1)
+
+    loss, gradient, metrics = loss_of(inputs, beta=0.1, use_bias_correction_kl=True)
+    assert loss == pytest.approx(0.1 * 2 * k3)
+    assert gradient.item() == pytest.approx(0.1 * 2 * (k3 + 1 - 1 / 4))
+    assert metrics["kl"] == (pytest.approx(2 * k3), 1)
+
+
+def test_kl_without_reference_logprobs_is_refused():
+    with pytest.raises(ValueError, match="ref_logprobs_NT"):
+        loss_of(make_inputs([[0.0]], [1.0]), beta=0.1)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_FORMS)
+def test_masked_completions_take_no_part_whatever_their_logprobs(loss_type, level):
+    settings: dict[str, Any] = {
+        "loss_type": loss_type, "importance_sampling_level": level, "epsilon_high": 5.0, "beta": 0.1
+    }  # fmt: skip
+    # the second completion's ratios overflow to infinity
+    inputs = make_inputs(
+        [[-1.0, -1.0], [0.0, 0.0]], [1.0, -1.0],
+        old=[[-1.0, -1.0], [-300.0, -300.0]], ref=[[-1.0, -1.0], [300.0, 300.0]], mask=[[T, T], [F, F]],
+    )  # fmt: skip
+    loss, gradient, metrics = loss_of(inputs, **settings)
+    alone = make_inputs([[-1.0, -1.0]], [1.0], old=[[-1.0, -1.0]], ref=[[-1.0, -1.0]])
+    expected_loss, expected_gradient, expected_metrics = loss_of(alone, **settings)
+    assert loss == expected_loss
+    assert gradient.tolist() == [*expected_gradient.tolist(), [0.0, 0.0]]
+    assert metrics == expected_metrics
+
+
+@pytest.mark.parametrize("loss_type", LOSS_FORMS)
+def test_a_step_without_a_token_that_trains_has_loss_0(loss_type):
+    inputs = make_inputs([[-1.0]], [1.0], mask=[[F]])
+    assert loss_of(inputs, Denominators(0.0, 0.0), loss_type=loss_type)[0] == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_FORMS)
+def test_micro_batches_add_up_to_the_step(loss_type, level):
+    torch.manual_seed(0)
+    lengths, advantages = [2, 7, 4, 5], torch.tensor([1.0, -0.5, 0.0, 2.0])
+    policy, old, ref, entropies = -torch.rand(4, 4, 7).double() * 2
+
+    def run(cuts):
+        total, gradient, sums = 0.0, torch.zeros(4, 7).double(), {}
+        for rows in cuts:
+            width = max(lengths[i] for i in rows)
+            inputs = LossInputs(
+                policy[rows, :width].requires_grad_(),
+                old[rows, :width],
+                ref[rows, :width],
+                advantages[rows],
+                length_mask([lengths[i] for i in rows]),
+                entropies[rows, :width],
+                entropy_threshold=-1.5,
+            )
+            loss, part, metrics = loss_of(
+                inputs, Denominators(tokens=18.0, completions=4.0),
+                loss_type=loss_type, importance_sampling_level=level, beta=0.1, delta=2.0, epsilon_high=1.5,
+            )  # fmt: skip
+            total += loss
+            gradient[rows, :width] = part
+            for name, (value, count) in metrics.items():
+                old_value, old_count = sums.get(name, (0, 0))
+                sums[name] = (old_value + value, old_count + count)
+        return total, gradient, sums
+
+    whole_loss, whole_gradient, whole_metrics = run([[0, 1, 2, 3]])
+    for cuts in ([[0], [1], [2], [3]], [[0, 2], [1, 3]], [[3, 0, 1], [2]]):
+        loss, gradient, metrics = run(cuts)
+        assert loss == pytest.approx(whole_loss, rel=1e-12)
+        torch.testing.assert_close(gradient, whole_gradient)
+        assert metrics == {name: pytest.approx(pair, rel=1e-12) for name, pair in whole_metrics.items()}
+
+
+def test_clip_metrics_count_tokens_by_sign_of_advantage_and_side():
+    inputs = from_ratios([[0.5, 1.0, 2.0], [0.5, 0.6, 2.0]], [1.0, -1.0], mask=[[T, T, T], [T, T, F]])
+    metrics = loss_of(inputs, epsilon=0.2)[2]
+    assert metrics["clip_ratio/high_mean"] == (1, 5)
+    assert metrics["clip_ratio/low_mean"] == (2, 5)
+    assert metrics["clip_ratio/region_mean"] == (3, 5)
+
+
+def test_entropy_metric_is_over_unmasked_tokens():
+    inputs = make_inputs([[0.0, 0.0, 0.0]], [1.0], mask=[[T, T, F]], entropies=[[1.0, 2.0, 50.0]])
+    assert loss_of(inputs)[2]["entropy"] == (3.0, 2)
+
+
+def test_only_high_entropy_tokens_get_policy_loss_but_all_count_and_have_kl():
+    entropies, ref = [[0.1, 0.5, 0.9, 2.0]], [[log(2)] * 4]
+    inputs = make_inputs([[0.0] * 4], [1.0], ref=ref, entropies=entropies, entropy_threshold=0.5, mask=[[T, T, T, F]])
+    _, gradient, _ = loss_of(inputs, Denominators(3.0, 1.0))
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -1 / 3, -1 / 3, 0.0]]))
+    _, gradient, _ = loss_of(inputs, Denominators(3.0, 1.0), beta=1.0, use_bias_correction_kl=False)
+    torch.testing.assert_close(gradient, torch.tensor([[-1 / 3, -2 / 3, -2 / 3, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [(1.0, [T, T, T, T, T]), (0.5, [F, F, T, T, T]), (0.3, [F, F, F, T, T]), (0.01, [F, F, F, F, T])],
+)
+def test_top_entropy_threshold_keeps_the_share_with_the_highest_entropy(share, kept):
+    entropies = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
+    assert (entropies >= top_entropy_threshold(entropies, share)).tolist() == kept
+
+
+def test_faulted_completions_are_in_no_denominator():
+    group = scored_group([5, 3, 2], ["stop", "length", "stop"], valid=[T, T, F])
+    assert trained_completions(group, mask_truncated_completions=False).tolist() == [T, T, F]
+    assert count_denominators([group, group], mask_truncated_completions=False) == Denominators(16.0, 4.0)
+
+
+def test_masked_truncated_completions_are_out_of_the_tokens_and_in_the_completions():
+    group = scored_group([5, 3, 2], ["stop", "length", "stop"], valid=[T, T, F])
+    assert trained_completions(group, mask_truncated_completions=True).tolist() == [T, F, F]
+    assert count_denominators([group], mask_truncated_completions=True) == Denominators(tokens=5.0, completions=2.0)
+
+
+def test_groups_without_variance_stay_in_the_denominators():
+    group = scored_group([4, 4], ["stop", "stop"], valid=[T, T])
+    assert not group.has_variance
+    assert count_denominators([group], mask_truncated_completions=False) == Denominators(8.0, 2.0)
+
+
+def test_advantages_of_shape_n_1_are_refused():
+    inputs = make_inputs([[0.0], [0.0]], [1.0, 2.0])
+    with pytest.raises(TypeCheckError):
+        jaxtyped(typechecker=beartype)(LossInputs)(
+            inputs.policy_logprobs_NT, None, None, torch.ones(2, 1), inputs.mask_NT, inputs.entropies_NT
+        )

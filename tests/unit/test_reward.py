@@ -1,0 +1,276 @@
+"""The reward table: what every function said, and what is masked."""
+
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from rl_vlm.config.schema import RewardsConfig, RewardSpec
+from rl_vlm.errors import RewardError
+from rl_vlm.reward import RewardSuite, refuse_shadow
+from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, TrainerState
+
+STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
+MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
+
+
+def group(texts: list[str], sample_id: str = "s0", prompt=MESSAGES, **columns) -> Group:
+    """A group with these completions of one prompt with an image."""
+    sample = Sample(sample_id, MESSAGES, [Image.new("RGB", (3, 2))], columns, prompt)
+    completions = [Completion(torch.arange(len(text)), torch.zeros(len(text)), "stop", text) for text in texts]
+    return Group(f"g-{sample_id}", Prompt(sample, torch.tensor([1, 2]), {}, {}), completions, policy_version=0)
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Makes suites of the functions of a file `mine.py`, and closes them."""
+    monkeypatch.chdir(tmp_path)
+    suites = []
+
+    def make(source: str, *functions: str | dict, **config) -> RewardSuite:
+        Path("mine.py").write_text(source)
+        funcs = [f if isinstance(f, str) else RewardSpec(**f) for f in functions or ("mine.py:f",)]
+        suites.append(RewardSuite(RewardsConfig(reward_funcs=funcs, **config)))
+        return suites[-1]
+
+    yield make
+    for made in suites:
+        made.close()
+    sys.modules.pop(str(tmp_path / "mine.py"), None)
+
+
+def rounded(table: RewardTable) -> list:
+    """Scores as nested lists P, G, F, with None for NaN."""
+    return [
+        [[None if math.isnan(score) else round(score, 4) for score in scores] for scores in prompt]
+        for prompt in table.scores_PGF.tolist()
+    ]
+
+
+def test_every_function_over_every_group(suite):
+    rewards = suite(
+        "def size(completion_ids): return [len(ids) for ids in completion_ids]", "exact_match", "mine.py:size"
+    )
+    groups = [group(["7", "77"], solution="7"), group(["1", "<answer>2</answer>"], "s1", solution=None)]
+    table = rewards.score(groups, STATE)
+    assert rewards.names == table.names == ["exact_match", "size"]
+    assert rounded(table) == [[[1.0, 1.0], [0.0, 2.0]], [[None, 1.0], [None, 18.0]]]
+    assert table.valid_PG.tolist() == [[True, True], [True, True]]
+    assert table.fault_counts == {} and table.fault_messages == []
+
+
+def test_what_a_function_is_given(suite):
+    source = """
+def f(prompts, completions, completion_ids, images, solution, label, scale, trainer_state, log_extra):
+    log_extra("given", list(zip(prompts, completions, completion_ids, images, solution, label)))
+    return [scale * trainer_state.global_step] * len(prompts)
+"""
+    rewards = suite(source, {"function": "mine.py:f", "kwargs": {"scale": 2}})
+    groups = [group(["ab", "c"], solution=7), group(["d", ""], "s1", prompt="Plain?", label="x")]
+    table = rewards.score(groups, STATE)
+    images = [g.prompt.sample.images for g in groups]
+    assert table.breakdown["given"] == [
+        [
+            (MESSAGES, [{"role": "assistant", "content": "ab"}], [0, 1], images[0], 7, None),
+            (MESSAGES, [{"role": "assistant", "content": "c"}], [0], images[0], 7, None),
+        ],
+        [("Plain?", "d", [0], images[1], None, "x"), ("Plain?", "", [], images[1], None, "x")],
+    ]
+    assert rounded(table) == [[[6.0], [6.0]], [[6.0], [6.0]]]
+
+
+BAD_ELEMENTS = {
+    "float('nan')": "nan", "float('inf')": "inf", "float('-inf')": "inf", "1e300": "magnitude", "3e38": "magnitude",
+    "'1.0'": "type", "[1.0]": "type", "{}": "type",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("element", "kind"), BAD_ELEMENTS.items())
+def test_a_bad_element_masks_its_completion(suite, element, kind):
+    table = suite(f"def f(completions): return [0.5, {element}, 0.5, None]").score(
+        [group(["a", "b"]), group(["c", "d"], "s1")], STATE
+    )
+    assert rounded(table) == [[[0.5], [None]], [[0.5], [None]]]
+    assert table.valid_PG.tolist() == [[True, False], [True, False]]
+    assert table.fault_counts == {f"f/{kind}": 1, "all/not_applicable": 1}
+    assert table.fault_messages[0].startswith(f"f/{kind}: returned ")
+    assert table.fault_messages[0].endswith("; masked completions of samples: s0 [1]")
+    assert table.fault_messages[1] == (
+        "all/not_applicable: no reward function applies; masked completions of samples: s1 [1]"
+    )
+
+
+BAD_CALLS = {
+    "return None": "none",
+    "return [1.0]": "length",
+    "return 1.0": "type",
+    "return {'a': [1, 1, 1, 1], 'b': [1, 1, 1, 1]}": "type",
+    "raise KeyError('gold')": "exception",
+}
+
+
+@pytest.mark.parametrize(("body", "kind"), BAD_CALLS.items())
+def test_a_bad_call_masks_all_its_completions_whatever_others_say(suite, body, kind):
+    rewards = suite(f"def f(completions): {body}\ndef g(completions): return [1.0] * 4", "mine.py:f", "mine.py:g")
+    table = rewards.score([group(["a", "b"]), group(["c", "d"], "s1")], STATE)
+    assert rounded(table) == [[[None, 1.0], [None, 1.0]], [[None, 1.0], [None, 1.0]]]
+    assert not table.valid_PG.any()
+    assert table.fault_counts == {f"f/{kind}": 4}
+    (message,) = table.fault_messages
+    assert message.startswith(f"f/{kind}: ") and message.endswith(
+        "; masked completions of samples: s0 [0, 1], s1 [0, 1]"
+    )
+
+
+def test_a_function_that_applies_to_some_siblings_leaves_the_others_unscored(suite):
+    source = "def f(completions): return [1.0, None]\ndef g(completions): return [0.0, 1.0]"
+    table = suite(source, "mine.py:f", "mine.py:g").score([group(["a", "b"])], STATE)
+    assert rounded(table) == [[[1.0, 0.0], [None, 1.0]]]
+    assert table.valid_PG.tolist() == [[True, True]]
+
+
+def test_sub_scores_and_logs(suite):
+    source = """
+def box(completions, log_metric, log_extra):
+    log_metric("boxes", len(completions))
+    log_extra("parsed", [c[0]["content"].upper() for c in completions])
+    return {"reward": [0, 1, 2, 3], "iou": [0.1, 0.2, 0.3, 0.4]}
+"""
+    table = suite(source, "mine.py:box").score([group(["a", "b"]), group(["c", "d"], "s1")], STATE)
+    assert rounded(table) == [[[0.0], [1.0]], [[2.0], [3.0]]]
+    assert table.breakdown == {"box/iou": [[0.1, 0.2], [0.3, 0.4]], "parsed": [["A", "B"], ["C", "D"]]}
+    assert table.metrics == {"boxes": [4.0]}
+
+
+HANGS = """
+import re
+
+def f(completions, images, trainer_state, log_metric):
+    if "hang" in completions[1][0]["content"]:
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    log_metric("width", images[0][0].width)
+    return {"reward": [trainer_state.epoch] * len(completions), "size": [len(c) for c in completions]}
+"""
+
+
+def test_a_hang_that_holds_the_interpreter_lock_masks_its_group_and_those_behind(suite):
+    rewards = suite(HANGS, {"function": "mine.py:f", "timeout": 1.0}, {"function": "exact_match", "timeout": 10})
+    texts = {"s0": ["a", "b"], "s1": ["a", "hang"], "s2": ["a", "b"]}
+    groups = [group(completions, sample_id, solution="a") for sample_id, completions in texts.items()]
+    rewards.score(groups[:1], STATE)
+    started = time.monotonic()
+    table = rewards.score(groups, STATE)
+    assert time.monotonic() - started < 1.0 + 2.0
+    assert rounded(table) == [[[0.5, 1.0], [0.5, 0.0]], [[None, 1.0], [None, 0.0]], [[None, 1.0], [None, 0.0]]]
+    assert table.valid_PG.tolist() == [[True, True], [False, False], [False, False]]
+    assert table.fault_counts == {"f/timeout": 4}
+    assert table.fault_messages == [
+        "f/timeout: took longer than 1 s and was killed; masked completions of samples: s1 [0, 1], s2 [0, 1]"
+    ]
+    assert table.breakdown == {"f/size": [[1, 1], [None, None], [None, None]]}
+    assert table.metrics == {"width": [3.0]}
+    assert rewards.score(groups[:1], STATE).valid_PG.all()
+
+
+def test_functions_with_a_timeout_run_side_by_side(suite):
+    source = """
+import pathlib, time
+
+def meet(me, other):
+    pathlib.Path(me).touch()
+    while not pathlib.Path(other).exists():
+        time.sleep(0.01)
+    return [1.0]
+
+def f(completions): return meet("f", "g")
+def g(completions): return meet("g", "f")
+"""
+    specs = [{"function": f"mine.py:{name}", "timeout": 15} for name in "fg"]
+    assert rounded(suite(source, *specs).score([group(["a"])], STATE)) == [[[1.0, 1.0]]]
+
+
+def test_a_fault_is_logged_once_per_function_and_kind(suite, caplog):
+    source = "def f(completions): return [float('nan'), float('inf')]\ndef g(completions): return [float('nan'), 1]"
+    rewards = suite(source, "mine.py:f", "mine.py:g")
+    with caplog.at_level(logging.WARNING, "rl_vlm.reward"):
+        for _ in range(3):
+            assert len(rewards.score([group(["a", "b"])], STATE).fault_messages) == 3
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["f/nan", "f/inf", "g/nan"]
+
+
+def test_messages_are_cut(suite):
+    table = suite("def f(completions): raise ValueError('x' * 10_000)").score([group(["a"])], STATE)
+    assert [len(message) for message in table.fault_messages] == [300]
+
+
+def test_no_groups(suite):
+    rewards = suite("def f(completions): raise ValueError", "mine.py:f", "exact_match")
+    table = rewards.score([], STATE)
+    assert table.scores_PGF.shape == (0, 0, 2) and table.valid_PG.shape == (0, 0)
+    assert table.fault_counts == {}
+
+
+def test_names_and_weights(suite):
+    source = "def f(completions): return []"
+    rewards = suite(source, "format_tags", {"function": "mine.py:f", "name": "mine", "weight": 0.5})
+    assert (rewards.names, rewards.weights) == (["format_tags", "mine"], [1.0, 0.5])
+    assert suite(source, "format_tags", "mine.py:f", reward_weights=[0.0, 2.0]).weights == [0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (
+            ["exact_match", "mine.py:f", "exact_match"],
+            "2 reward functions are called 'exact_match': give each a `name`",
+        ),
+        (["exact_mach"], r"^reward function 'exact_mach': .*did you mean 'exact_match'"),
+        (
+            [{"function": "format_tags", "kwargs": {"tag": ["think"]}}],
+            r"'format_tags' has no argument 'tag' \(did you mean 'tags'\?\); it takes allow_outside, completions, tags",
+        ),
+    ],
+)
+def test_what_is_refused(suite, functions, message):
+    with pytest.raises(RewardError, match=message):
+        suite("def f(completions): return []", *functions)
+
+
+def test_a_missing_column_is_refused_before_the_run(suite):
+    source = "def f(completions, solutions, limit, width=3, **kwargs): return []"
+    rewards = suite(source, {"function": "mine.py:f", "kwargs": {"limit": 3}})
+    rewards.check_columns(["solutions"])
+    with pytest.raises(
+        RewardError, match=r"'f' needs a column 'solutions' \(did you mean 'solution'\?\); the data has: a, "
+    ):
+        rewards.check_columns(["solution", "a"])
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_a_column_does_not_become_a_setting_of_a_built_in(suite, timeout):
+    rewards = suite("", {"function": "format_tags", "timeout": timeout})
+    assert rounded(rewards.score([group(["<answer>7</answer>"], tags="digit", allow_outside="")], STATE)) == [[[1.0]]]
+
+
+@pytest.mark.parametrize("shadow", ["rewards.py", "rewards/__init__.py"])
+def test_a_package_that_shadows_ours_is_named_and_not_run(tmp_path, monkeypatch, shadow):
+    (tmp_path / shadow).parent.mkdir(exist_ok=True)
+    (tmp_path / shadow).write_text("raise RuntimeError('this file must not run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rewards")
+    with pytest.raises(RewardError, match=f"`import rewards` finds {tmp_path / shadow} instead of rl-vlm's own"):
+        refuse_shadow()
+
+
+def test_the_example_of_the_documentation(suite):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    example = page.split("```python\n# my_reward.py\n")[1].split("```")[0]
+    rewards = suite(example, "format_tags", "mine.py:short_answer")
+    table = rewards.score([group(["<answer>7</answer>", "<answer>thirty characters</answer>", "x" * 50])], STATE)
+    assert rounded(table) == [[[1.0, 1.0], [1.0, 0.3], [0.0, 0.0]]]
+    assert table.metrics == {"characters": [34.0]}

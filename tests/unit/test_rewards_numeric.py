@@ -1,0 +1,112 @@
+import time
+
+import pytest
+
+from rewards.numeric import numeric, parse_quantity
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("7", 7.0, ""),
+        ("7.", 7.0, ""),
+        ("-7.5", -7.5, ""),
+        ("−7", -7.0, ""),
+        ("+.5", 0.5, ""),
+        ("**7**", 7.0, ""),
+        ("1,234,567.5", 1234567.5, ""),
+        ("3/4", 0.75, ""),
+        ("-3/4", -0.75, ""),
+        ("1 1/2", 1.5, ""),
+        ("-1 1/2", -1.5, ""),
+        ("50%", 50.0, "%"),
+        ("50 percent", 50.0, "%"),
+        ("1e-3", 0.001, ""),
+        ("1.5E3", 1500.0, ""),
+        ("2 x 10^5", 200000.0, ""),
+        ("2×10^-2", 0.02, ""),
+        ("$1,200", 1200.0, "$"),
+        ("-$7", -7.0, "$"),
+        ("7 cm", 7.0, "cm"),
+        ("7cm²", 7.0, "cm²"),
+        ("7 m^2", 7.0, "m^2"),
+        ("60 km/h", 60.0, "km/h"),
+        ("20 °C", 20.0, "°C"),
+        ("90°", 90.0, "°"),
+        ("7 apples", 7.0, "apples"),
+        ("<answer> 7 </answer>", 7.0, ""),
+        ("<answer>1</answer> <answer>7</answer>", 7.0, ""),
+    ],
+)
+def test_numbers(text, value, unit):
+    assert parse_quantity(text) == (value, unit)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "<answer></answer>", "seven", "nan", "inf", "-inf", "infinity", "1e999", "-1e999", "1e", "e5", "--7", ".",
+        "1,23", "1,2345", "1,234,56", "1.2.3", "1_000", "0x10", "1/0", "3/4/5", "10-12", "7 8", "1 2 3 4 5 6 7 8 9",
+        "7 or 8", "6, 7", "7;8", "It is 7", "x = 7", "2+5", "2^3", "7x8", "7²", "7½", "½", "７", "٧", "7 thousand",
+        "7 million", "7k", "7 K", "7M", "$7B", "3:4", "__import__('os').getcwd()", "(7).__class__", "True",
+        "<answer>7", "9" * 1_000_000, "9" * 99 + "e" + "9" * 400,
+    ],
+)  # fmt: skip
+def test_not_one_number(text):
+    assert parse_quantity(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "solution", "expected"),
+    [
+        ("7.0", "7", 1.0),
+        ("7", 7, 1.0),
+        ("7", 7.0, 1.0),
+        ("0.75", "3/4", 1.0),
+        ("1234", "1,234", 1.0),
+        ("<answer>7</answer>", "<answer>7.00</answer>", 1.0),
+        ("7.01", "7", 0.0),
+        ("-7", "7", 0.0),
+        ("70", "7", 0.0),
+        ("0", "0", 1.0),
+        ("1000001", "1000000", 0.0),
+        ("7 cm", "7", 1.0),
+        ("7", "7 cm", 1.0),
+        ("7 cm", "7cm", 1.0),
+        ("7 m", "7 cm", 0.0),
+        ("$7", "€7", 0.0),
+        ("50%", "50", 1.0),
+        ("50%", "0.5", 1.0),
+        ("50", "50%", 1.0),
+        ("0.5", "50%", 1.0),
+        ("50%", "50 percent", 1.0),
+        ("0.5%", "50%", 0.0),
+        ("5000%", "5000 cm", 0.0),
+        ("", "7", 0.0),
+        ("nan", "7", 0.0),
+        ("1e999", "7", 0.0),
+        ("7", None, None),
+        ("7", "a dog", None),
+        ("nan", float("nan"), None),
+        ("inf", float("inf"), None),
+        ("1", True, None),
+    ],
+)
+def test_scores(text, solution, expected):
+    assert numeric([text], [solution]) == [expected]
+
+
+def test_tolerances():
+    assert numeric(["104", "106"], ["100", "100"], rel_tol=0.05) == [1.0, 0.0]
+    assert numeric(["7.4", "7.6"], ["7", "7"], abs_tol=0.5) == [1.0, 0.0]
+
+
+def test_conversational_completions():
+    assert numeric([[{"role": "assistant", "content": "7.0"}]], ["7"]) == [1.0]
+
+
+@pytest.mark.parametrize("text", ["1," * 300_000, " " * 300_000 + "x", "1 " * 40, "7" + "a" * 90 + "!"])
+def test_long_outputs_take_no_time(text):
+    started = time.process_time()
+    assert numeric([text], ["7"]) == [0.0]
+    assert time.process_time() - started < 1.0

@@ -1,0 +1,176 @@
+"""The worker process: what it keeps, what it kills, and that nothing of it is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rewards.contract import Answer, Fault
+from rewards.worker import Worker
+
+FUNCTIONS = """
+import multiprocessing, os, re, subprocess, sys, time
+
+def behave(completions, log_metric=None):
+    word = completions[0]
+    if word == "hang":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    if word == "sleep":
+        time.sleep(60)
+    if word == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open("child_pid", "w").write(str(child.pid))
+        time.sleep(60)
+    if word == "crash":
+        os._exit(3)
+    if word == "raise":
+        raise ValueError("no luck")
+    return [float(os.getpid() if c == "pid" else len(c)) for c in completions]
+
+async def size(completions, images):
+    return [float(image.width) for image in images]
+
+def unsendable(completions, log_extra):
+    log_extra("function", [lambda: 0])
+    return [1.0]
+
+def slow_to_load():
+    if multiprocessing.parent_process():
+        time.sleep(1.5)
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Makes workers for functions of a file, and closes them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    workers = []
+
+    def make(function: str, timeout: float = 20.0) -> Worker:
+        workers.append(Worker(f"mine.py:{function}", timeout))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def batches(*words: str) -> list:
+    return [({"completions": [word]}, 1) for word in words]
+
+
+def outcomes(answers: list[Answer]) -> list:
+    """Scores of one-completion batches, with the kind in place of a fault."""
+    return [score.kind if isinstance(score, Fault) else score for answer in answers for score in answer.scores]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; waits a little for it."""
+    for _ in range(200):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("how", ["hang", "sleep"])
+def test_a_hang_costs_no_more_than_the_timeout_and_keeps_what_was_answered(start, how):
+    worker = start("behave", timeout=1.0)
+    worker.call(batches("warm"))
+    started = time.monotonic()
+    answers = worker.call(batches("a", "bb", how, "d", how))
+    assert time.monotonic() - started < 1.0 + 2.0
+    assert outcomes(answers) == [1.0, 2.0, "timeout", "timeout", "timeout"]
+    assert answers[2].scores == [Fault("timeout", "took longer than 1 s and was killed")]
+    assert outcomes(worker.call(batches("again"))) == [5.0]
+
+
+def test_the_process_is_kept_between_calls_and_gone_after_close(start):
+    worker = start("behave", timeout=10.0)
+    pids = [outcomes(worker.call(batches("pid")))[0] for _ in range(2)]
+    assert pids[0] == pids[1] != os.getpid()
+    worker.close()
+    assert is_gone(int(pids[0]))
+
+
+def test_processes_that_the_function_started_are_killed_with_it(start, tmp_path):
+    assert outcomes(start("behave", timeout=1.0).call(batches("child"))) == ["timeout"]
+    assert is_gone(int((tmp_path / "child_pid").read_text()))
+
+
+def test_a_crash_faults_its_batch_only(start):
+    answers = start("behave").call(batches("a", "crash", "ccc", "raise", "crash"))
+    assert outcomes(answers) == [1.0, "crash", 3.0, "exception", "crash"]
+    assert answers[1].scores == [Fault("crash", "its worker process ended with exit code 3")]
+
+
+def test_loading_does_not_count(start, tmp_path):
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\nslow_to_load()\n")
+    assert outcomes(start("behave", timeout=1.0).call(batches("a"))) == [1.0]
+
+
+@pytest.mark.parametrize("ending", ["raise ImportError('no GPU')", "os._exit(3)"])
+def test_a_function_that_the_worker_cannot_load_is_a_fault(start, tmp_path, ending):
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(f"\nif multiprocessing.parent_process(): {ending}\n")
+    worker = start("behave")
+    assert outcomes(worker.call(batches("a", "b"))) == ["load", "load"]
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    assert outcomes(worker.call(batches("a"))) == [1.0]
+
+
+def test_images_and_async_functions(start, tmp_path):
+    Image.new("RGB", (3, 5)).save(tmp_path / "small.png")
+    images = [Image.open(tmp_path / "small.png"), Image.new("L", (2000, 1500))]
+    assert outcomes(start("size").call([({"completions": ["", ""], "images": images}, 2)])) == [3.0, 2000.0]
+
+
+def test_what_cannot_be_sent_is_a_fault(start):
+    assert outcomes(start("unsendable").call(batches("a"))) == ["type"]
+    assert outcomes(start("behave").call([({"completions": [lambda: 0]}, 1)])) == ["exception"]
+
+
+SCRIPT = """
+import os, sys, threading
+from rewards.worker import Worker
+
+if __name__ == "__main__":
+    worker = Worker("mine.py:behave", timeout=1.0)
+    (answer,) = worker.call([({"completions": ["pid"]}, 1)])
+    print(int(answer.scores[0]), flush=True)
+    if sys.argv[1] == "busy":
+        threading.Thread(target=worker.call, args=([({"completions": ["hang"]}, 1)],)).start()
+    if sys.argv[1] != "exit":
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("situation", ["exit", "idle", "busy"])
+def test_no_worker_outlives_the_main_process(start, tmp_path, situation):
+    """After a normal end, and killed while the worker waits for a call or hangs in one."""
+    (tmp_path / "main.py").write_text(textwrap.dedent(SCRIPT))
+    root = str(Path(__file__).parents[2])
+    main = subprocess.Popen(
+        [sys.executable, "main.py", situation],
+        env={**os.environ, "PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert main.stdout and main.stdin
+    pid = int(main.stdout.readline())
+    if situation != "exit":
+        time.sleep(0.3)
+        main.send_signal(signal.SIGKILL)
+    main.wait(timeout=20)
+    assert is_gone(pid)
