@@ -61,12 +61,17 @@ def flush(path: Path) -> None:
 
 
 def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> Path:
-    """One process writes a whole checkpoint. Raises CheckpointError on a full disk; earlier checkpoints survive."""
+    """One process writes a whole checkpoint, unless that step has one.
+
+    Raises CheckpointError, for instance on a full disk; earlier checkpoints survive.
+    """
+    if is_complete(checkpoint_path(output_dir, step)):
+        return checkpoint_path(output_dir, step)
     unfinished = begin(output_dir, step)
     try:
         write_files(unfinished)
         return commit(unfinished)
-    except OSError as error:
+    except Exception as error:  # a full disk is an OSError, a RuntimeError of torch, or safetensors' own
         shutil.rmtree(unfinished, ignore_errors=True)
         free = shutil.disk_usage(output_dir).free // 2**20
         raise CheckpointError(
@@ -77,10 +82,10 @@ def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> P
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether every file of the manifest is there with its size."""
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
+    try:
+        sizes = json.loads((checkpoint / MANIFEST).read_text())
+    except (OSError, ValueError):
         return False
-    sizes = json.loads(manifest.read_text())
     return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == n for name, n in sizes.items())
 
 
@@ -115,9 +120,17 @@ def prune(output_dir: Path, limit: int | None, keep: Path | None) -> None:
         shutil.rmtree(path)
 
 
+def seed_random_generators(seed: int) -> None:
+    """Seed the global generators, which initialise adapters and which reward functions may use."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def random_states() -> dict[str, Any]:
-    """States of the global generators, which reward functions may use; sampling does not."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    """States of the global generators, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
+    name, keys, *position = np.random.get_state()
+    return {"python": random.getstate(), "numpy": (name, keys.tolist(), *position), "torch": torch.get_rng_state()}
 
 
 def restore_random_states(states: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from rl_vlm.generation import RolloutEngine
 from rl_vlm.metrics import StepMetrics
 from rl_vlm.prompts import PromptBuilder
 from rl_vlm.reward import RewardSuite
-from rl_vlm.rollout_log import completion_rows
+from rl_vlm.rollout_log import completion_rows, print_rows
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import Draw, PromptSampler
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
@@ -111,7 +111,11 @@ class Collector:
             metrics.add_sum(f"reward_faults/{fault}", count)
         for name, values in table.metrics.items():
             metrics.add_mean(name, sum(values), len(values))
-        if self.config.log.log_completions:
-            rows = self.engine.gather(completion_rows(step, groups, table))
-            if self.engine.is_main:
+        log = self.config.log
+        if not log.log_completions and not log.num_completions_to_print:
+            return
+        rows = self.engine.gather(completion_rows(step, groups, table))
+        if self.engine.is_main:
+            print_rows(rows[: log.num_completions_to_print])
+            if log.log_completions:
                 self.directory.write_completions(step, rows)

@@ -126,9 +126,11 @@ class Engine:
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()
 
-    def start_trackers(self, run_name: str, settings: dict[str, Any]) -> None:
-        """Open the trackers of `report_to`."""
-        self.accelerator.init_trackers(run_name, config={k: v for k, v in settings.items() if v is not None})
+    def start_trackers(self, run_name: str, settings: dict[str, dict[str, Any]]) -> None:
+        """Open the trackers of `report_to`. They get the settings, by section and leaf, as flat numbers and texts."""
+        flat = {f"{section}.{leaf}": value for section, leaves in settings.items() for leaf, value in leaves.items()}
+        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in flat.items()}
+        self.accelerator.init_trackers(run_name, config=plain)
 
     def report(self, metrics: dict[str, float], step: int) -> None:
         """Send metrics to the trackers."""

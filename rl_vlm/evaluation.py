@@ -49,6 +49,7 @@ class Evaluator:
         self.generator = generator
         self.rewards = rewards
         self.rows = load_rows(config.data, "eval")
+        rewards.check_columns(self.rows.sample(0).columns)
         rollout = config.rollout
         self.sampling = Sampling(
             num_generations=rollout.num_generations_eval,
@@ -65,7 +66,8 @@ class Evaluator:
         mine = range(self.engine.rank, len(self.rows), self.engine.world_size)
         prompts_at_once = max(1, self.config.rollout.max_num_seqs // self.sampling.num_generations)
         chunks = [mine[i : i + prompts_at_once] for i in range(0, len(mine), prompts_at_once)]
-        local = [row for chunk in tqdm(chunks, disable=not show_progress) for row in self.evaluate_rows(chunk, state)]
+        bar = tqdm(chunks, disable=not show_progress)
+        local = self.engine.together(lambda: [row for chunk in bar for row in self.evaluate_rows(chunk, state)])
         rows = sorted(self.engine.gather(local), key=lambda row: (row["row"], row["completion_index"]))
         return Evaluation(summarise(rows, self.rewards.names, self.sampling.num_generations), rows)
 
@@ -137,8 +139,8 @@ def pass_at(by_sample: dict[str, list[float]], num_generations: int) -> dict[int
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """95% percentile bootstrap interval of the mean over samples."""
     generator = np.random.default_rng(0)
-    resampled = generator.choice(np.asarray(values), size=(BOOTSTRAP_RESAMPLES, len(values))).mean(axis=1)
-    low, high = np.percentile(resampled, [2.5, 97.5])
+    means = [generator.choice(values, size=len(values)).mean() for _ in range(BOOTSTRAP_RESAMPLES)]
+    low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 

@@ -209,12 +209,15 @@ def initial_checkpoint(config: RunConfig, engine: Engine) -> str:
     if not re.fullmatch(r"[\w.]+:\w+", name):
         return name
     directory = Path(config.train.output_dir) / "initial_model"
-    if engine.is_main and not directory.exists():
-        unfinished = directory.with_name("unfinished-initial_model")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        find_function(name, ModelError)(unfinished, config.train.seed)
-        unfinished.rename(directory)
-    engine.barrier()
+
+    def make() -> None:
+        if engine.is_main and not directory.exists():
+            unfinished = directory.with_name("unfinished-initial_model")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            find_function(name, ModelError)(unfinished, config.train.seed)
+            unfinished.rename(directory)
+
+    engine.together(make)
     return str(directory)
 
 

@@ -196,9 +196,11 @@ def token_counts(mask_NT: Bool[Tensor, "completions tokens"]) -> Float[Tensor, "
 
 
 def top_entropy_threshold(entropies: Float[Tensor, " tokens"], top_entropy_quantile: float) -> float:
-    """The entropy that this share of an optimizer step's trained tokens over all ranks reaches.
+    """The entropy that this share of an optimizer step's trained tokens over all ranks reaches; infinity without any.
 
     For training on high-entropy tokens alone ("Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939).
     """
+    if entropies.numel() == 0:
+        return torch.inf
     rank_from_below = entropies.numel() - int(top_entropy_quantile * (entropies.numel() - 1))
     return entropies.kthvalue(rank_from_below).values.item()  # torch.quantile refuses more than 2**24 values

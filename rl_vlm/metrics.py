@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +100,9 @@ class MetricsLog:
     def keep_until(self, step: int) -> None:
         """Drop lines of later steps, which a run that goes on from `step` writes again, and a torn last line."""
         kept = [line for line in self.complete_lines() if json.loads(line)["step"] <= step]
-        self.path.write_text("".join(kept))
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text("".join(kept))
+        os.replace(unfinished, self.path)
 
     def complete_lines(self) -> list[str]:
         if not self.path.exists():

@@ -64,6 +64,15 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     os.replace(unfinished, path)
 
 
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Show completions in the terminal, above a progress bar if there is one."""
+    from tqdm import tqdm
+
+    for row in rows:
+        reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
+        tqdm.write(f"\n[{row['group_id']} #{row['completion_index']}, reward {reward}]\n{row['prompt']}\n-> {row['completion']}")
+
+
 def window_path(output_dir: Path, step: int) -> Path:
     return output_dir / "completions" / f"completions_{step:05d}.parquet"
 

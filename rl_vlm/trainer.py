@@ -26,7 +26,7 @@ from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data import Rows, load_rows
 from rl_vlm.engine import Engine
-from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError
+from rl_vlm.errors import CheckpointError, ConfigError, RLVLMError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.loading import initial_checkpoint, load_policy, load_reference, load_weights, save_policy, why_not_shared
@@ -81,21 +81,21 @@ class Trainer:
         self.plan = plan_batches(config, self.engine.world_size)
         self.directory = RunDirectory(Path(train.output_dir))
         resumed = checkpoint.find(train.resume_from_checkpoint, self.directory.path)
-        if self.engine.is_main:
-            self.directory.prepare(config, resumed)
-        self.engine.barrier()
+        self.engine.together(lambda: self.directory.prepare(config, resumed) if self.engine.is_main else None)
+        checkpoint.seed_random_generators(train.seed)
 
+        rows = load_rows(config.data, "train")
+        self.rewards = RewardSuite(config.rewards)
+        self.rewards.check_columns(rows.sample(0).columns)
         initial = initial_checkpoint(config, self.engine)
         self.processor = load_processor(initial, config.model, config.data)
         self.policy = load_policy(config, initial, resumed)
         self.reference = load_reference(config, initial, self.policy, resumed)
-        rows = load_rows(config.data, "train")
         builder = PromptBuilder(self.processor, config.data)
         row_indices = self.usable_rows(rows, builder)
         self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
-        self.engine.prepare(self.policy, train, self.total_steps)
+        self.engine.prepare(self.policy.train(), train, self.total_steps)
         self.generator = HFEngine.for_policy(self.policy, self.processor.tokenizer, config.rollout.max_num_seqs)
-        self.rewards = RewardSuite(config.rewards)
         self.sampler = PromptSampler(
             len(row_indices), self.plan.prompts_per_step, train.seed, config.data.shuffle_dataset, self.engine.rank, self.engine.world_size
         )
@@ -194,6 +194,8 @@ class Trainer:
         self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, threshold: float | None
     ) -> tuple[Tensor, dict[str, MetricSum]]:
         """The micro-batch's share of the step's loss, and its metrics."""
+        if not batch.weight:
+            return 0.0 * scores.logprobs_NT.sum(), {}
         inputs = LossInputs(
             policy_logprobs_NT=scores.logprobs_NT,
             old_logprobs_NT=kept(batch, "old_logprobs", self.engine.device),
@@ -203,8 +205,7 @@ class Trainer:
             entropies_NT=scores.entropies_NT,
             entropy_threshold=threshold,
         )
-        loss, sums = policy_loss(inputs, self.config.algorithm, denominators, self.config.rollout.max_completion_length)
-        return (loss, sums) if batch.weight else (0.0 * scores.logprobs_NT.sum(), {})
+        return policy_loss(inputs, self.config.algorithm, denominators, self.config.rollout.max_completion_length)
 
     def remember_logprobs(self, batch: MicroBatch, scores: TokenScores) -> None:
         """The first update's own log-probs are the old ones of its groups in later iterations."""
@@ -226,8 +227,8 @@ class Trainer:
         metrics.add_mean("learning_rate", self.engine.learning_rate, 1)
         metrics.add_mean("skipped_updates/no_variance", float(not batches), 1)
         metrics.add_mean("skipped_updates/nonfinite", float(not finite), 1)
-        self.engine.advance_schedule()
         self.stop_if_nonfinite(finite, batches)
+        self.engine.advance_schedule()
         self.move_reference()
 
     def move_reference(self) -> None:
@@ -246,7 +247,7 @@ class Trainer:
         path = self.directory.path / f"nonfinite-step-{self.progress.global_step + 1}-rank-{self.engine.rank}.pt"
         torch.save([subgroup.scored for batch in batches for subgroup in batch.subgroups], path)
         logger.warning("loss or gradient is not finite; the step was skipped and its batch saved to %s", path)
-        if self.progress.nonfinite_in_a_row == MAX_NONFINITE_STEPS:
+        if self.progress.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
             raise TrainingError(
                 f"{MAX_NONFINITE_STEPS} steps in a row had a loss or gradient that is not finite; the last batch is in "
                 f"{path}. The weights are those of the last finite step. A lower learning_rate often helps."
@@ -267,9 +268,10 @@ class Trainer:
         self.engine.start_trackers(log.run_name or self.directory.path.name, self.config.model_dump())
         train = self.config.train
         with ProgressBar(self.progress.global_step, self.total_steps, hidden=log.disable_tqdm or not self.engine.is_main) as bar:
-            if self.progress.global_step == 0 and train.eval_on_start and self.evaluator:
+            if self.evaluator and train.eval_on_start and self.progress.eval_latest is None:
                 self.progress.eval_before = self.evaluate()
                 self.record({"step": 0, **prefixed(self.progress.eval_before)})
+                self.save_if_due(is_last=False)
             while self.progress.global_step < self.total_steps:
                 line = self.next_step()
                 bar.show(line)
@@ -287,24 +289,37 @@ class Trainer:
         line = {"step": progress.global_step, "epoch": self.sampler.epoch} | metrics.reduce(self.engine.gather)
         progress.train_seconds += line["time/step"]
         is_last = progress.global_step == self.total_steps
-        if self.evaluator and (is_last or is_due(progress.global_step, train.eval_steps)):
-            line |= prefixed(self.evaluate())
-        self.record(line)
-        if is_last or is_due(progress.global_step, train.save_steps):
+        try:
+            if self.evaluator and (is_last or is_due(progress.global_step, train.eval_steps)):
+                line |= prefixed(self.evaluate())
+        except RLVLMError:
+            self.record(line)
             self.save()
+            raise
+        self.record(line)
+        self.save_if_due(is_last)
         return line
 
+    def save_if_due(self, is_last: bool) -> None:
+        """Save every `save_steps`, at the end, and where the evaluation is the best so far."""
+        progress = self.progress
+        is_periodic = progress.global_step > 0 and is_due(progress.global_step, self.config.train.save_steps)
+        if is_last or is_periodic or progress.best_step == progress.global_step:
+            self.save()
+
     def evaluate(self) -> dict[str, float]:
-        """Metrics on the held-out rows, and whether they are the best so far."""
+        """Metrics on the held-out rows; with `load_best_model_at_end`, notes the best step so far."""
         assert self.evaluator is not None
         progress, train = self.progress, self.config.train
-        progress.eval_latest = self.evaluator.run(self.state).metrics
+        metrics = progress.eval_latest = self.evaluator.run(self.state).metrics
         if train.load_best_model_at_end:
-            value = progress.eval_latest[train.metric_for_best_model]
-            better = progress.best_metric is None or (value > progress.best_metric) == train.greater_is_better
-            if better and value != progress.best_metric:
-                progress.best_step, progress.best_metric = progress.global_step, value
-        return progress.eval_latest
+            name = train.metric_for_best_model.removeprefix("eval_")
+            if name not in metrics:
+                raise ConfigError(f"train.metric_for_best_model {name} is not among the metrics: {', '.join(metrics)}")
+            sign = 1 if train.greater_is_better else -1
+            if progress.best_metric is None or sign * metrics[name] > sign * progress.best_metric:
+                progress.best_step, progress.best_metric = progress.global_step, metrics[name]
+        return metrics
 
     def record(self, line: dict[str, Any]) -> None:
         if self.engine.is_main:
@@ -320,9 +335,10 @@ class Trainer:
             "train_seconds": progress.train_seconds,
             "eval_before": progress.eval_before,
             "eval_after": progress.eval_latest,
-            "checkpoint": str(checkpoint.checkpoint_path(self.directory.path, progress.best_step or progress.global_step)),
+            "checkpoint": str(checkpoint.checkpoint_path(self.directory.path, progress.global_step)),
         }
         if progress.best_step is not None:
+            summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, progress.best_step))
             load_weights(self.policy, summary["checkpoint"], self.config.model)
             summary["best_step"] = progress.best_step
             summary["best_metric"] = progress.best_metric

@@ -58,8 +58,7 @@ def starting_model(directory: Path, seed: int) -> None:
     """Write a Qwen2.5-VL of half a million parameters that answers `<answer>d</answer>` with a random digit."""
     from rl_vlm.tiny import build_tiny
 
-    corpus = [QUESTION, "system user assistant", "<answer></answer> " * 8]
-    build_tiny("qwen2_5_vl", directory, corpus=corpus, seed=seed)
+    build_tiny("qwen2_5_vl", directory, whole_tokens=("<answer>", "</answer>"), hidden_size=int(__import__("os").environ.get("HID","96")), initializer_range=float(__import__("os").environ.get("STD","0.1")), seed=seed)
     teach_format(directory, seed)
 
 

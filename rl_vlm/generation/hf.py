@@ -175,7 +175,7 @@ class HFEngine:
 def generation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Eval mode without gradient checkpointing, which would drop the KV cache; afterwards all modules are as before."""
     training = [module for module in model.modules() if module.training]
-    checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     model.eval()
     for module in checkpointing:
         module.gradient_checkpointing = False

@@ -246,6 +246,10 @@ def test_top_entropy_threshold_keeps_the_share_with_the_highest_entropy(share, k
     assert (entropies >= top_entropy_threshold(entropies, share)).tolist() == kept
 
 
+def test_top_entropy_threshold_of_a_step_without_a_token_that_trains():
+    assert top_entropy_threshold(torch.tensor([]), 0.2) == torch.inf
+
+
 def test_faulted_completions_are_in_no_denominator():
     group = scored_group([5, 3, 2], ["stop", "length", "stop"], valid=[T, T, F])
     assert trained_completions(group, mask_truncated_completions=False).tolist() == [T, T, F]

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ KEYS = [-8320045850544526531, 458975653968898565]
 def random_logprobs(rows: int = 64, vocabulary: int = 50, scale: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return (scale * torch.randn(rows, vocabulary, generator=generator)).log_softmax(-1)
+
+
+def kept_by(warper: Any, logprobs: torch.Tensor) -> torch.Tensor:
+    return warper(None, logprobs)
 
 
 def test_keys_are_stable_and_name_the_completion():
@@ -62,27 +67,27 @@ def test_distribution_is_taken_after_temperature_and_ban():
 @pytest.mark.parametrize("top_k", [1, 7, 50, 400])
 def test_top_k_keeps_the_tokens_of_transformers(top_k):
     logprobs = random_logprobs()
-    expected = TopKLogitsWarper(top_k)(None, logprobs)
+    expected = kept_by(TopKLogitsWarper(top_k), logprobs)
     assert torch.equal(truncate(logprobs, top_k, 1.0, None), expected)
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
 def test_top_p_keeps_the_tokens_of_transformers(top_p):
     logprobs = random_logprobs()
-    assert torch.equal(truncate(logprobs, 0, top_p, None), TopPLogitsWarper(top_p)(None, logprobs))
+    assert torch.equal(truncate(logprobs, 0, top_p, None), kept_by(TopPLogitsWarper(top_p), logprobs))
 
 
 @pytest.mark.parametrize("min_p", [0.01, 0.2, 1.0])
 def test_min_p_keeps_the_tokens_of_transformers(min_p):
     logprobs = random_logprobs()
-    assert torch.equal(truncate(logprobs, 0, 1.0, min_p), MinPLogitsWarper(min_p)(None, logprobs))
+    assert torch.equal(truncate(logprobs, 0, 1.0, min_p), kept_by(MinPLogitsWarper(min_p), logprobs))
 
 
 def test_truncations_are_chained_as_in_transformers():
     logprobs = random_logprobs(scale=1.0)
     expected = logprobs
     for warper in (TopKLogitsWarper(20), TopPLogitsWarper(0.7), MinPLogitsWarper(0.4)):
-        expected = warper(None, expected)
+        expected = kept_by(warper, expected)
     assert torch.equal(truncate(logprobs, 20, 0.7, 0.4), expected)
     assert not torch.equal(truncate(logprobs, 0, 0.7, 0.4), expected)
     assert torch.equal(truncate(logprobs, 0, 1.0, None), logprobs)

@@ -1,0 +1,185 @@
+"""An optimizer step does not depend on how its batch is cut: into micro-batches, by sharing, or between processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.config.schema import AlgorithmConfig, RunConfig
+from rl_vlm.metrics import StepMetrics
+from rl_vlm.trainer import Trainer, train
+from tests.integration import mixed_run, tiny_run
+from tests.integration.builders import gradient_error, sharpen, take_gradients
+
+REPOSITORY = Path(__file__).parents[2]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+CUTS = {
+    "all in one, dense": (10_000, "dense", 1),
+    "all in one, shared": (10_000, "shared", 1),
+    "a group each, shared": (70, "shared", 4),
+    "split groups, shared": (40, "shared", 9),
+    "a completion each, shared": (1, "shared", 14),
+    "a completion each, dense": (1, "dense", 14),
+    "as pays": (100, "auto", 3),
+}
+"""Budget, sharing, and number of micro-batches."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharpen(tiny_run.build_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def make_config(checkpoint: Path, output_dir: Path, **settings: Any) -> RunConfig:
+    shared = {
+        "dataset_name": mixed_run.ROWS,
+        "reward_funcs": [mixed_run.REWARD],
+        "shuffle_dataset": False,
+        "prompts_per_step": 4,
+        "seed": 3,
+    }
+    return tiny_run.make_config(checkpoint, output_dir, **(shared | settings))
+
+
+# One step, cut differently
+
+
+@pytest.fixture(scope="module")
+def trainer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """At the second iteration of its first window, with a policy that has moved away from the reference."""
+    settings = {"beta": 0.1, "num_iterations": 2, "max_grad_norm": 0.0}
+    trainer = Trainer(make_config(checkpoint, tmp_path_factory.mktemp("run"), **settings))
+    window = trainer.current_window(StepMetrics())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+    for scored in window.groups:
+        for i, completion in enumerate(scored.group.completions):
+            scored.old_logprobs[i] = completion.generator_logprobs
+    yield trainer
+    trainer.close()
+
+
+def step(
+    trainer: Trainer, budget: int, sharing: Any, monkeypatch: pytest.MonkeyPatch, **algorithm: Any
+) -> tuple[float, dict[str, Tensor], int]:
+    """Loss, gradients and number of micro-batches of a step that leaves the weights where they are."""
+    assert trainer.window is not None and trainer.reference is not None
+    gradients: dict[str, Tensor] = {}
+    monkeypatch.setattr(trainer.engine, "update", lambda: gradients.update(take_gradients(trainer.policy)))
+    monkeypatch.setattr(trainer, "sharing", sharing)
+    monkeypatch.setattr(trainer.config.memory, "micro_batch_tokens", budget)
+    monkeypatch.setattr(trainer.config, "algorithm", AlgorithmConfig(**algorithm))
+    trainer.window.updates_done = 1
+    trainer.score(trainer.window.groups, trainer.reference, "ref_logprobs")
+    trainer.policy.counters.clear()
+    metrics = trainer.step()
+    num_forwards = metrics.sums["compute/shared_forwards"] + metrics.sums["compute/dense_forwards"]
+    return metrics.means["loss"][0], gradients, int(num_forwards)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradient_do_not_depend_on_the_cut(
+    trainer: Trainer, loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {"loss_type": loss_type, "beta": 0.1, "num_iterations": 2, "mask_truncated_completions": True}
+    algorithm |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    results = {
+        name: step(trainer, budget, sharing, monkeypatch, **algorithm) for name, (budget, sharing, _) in CUTS.items()
+    }
+    expected_loss, expected_gradients, _ = results["all in one, dense"]
+    assert {name: num for name, (_, _, num) in results.items()} == {name: num for name, (_, _, num) in CUTS.items()}
+    for loss, gradients, _ in results.values():
+        assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+        assert gradient_error(gradients, expected_gradients) <= 1e-5
+
+
+def test_losses_tell_each_other_apart(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    dapo = step(trainer, 10_000, "dense", monkeypatch, loss_type="dapo", beta=0.1)
+    grpo = step(trainer, 10_000, "dense", monkeypatch, loss_type="grpo", beta=0.1)
+    assert gradient_error(grpo[1], dapo[1]) > 0.1
+
+
+# Two processes against one
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` in the repository's root, with one thread per process and a port of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def train_on_two_processes(config: RunConfig, path: Path) -> None:
+    path.write_text(to_yaml(config))
+    result = launch("--config_file", "launch/accelerate/cpu.yaml", "-m", "launch.train", str(path))
+    assert result.returncode == 0, result.stderr
+
+
+def assert_two_processes_train_as_one(checkpoint: Path, tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
+    """Returns the lines of `metrics.jsonl` of the run on two processes."""
+    settings = {"adam_epsilon": 1e-4, "learning_rate": 1e-2, "lr_scheduler_type": "constant", **settings}
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(make_config(checkpoint, one, **settings))
+    train_on_two_processes(make_config(checkpoint, two, **settings), tmp_path / "two.yaml")
+    assert tiny_run.completions(one) == tiny_run.completions(two)
+
+    lines = list(zip(tiny_run.metric_lines(one), tiny_run.metric_lines(two), strict=True))
+    assert [line["step"] for _, line in lines] == list(range(1, settings["max_steps"] + 1))
+    for expected, line in lines:
+        for name in expected.keys() - {name for name in expected if name.startswith("compute/")}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (line["step"], name)
+        name = f"checkpoint-{line['step']}"
+        expected_weights, weights = tiny_run.weights(one / name), tiny_run.weights(two / name)
+        assert weights.keys() == expected_weights.keys()
+        assert max((weights[n] - w).abs().max() for n, w in expected_weights.items()) <= 1e-4
+    first, last = tiny_run.weights(two / "checkpoint-1"), tiny_run.weights(two / name)
+    assert max((last[n] - w).abs().max() for n, w in first.items()) > 1e-2
+    return [line for _, line in lines]
+
+
+def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
+    """Steps 1 to 4 and 5 to 8 are windows of two optimizer steps and two iterations."""
+    lines = assert_two_processes_train_as_one(
+        checkpoint, tmp_path, max_steps=8, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2,
+        micro_batch_tokens=70, mask_truncated_completions=True,
+    )  # fmt: skip
+    assert [line["loss"] != 0 for line in lines] == [True] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1, "loss_type": "grpo", "scale_rewards": "batch"},
+        {"beta": 0.1, "use_peft": True, "lora_r": 4},
+        {"freeze_vision_tower": True, "gradient_checkpointing": True, "top_entropy_quantile": 0.5},
+    ],
+    ids=["KL", "LoRA", "frozen vision"],
+)
+def test_two_processes_train_as_one_in_other_settings(
+    checkpoint: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    assert_two_processes_train_as_one(checkpoint, tmp_path, max_steps=4, micro_batch_tokens=70, **settings)
+
+
+def test_a_launcher_that_starts_one_process_of_two_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(make_config(checkpoint, tmp_path / "run")))
+    result = launch("--cpu", "--num_processes", "2", "-m", "launch.train", str(path))
+    assert result.returncode != 0
+    assert "this one sees 1 and would train alone" in result.stderr
+    assert "--config_file launch/accelerate/cpu.yaml" in result.stderr
+    assert not (tmp_path / "run").exists()

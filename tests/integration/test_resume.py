@@ -1,0 +1,232 @@
+"""A run that is killed and resumed is the run that was not killed: metrics, completions and weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_vlm import checkpoint
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import CheckpointError, ConfigError, ModelError
+from rl_vlm.trainer import Trainer, train
+from tests.integration import tiny_run
+from tests.integration.tiny_run import completions, make_config, metric_lines, weights
+
+NUM_STEPS = 6
+REWARDS = [tiny_run.TOKEN_SUM, tiny_run.COIN]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"use_peft": True, "lora_r": 4},
+    "lora_with_reference": {"use_peft": True, "lora_r": 4, "beta": 0.1},
+    "reference": {"beta": 0.1},
+    "moving_reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    "window": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
+    "lora_window": {"use_peft": True, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
+    "bfloat16": {"dtype": "bfloat16", "use_peft": True},
+}
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing of the trainer runs after it."""
+
+
+def config_of(variant: str, model: Path, output_dir: Path, **settings: Any) -> RunConfig:
+    return make_config(
+        model, output_dir, **{"max_steps": NUM_STEPS, "reward_funcs": REWARDS, **VARIANTS[variant], **settings}
+    )
+
+
+def train_until(step: int, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train until the metrics of `step` are written and its checkpoint is not."""
+    record = Trainer.record
+
+    def record_and_die(trainer: Trainer, line: dict[str, Any]) -> None:
+        record(trainer, line)
+        if line["step"] == step:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Trainer, "record", record_and_die)
+        train(config)
+
+
+def resumed(config: RunConfig) -> RunConfig:
+    train = config.train.model_copy(update={"resume_from_checkpoint": "auto"})
+    return config.model_copy(update={"train": train})
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert metric_lines(found) == metric_lines(expected)
+    assert completions(found) == completions(expected)
+    last = f"checkpoint-{NUM_STEPS}"
+    for folder in (last, f"{last}/reference"):
+        ours, theirs = weights(found / folder), weights(expected / folder)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint, tmp_path, monkeypatch):
+    straight, killed = (config_of(variant, tiny_checkpoint, tmp_path / name) for name in ("straight", "killed"))
+    train(straight)
+    train_until(4, killed, monkeypatch)
+    assert [line["step"] for line in metric_lines(tmp_path / "killed")] == [1, 2, 3, 4]
+    assert checkpoint.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-3"
+    train(resumed(killed))
+    assert [line["step"] for line in metric_lines(tmp_path / "killed")] == list(range(1, NUM_STEPS + 1))
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_path, monkeypatch):
+    config = config_of("window", tiny_checkpoint, tmp_path / "straight")
+    train(config)
+    for i, field in enumerate(("window", "random")):
+        killed = config_of("window", tiny_checkpoint, tmp_path / field)
+        train_until(4, killed, monkeypatch)
+        rank_file = tmp_path / field / "checkpoint-3" / "rank_0.pt"
+        state = torch.load(rank_file, weights_only=True)
+        fresh = {"window": None, "random": checkpoint.random_states()}
+        size = rank_file.stat().st_size
+        torch.save(state | {field: fresh[field]}, rank_file)
+        amend_manifest(rank_file, size)
+        train(resumed(killed))
+        with pytest.raises(AssertionError):
+            assert_same_run(tmp_path / field, tmp_path / "straight")
+
+
+def amend_manifest(path: Path, old_size: int) -> None:
+    manifest = path.parent / checkpoint.MANIFEST
+    sizes = json.loads(manifest.read_text())
+    assert sizes[path.name] == old_size
+    manifest.write_text(json.dumps(sizes | {path.name: path.stat().st_size}))
+
+
+def start(config: RunConfig, script: list[str]) -> subprocess.Popen[str]:
+    """`rl-vlm train` in a process of its own."""
+    path = Path(f"{config.train.output_dir}.yaml")
+    path.write_text(to_yaml(config))
+    return subprocess.Popen([sys.executable, *script, str(path)], stderr=subprocess.PIPE, text=True)
+
+
+DIES_IN_SAVE = """
+import os, signal, sys
+from launch import cli
+from rl_vlm import checkpoint
+
+flush, left = checkpoint.flush, int(os.environ["FLUSHES"])
+
+def flush_or_die(path):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flush(path)
+
+checkpoint.flush = flush_or_die
+sys.exit(cli.run("train", sys.argv[1:]))
+"""
+
+
+def test_sigkill_within_a_save_and_at_a_random_moment(tiny_checkpoint, tmp_path, monkeypatch):
+    train(config_of("window", tiny_checkpoint, tmp_path / "straight"))
+    killed = config_of("window", tiny_checkpoint, tmp_path / "killed")
+
+    files_per_checkpoint = len(list((tmp_path / "straight" / "checkpoint-1").iterdir()))
+    flushes = random.randint(files_per_checkpoint + 3, 3 * files_per_checkpoint)  # within the second or third save
+    monkeypatch.setenv("FLUSHES", str(flushes))
+    process = start(killed, ["-c", DIES_IN_SAVE])
+    assert process.wait() == -signal.SIGKILL, process.stderr.read()
+    found = checkpoint.find("auto", tmp_path / "killed")
+    assert found is not None and checkpoint.step_of(found) < 3
+
+    process = start(resumed(killed), ["-m", "launch.train"])
+    while process.poll() is None and len(checkpoint.complete(tmp_path / "killed")) <= checkpoint.step_of(found):
+        time.sleep(0.01)
+    seconds = random.uniform(0, 0.3)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+    train(resumed(killed))
+    try:
+        assert_same_run(tmp_path / "killed", tmp_path / "straight")
+    except AssertionError as error:
+        raise AssertionError(f"killed at flush {flushes}, then after {seconds} s") from error
+
+
+def test_resuming_a_finished_run_changes_nothing(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path / "run", eval_dataset_name=tiny_run.HELD_OUT_ROWS, max_steps=2)
+    summary = train(config)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert train(resumed(config)) == summary
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+
+
+def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_path, monkeypatch):
+    train(config_of("full", tiny_checkpoint, tmp_path / "straight"))
+    config = config_of("full", tiny_checkpoint, tmp_path / "killed")
+    train_until(4, config, monkeypatch)
+    truncated = tmp_path / "killed" / "checkpoint-3" / "model.safetensors"
+    os.truncate(truncated, truncated.stat().st_size - 1)
+    assert checkpoint.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 is not a complete checkpoint.*: checkpoint-1, checkpoint-2"):
+        checkpoint.find(str(truncated.parent), tmp_path / "killed")
+    train(resumed(config))
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+def test_auto_without_a_checkpoint_starts_anew(tiny_checkpoint, tmp_path, monkeypatch):
+    config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=2)
+    train_until(1, config, monkeypatch)
+    train(resumed(config))
+    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("variant", "file"), [("full", "model.safetensors"), ("lora", "adapter_model.safetensors")]
+)
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_missing_or_unexpected_weights_are_refused(variant, file, change, tiny_checkpoint, tmp_path):
+    config = config_of(variant, tiny_checkpoint, tmp_path / "run", max_steps=1)
+    train(config)
+    path = tmp_path / "run" / "checkpoint-1" / file
+    tensors, size = load_file(path), path.stat().st_size
+    name = next(name for name in tensors if "layers.1" in name)
+    if change == "missing":
+        del tensors[name]
+    else:
+        name = name.replace("layers.1", "layers.9")
+        tensors[name] = torch.ones(1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    amend_manifest(path, size)
+    kind = {"missing": "does not have", "unexpected": "no place for"}[change]
+    with pytest.raises(ModelError, match=rf"checkpoint-1 .*{kind}.* 1 tensors \(.*layers"):
+        train(resumed(config))
+
+
+def test_a_run_directory_in_use_is_refused_and_left_alone(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=1)
+    train(config)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        train(config)
+    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny_checkpoint, tmp_path):
+    for name, seed in (("first", 1), ("second", 1), ("other", 2)):
+        train(config_of("lora", tiny_checkpoint, tmp_path / name, seed=seed, max_steps=1))
+    first, second, other = (metric_lines(tmp_path / name) for name in ("first", "second", "other"))
+    assert first == second != other

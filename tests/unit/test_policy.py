@@ -1,0 +1,82 @@
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rl_vlm import policy as policy_module
+from rl_vlm.families import FAMILIES
+from rl_vlm.policy import Policy
+
+BANNED = [2, 4]
+
+
+class HeadOnly(nn.Module):
+    """A model whose logits are its hidden states."""
+
+    config = SimpleNamespace(image_token_id=BANNED[0], video_token_id=BANNED[1])
+    device = torch.device("cpu")
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.head = nn.Linear(vocabulary, vocabulary, bias=False)
+        nn.init.eye_(self.head.weight)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def make_policy(vocabulary=5, temperature=1.0, dtype=torch.float32):
+    return Policy(HeadOnly(vocabulary), FAMILIES["qwen2_vl"], temperature, dtype)
+
+
+def test_banned_tokens_have_no_share_in_the_distribution():
+    logits = torch.tensor([[log(1.0), log(3.0), 50.0, log(4.0), -50.0]])  # 1/8, 3/8, banned, 4/8, banned
+    logprobs, entropies = make_policy().score(logits, torch.tensor([1]))
+    assert logprobs.tolist() == pytest.approx([log(3 / 8)])
+    assert entropies.tolist() == pytest.approx([-(log(1 / 8) + 3 * log(3 / 8) + 4 * log(4 / 8)) / 8])
+
+
+def test_the_ban_takes_the_banned_mass_off_the_softmax():
+    logits = torch.randn(6, 5)
+    targets = torch.tensor([0, 1, 3, 3, 1, 0])
+    logprobs, _ = make_policy().score(logits, targets)
+    plain = logits.log_softmax(-1)
+    banned_mass = plain.exp()[:, BANNED].sum(-1)
+    torch.testing.assert_close(logprobs, plain.gather(1, targets[:, None])[:, 0] - torch.log1p(-banned_mass))
+
+
+def test_temperature_divides_the_logits():
+    logits = torch.tensor([[2 * log(1.0), 2 * log(3.0), 0.0, 2 * log(4.0), 0.0]])
+    logprobs, _ = make_policy(temperature=2.0).score(logits, torch.tensor([3]))
+    assert logprobs.tolist() == pytest.approx([log(4 / 8)])
+
+
+def test_scores_are_fp32_under_bf16():
+    policy = make_policy(dtype=torch.bfloat16)
+    logits = torch.randn(3, 5)
+    logprobs, entropies = policy.score(logits, torch.tensor([0, 1, 3]))
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    rounded, _ = make_policy().score(logits.bfloat16().float(), torch.tensor([0, 1, 3]))
+    torch.testing.assert_close(logprobs, rounded)
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7, 100])
+def test_the_head_in_chunks_is_the_head(monkeypatch, rows_per_chunk):
+    policy = make_policy(vocabulary=11, temperature=0.7)
+    targets = torch.tensor([0, 1, 3, 5, 6, 7, 10])
+
+    def scores_and_gradients():
+        hidden = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        logprobs, entropies = policy.score(hidden, targets)
+        loss = (logprobs * torch.arange(7)).sum() + entropies.sum()
+        return [logprobs, entropies, *torch.autograd.grad(loss, [hidden, policy.model.head.weight])]
+
+    expected = scores_and_gradients()
+    shapes = []
+    policy.model.head.register_forward_hook(lambda _module, _args, logits: shapes.append(len(logits)))
+    monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", rows_per_chunk * 11)
+    for ours, other in zip(scores_and_gradients(), expected, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
+    assert max(shapes) == min(rows_per_chunk, 7)
