@@ -7,6 +7,7 @@ a single completion is never cut. How groups are packed changes neither the loss
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from rl_vlm.types import MicroBatch, ScoredGroup, SubGroup
@@ -34,10 +35,36 @@ def make_micro_batches(
     ]
 
 
+@dataclass(frozen=True)
+class Size:
+    """What sub-groups cost in a forward, in language tokens. Sizes of disjoint sub-groups add."""
+
+    unique_tokens: int = 0
+    num_rows: int = 0
+    longest_row: int = 0
+
+    @staticmethod
+    def of(group: ScoredGroup, members: Sequence[int]) -> Size:
+        prefix = len(group.group.prompt.token_ids)
+        lengths = [len(group.group.completions[i].token_ids) for i in members]
+        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths))
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            self.unique_tokens + other.unique_tokens,
+            self.num_rows + other.num_rows,
+            max(self.longest_row, other.longest_row),
+        )
+
+    def tokens(self, shared: bool) -> int:
+        """Tokens of one packed row, or of one padded row per completion."""
+        return self.unique_tokens if shared else self.num_rows * self.longest_row
+
+
 def sharing_ratio(group: ScoredGroup) -> float:
     """Tokens of one padded row per completion, divided by tokens of the shared row."""
-    members = valid_members(group)
-    return cost([SubGroup(group, members)], shared=False) / cost([SubGroup(group, members)], shared=True)
+    size = Size.of(group, valid_members(group))
+    return size.tokens(shared=False) / size.tokens(shared=True)
 
 
 def valid_members(group: ScoredGroup) -> list[int]:
@@ -48,39 +75,30 @@ def valid_members(group: ScoredGroup) -> list[int]:
 def pack(groups: Sequence[ScoredGroup], budget: int, shared: bool) -> Iterator[list[SubGroup]]:
     """Fill micro-batches greedily, longest rows first so that padded rows are alike."""
     current: list[SubGroup] = []
-    for group in sorted(groups, key=row_length, reverse=True):
-        for piece in split(group, budget, shared):
-            if current and cost([*current, piece], shared) > budget:
-                yield current
-                current = []
-            current.append(piece)
+    size = Size()
+    by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
+    for piece in (piece for group in by_length for piece in split(group, budget, shared)):
+        piece_size = Size.of(piece.scored, piece.members)
+        if current and (size + piece_size).tokens(shared) > budget:
+            yield current
+            current, size = [], Size()
+        current.append(piece)
+        size = size + piece_size
     if current:
         yield current
 
 
 def split(group: ScoredGroup, budget: int, shared: bool) -> list[SubGroup]:
     """The group's valid completions, cut into sub-groups that each fit the budget."""
+    members = valid_members(group)
+    if Size.of(group, members).tokens(shared) <= budget:
+        return [SubGroup(group, members)]
     pieces: list[list[int]] = [[]]
-    for member in valid_members(group):
-        if pieces[-1] and cost([SubGroup(group, [*pieces[-1], member])], shared) > budget:
+    for member in members:
+        if pieces[-1] and Size.of(group, [*pieces[-1], member]).tokens(shared) > budget:
             pieces.append([])
         pieces[-1].append(member)
-    return [SubGroup(group, members) for members in pieces if members]
-
-
-def row_length(group: ScoredGroup) -> int:
-    """Tokens of the group's longest padded row."""
-    return len(group.group.prompt.token_ids) + max(len(c.token_ids) for c in group.group.completions)
-
-
-def cost(subgroups: Sequence[SubGroup], shared: bool) -> int:
-    """Language tokens that a forward over the sub-groups holds."""
-    prefixes = [len(s.prompt.token_ids) for s in subgroups]
-    completions = [[len(c.token_ids) for c in s.completions] for s in subgroups]
-    if shared:
-        return sum(prefixes) + sum(map(sum, completions))
-    rows = [prefix + length for prefix, lengths in zip(prefixes, completions, strict=True) for length in lengths]
-    return len(rows) * max(rows)
+    return [SubGroup(group, piece) for piece in pieces]
 
 
 def pad_with_dummies(batches: list[MicroBatch], count: int, spare: ScoredGroup) -> list[MicroBatch]:

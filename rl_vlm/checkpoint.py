@@ -1,11 +1,11 @@
 """Checkpoints that are whole or absent: written beside, flushed to disk, named last.
 
-    checkpoint-40/
-        model.safetensors, config.json, … or adapter_model.safetensors, …     as `save_pretrained` writes them
-        trainer_state.json      step, sampler cursor, best evaluation
-        optimizer.pt            optimizer and learning-rate schedule
-        rank_0.pt               random states and the pending generation window of each rank
-        manifest.json           every file with its size; a checkpoint without one does not exist
+checkpoint-40/
+    model.safetensors, config.json, … or adapter_model.safetensors, …     as `save_pretrained` writes them
+    trainer_state.json      step, sampler cursor, best evaluation
+    optimizer.pt            optimizer and learning-rate schedule
+    rank_0.pt               random states and the pending generation window of each rank
+    manifest.json           every file with its size; a checkpoint without one does not exist
 """
 
 from __future__ import annotations

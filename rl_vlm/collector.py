@@ -103,9 +103,7 @@ class Collector:
     def std_over_ranks(self, rewards_PG: Tensor) -> float:
         return reward_std(torch.tensor(self.engine.gather(rewards_PG.flatten().tolist()))).item()
 
-    def record(
-        self, step: int, groups: Sequence[ScoredGroup], table: RewardTable, metrics: StepMetrics
-    ) -> None:
+    def record(self, step: int, groups: Sequence[ScoredGroup], table: RewardTable, metrics: StepMetrics) -> None:
         """Count faults, log what reward functions logged, and write the completions of all ranks."""
         for fault, count in table.fault_counts.items():
             metrics.add_sum(f"reward_faults/{fault}", count)

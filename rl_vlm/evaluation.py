@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data import Rows, load_rows
+from rl_vlm.data import load_rows
 from rl_vlm.engine import Engine
 from rl_vlm.errors import ConfigError
 from rl_vlm.generation import RolloutEngine

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
@@ -20,14 +21,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+_positions: WeakKeyDictionary[Prompt, Tensor] = WeakKeyDictionary()
+
+
 def mrope_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 prompt_tokens"]:
-    """3-D M-RoPE positions (time, height, width) of a prompt's tokens (Qwen2-VL, arXiv:2409.12191, section 2.1)."""
-    positions, _ = model.model.get_rope_index(
-        prompt.token_ids[None],
-        prompt.token_inputs["mm_token_type_ids"][None],
-        image_grid_thw=prompt.mm_inputs.get("image_grid_thw"),
-    )
-    return positions[:, 0]
+    """3-D M-RoPE positions (time, height, width) of a prompt's tokens (Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+    Computed once per prompt: rollout, old, reference and training passes all ask for them.
+    """
+    if prompt not in _positions:
+        positions, _ = model.model.get_rope_index(
+            prompt.token_ids[None],
+            prompt.token_inputs["mm_token_type_ids"][None],
+            image_grid_thw=prompt.mm_inputs.get("image_grid_thw"),
+        )
+        _positions[prompt] = positions[:, 0]
+    return _positions[prompt]
 
 
 @dataclass(frozen=True)

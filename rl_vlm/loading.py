@@ -50,6 +50,7 @@ def load_policy(config: RunConfig, initial: str, weights: Path | None = None) ->
         enable_shared_rows(transformer)
     if config.memory.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        transformer.disable_input_require_grads()  # for reentrant checkpointing; would train through a frozen tower
     refuse_unshareable(transformer, config.memory, config.model)
 
     compute_dtype = getattr(torch, config.model.dtype)
@@ -232,4 +233,5 @@ def save_policy(policy: Policy, processor: ProcessorMixin, directory: Path) -> N
 
 def load_weights(policy: Policy, source: str, config: ModelConfig) -> None:
     """Bring the policy's weights back to those of a checkpoint of its own run."""
-    policy.model.load_state_dict(load_model(source, None, config).state_dict(), strict=policy.model is policy.transformer)
+    weights = load_model(source, None, config).state_dict()
+    policy.model.load_state_dict(weights, strict=policy.model is policy.transformer)

@@ -26,7 +26,7 @@ class StepMetrics:
         self.sums: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def add_mean(self, name: str, total: float, count: float) -> None:
+    def add_mean(self, name: str, total: int | float, count: int | float) -> None:
         self.means[name][0] += total
         self.means[name][1] += count
 
@@ -39,7 +39,7 @@ class StepMetrics:
         for name, (total, count) in sums.items():
             self.add_mean(name, total.item(), count.item())
 
-    def add_sum(self, name: str, value: float) -> None:
+    def add_sum(self, name: str, value: int | float) -> None:
         self.sums[name] += value
 
     @contextmanager

@@ -89,12 +89,16 @@ class Policy(nn.Module):
         layout = RowLayout.build([len(p.token_ids) for p in prompts], [len(b) for b in bodies], owners, self.device)
 
         prompt_positions = [self.family.prompt_positions(self.transformer, prompt) for prompt in prompts]
-        body_positions = [_continue(prompt_positions[i], len(b)) for i, b in zip(owners, bodies, strict=True)]
+        starts = torch.stack([positions.max() + 1 for positions in prompt_positions])
+        lengths = torch.tensor([len(body) for body in bodies])
+        offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        body_positions = starts[owners].repeat_interleave(lengths) + offsets  # alike on all axes
+        num_axes = len(prompt_positions[0])
         token_ids = torch.cat([p.token_ids for p in prompts] + bodies)
         kwargs = {
             "input_ids": token_ids[None],
             "attention_mask": torch.ones_like(token_ids[None]),
-            "position_ids": torch.cat(prompt_positions + body_positions, dim=-1)[:, None],
+            "position_ids": torch.cat([*prompt_positions, body_positions.expand(num_axes, -1)], dim=-1)[:, None],
             **concatenate_images(prompts, self.device),
         }
         return ModelInputs(_to(kwargs, self.device), layout.predictor_index, layout)
@@ -151,12 +155,6 @@ class Policy(nn.Module):
         self.counters["computed_tokens"] += inputs.kwargs["input_ids"].numel()
         self.counters["dense_tokens"] += dense
         self.counters["vision_patches"] += len(inputs.kwargs.get("pixel_values", ()))
-
-
-def _continue(prompt_positions: Int[Tensor, "axes prompt"], length: int) -> Int[Tensor, "axes length"]:
-    """Positions of a completion: from the prompt's largest position + 1, alike on all axes."""
-    start = prompt_positions.max() + 1
-    return (start + torch.arange(length)).expand(len(prompt_positions), -1)
 
 
 def _to(kwargs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

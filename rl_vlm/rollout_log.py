@@ -9,9 +9,12 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.types import Prompt, RewardTable, ScoredGroup
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
@@ -54,14 +57,26 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a parquet file whole or not at all."""
+    """Write a parquet file whole or not at all. A column is None in rows that do not have it."""
     import pyarrow
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), unfinished)
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pyarrow.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
+    pyarrow.parquet.write_table(table, unfinished)
     os.replace(unfinished, path)
+
+
+def arrow_column(values: list[Any]) -> pyarrow.Array:
+    """Values as Arrow stores them, or as text where reward functions logged what it cannot store together."""
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except pyarrow.ArrowException:
+        return pyarrow.array([None if value is None else str(value) for value in values])
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
@@ -70,7 +85,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
     for row in rows:
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
-        tqdm.write(f"\n[{row['group_id']} #{row['completion_index']}, reward {reward}]\n{row['prompt']}\n-> {row['completion']}")
+        title = f"[{row['group_id']} #{row['completion_index']}, reward {reward}]"
+        tqdm.write(f"\n{title}\n{row['prompt']}\n-> {row['completion']}")
 
 
 def window_path(output_dir: Path, step: int) -> Path:

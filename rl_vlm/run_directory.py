@@ -1,13 +1,13 @@
 """What a run leaves behind.
 
-    output_dir/
-        config.yaml                              every setting, resolved
-        metrics.jsonl                            one line per optimizer step; step 0 is the evaluation before training
-        completions/completions_00000.parquet    one row per completion, one file per generation window
-        checkpoint-N/                            see rl_vlm/checkpoint.py
-        summary.json, reward.png                 the outcome
-        dropped_prompts.jsonl                    rows left out because their prompt was too long
-        nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
+output_dir/
+    config.yaml                              every setting, resolved
+    metrics.jsonl                            one line per optimizer step; step 0 is the evaluation before training
+    completions/completions_00000.parquet    one row per completion, one file per generation window
+    checkpoint-N/                            see rl_vlm/checkpoint.py
+    summary.json, reward.png                 the outcome
+    dropped_prompts.jsonl                    rows left out because their prompt was too long
+    nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
 """
 
 from __future__ import annotations

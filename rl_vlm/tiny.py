@@ -123,7 +123,7 @@ def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     height_width = 3 * half_head_dim // 8
     sections = [half_head_dim - 2 * height_width, height_width, height_width]
     return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
         "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,

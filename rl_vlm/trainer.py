@@ -1,8 +1,8 @@
 """The training loop, in the order of `Trainer.step`:
 
-    dataset rows ─ prompts ─► generate ─► reward ─► advantages                    once per generation window
-    groups of the step ─► micro-batches ─► log-probs ─► loss ─► gradient ─► update          every optimizer step
-    metrics.jsonl, completions/, checkpoint-N/, summary.json                                  see run_directory.py
+dataset rows ─ prompts ─► generate ─► reward ─► advantages                    once per generation window
+groups of the step ─► micro-batches ─► log-probs ─► loss ─► gradient ─► update          every optimizer step
+metrics.jsonl, completions/, checkpoint-N/, summary.json                                  see run_directory.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from rl_vlm.evaluation import Evaluator
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.loading import initial_checkpoint, load_policy, load_reference, load_weights, save_policy, why_not_shared
 from rl_vlm.losses import (
-    Denominators, LossInputs, MetricSum, count_denominators, policy_loss, top_entropy_threshold, trained_completions,
+    Denominators,
+    LossInputs,
+    MetricSum,
+    count_denominators,
+    policy_loss,
+    top_entropy_threshold,
+    trained_completions,
 )  # fmt: skip
 from rl_vlm.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.progress import ProgressBar
@@ -40,7 +46,7 @@ from rl_vlm.report.curve import draw_curve
 from rl_vlm.reward import RewardSuite
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import Draw, PromptSampler
-from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask, pad_rows
+from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask
 from rl_vlm.window import LogprobField, Window, keep, kept
 
 MAX_NONFINITE_STEPS = 3
@@ -97,10 +103,24 @@ class Trainer:
         self.engine.prepare(self.policy.train(), train, self.total_steps)
         self.generator = HFEngine.for_policy(self.policy, self.processor.tokenizer, config.rollout.max_num_seqs)
         self.sampler = PromptSampler(
-            len(row_indices), self.plan.prompts_per_step, train.seed, config.data.shuffle_dataset, self.engine.rank, self.engine.world_size
+            len(row_indices),
+            self.plan.prompts_per_step,
+            train.seed,
+            config.data.shuffle_dataset,
+            self.engine.rank,
+            self.engine.world_size,
         )
         self.collector = Collector(
-            config, self.plan, self.engine, self.directory, rows, row_indices, self.sampler, builder, self.generator, self.rewards
+            config,
+            self.plan,
+            self.engine,
+            self.directory,
+            rows,
+            row_indices,
+            self.sampler,
+            builder,
+            self.generator,
+            self.rewards,
         )
         self.evaluator = None
         if config.data.eval_dataset_name:
@@ -267,7 +287,8 @@ class Trainer:
         log = self.config.log
         self.engine.start_trackers(log.run_name or self.directory.path.name, self.config.model_dump())
         train = self.config.train
-        with ProgressBar(self.progress.global_step, self.total_steps, hidden=log.disable_tqdm or not self.engine.is_main) as bar:
+        hidden = log.disable_tqdm or not self.engine.is_main
+        with ProgressBar(self.progress.global_step, self.total_steps, hidden) as bar:
             if self.evaluator and train.eval_on_start and self.progress.eval_latest is None:
                 self.progress.eval_before = self.evaluate()
                 self.record({"step": 0, **prefixed(self.progress.eval_before)})
@@ -356,8 +377,12 @@ class Trainer:
             save_policy(self.policy, self.processor, directory)
             if self.config.algorithm.sync_ref_model and self.reference is not None:
                 save_policy(self.reference.frozen, self.processor, directory / "reference")
-            state = {"progress": asdict(self.progress), "sampler": self.sampler.state_dict(), "world_size": len(ranks),
-                     "policy_version": self.generator.policy_version}
+            state = {
+                "progress": asdict(self.progress),
+                "sampler": self.sampler.state_dict(),
+                "world_size": len(ranks),
+                "policy_version": self.generator.policy_version,
+            }
             (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
             torch.save(self.engine.state_dict(), directory / "optimizer.pt")
             for rank, rank_state in enumerate(ranks):

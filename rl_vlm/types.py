@@ -42,9 +42,12 @@ class Sample:
     """The prompt as reward functions receive it: messages, or the text of a plain-text row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
-    """A sample rendered for one model. Its images travel inside it, never in a list beside it."""
+    """A sample rendered for one model. Its images travel inside it, never in a list beside it.
+
+    Two prompts are the same only if they are one object: equal token ids may stand for different images.
+    """
 
     sample: Sample
     token_ids: Int[Tensor, " prompt_tokens"]

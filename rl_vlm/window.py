@@ -1,8 +1,8 @@
 """The generation window: the groups that one generation made, and how far training has come with them.
 
-    steps_per_window = 2, num_iterations = 2:   update   0        1        2        3
-                                                groups   first    second   first    second
-                                                         half     half     half     half
+steps_per_window = 2, num_iterations = 2:   update   0        1        2        3
+                                            groups   first    second   first    second
+                                                     half     half     half     half
 """
 
 from __future__ import annotations

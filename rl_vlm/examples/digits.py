@@ -58,7 +58,7 @@ def starting_model(directory: Path, seed: int) -> None:
     """Write a Qwen2.5-VL of half a million parameters that answers `<answer>d</answer>` with a random digit."""
     from rl_vlm.tiny import build_tiny
 
-    build_tiny("qwen2_5_vl", directory, whole_tokens=("<answer>", "</answer>"), hidden_size=int(__import__("os").environ.get("HID","96")), initializer_range=float(__import__("os").environ.get("STD","0.1")), seed=seed)
+    build_tiny("qwen2_5_vl", directory, whole_tokens=("<answer>", "</answer>"), initializer_range=0.1, seed=seed)
     teach_format(directory, seed)
 
 
@@ -78,7 +78,7 @@ def teach_format(directory: Path, seed: int) -> None:
     answers = [processor.tokenizer.encode(f"<answer>{d}</answer>") + [processor.tokenizer.eos_token_id] for d in range(10)]
 
     images = [builder.build(rows.sample(row)) for row in range(WARM_UP_IMAGES)]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(WARM_UP_STEPS):
         labels = torch.randint(10, (WARM_UP_IMAGES,), generator=generator).tolist()

@@ -160,15 +160,21 @@ class HFEngine:
                 past_key_values=prefix.cache,
                 use_cache=True,
             ).logits[:, -1]
-        return [self.completion(t, p) for t, p in zip(tokens_NT.cpu(), logprobs_NT.cpu(), strict=True)]
+        return self.completions(tokens_NT.cpu(), logprobs_NT.cpu())
 
-    def completion(self, tokens_T: Int[Tensor, " tokens"], logprobs_T: Float[Tensor, " tokens"]) -> Completion:
-        """Cut a row behind its first stop token; a row without one ran to the length limit."""
-        stops = torch.isin(tokens_T, torch.tensor(self.stop_token_ids)).nonzero()[:, 0]
-        length = int(stops[0]) + 1 if len(stops) else len(tokens_T)
-        token_ids = tokens_T[:length].clone()
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Completion(token_ids, logprobs_T[:length].clone(), "stop" if len(stops) else "length", text)
+    def completions(
+        self, tokens_NT: Int[Tensor, "completions tokens"], logprobs_NT: Float[Tensor, "completions tokens"]
+    ) -> list[Completion]:
+        """Cut each row behind its first stop token; a row without one ran to the length limit."""
+        is_stop_NT = torch.isin(tokens_NT, torch.tensor(self.stop_token_ids))
+        stopped_N = is_stop_NT.any(dim=1)
+        lengths_N = torch.where(stopped_N, is_stop_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1])
+        rows = [row[:length].clone() for row, length in zip(tokens_NT, lengths_N.tolist(), strict=True)]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [
+            Completion(row, logprobs[: len(row)].clone(), "stop" if stopped else "length", text)
+            for row, logprobs, stopped, text in zip(rows, logprobs_NT, stopped_N.tolist(), texts, strict=True)
+        ]
 
 
 @contextmanager

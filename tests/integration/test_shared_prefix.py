@@ -144,7 +144,9 @@ def test_what_must_not_happen_would_show(
 def counted_vision(policy: Policy) -> Iterator[list[int]]:
     """Patches of each forward of the vision tower's first block, recomputation by checkpointing included."""
     patches: list[int] = []
-    hook = policy.transformer.model.visual.blocks[0].register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
+    hook = policy.transformer.model.visual.blocks[0].register_forward_pre_hook(
+        lambda _, args: patches.append(len(args[0]))
+    )
     try:
         yield patches
     finally:

@@ -1,6 +1,7 @@
 """Losses, gradients, metrics and advantages against TRL's GRPOTrainer on the same inputs."""
 
 from itertools import combinations, product
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +17,22 @@ from rl_vlm.losses import (
     importance_ratio,
     policy_loss,
     top_entropy_threshold,
+    trained_completions,
 )
 from rl_vlm.tiny import build_tiny
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
 from tests.integration import trl_oracle
+from tests.integration.builders import (
+    BYTE_TOKENS,
+    QUESTION,
+    gradient_error,
+    make_policy,
+    make_prompt,
+    noise_image,
+    sharp_checkpoint,
+    take_gradients,
+    whole,
+)
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
@@ -225,3 +238,77 @@ def test_tokens_of_the_step_equal_trls(make_trainer, completion_ids, mask_trunca
         has_variance=False,
     )
     assert count_denominators([group], mask_truncated_completions) == Denominators(float(trls), completions=8.0)
+
+
+PICTURES = [[noise_image(16, 24, seed=1)], [noise_image(32, 16, seed=2), noise_image(24, 24, seed=3)]]
+"""Images of each prompt."""
+REWARDS = [1.0, 0.0, 0.25, 0.5, 3.0, -1.0, 0.5, 0.0]
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def sharp(request, tmp_path_factory):
+    return sharp_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def random_completions(checkpoint):
+    """Token ids of LENGTHS; all but TRUNCATED end in EOS."""
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(BYTE_TOKENS.start, BYTE_TOKENS.stop, (n,), generator=generator) for n in LENGTHS]
+    for i in set(range(len(LENGTHS))) - {TRUNCATED}:
+        ids[i][-1] = AutoProcessor.from_pretrained(checkpoint).tokenizer.eos_token_id
+    return ids
+
+
+def scored_groups(checkpoint, completion_ids):
+    rewards = torch.tensor(REWARDS).view(2, 4)
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    advantages = compute_advantages(rewards, valid, "group").advantages_PG
+    completions = [
+        Completion(ids, torch.zeros(len(ids)), "length" if i == TRUNCATED else "stop", "")
+        for i, ids in enumerate(completion_ids)
+    ]
+    groups = [
+        Group(f"g{p}", make_prompt(checkpoint, images), completions[4 * p : 4 * p + 4], policy_version=0)
+        for p, images in enumerate(PICTURES)
+    ]
+    return [
+        ScoredGroup(group, rewards[p, :, None], rewards[p], advantages[p], valid[p], has_variance=True)
+        for p, group in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_parameter_gradients_of_rollouts_with_images_equal_trls(sharp, tmp_path, loss_type, level):
+    settings: dict[str, Any] = with_cispo_cap(loss_type, EVERYTHING)
+    settings |= {"importance_sampling_level": level, "mask_truncated_completions": True}
+    completion_ids = random_completions(sharp)
+    groups = scored_groups(sharp, completion_ids)
+    policy = make_policy(sharp)
+
+    scores = policy(whole(groups, shared=True))
+    noise = torch.randn(2, 8, max(LENGTHS), generator=torch.Generator().manual_seed(5))
+    old, ref = scores.logprobs_NT.detach() + torch.tensor([0.7, 0.5])[:, None, None] * noise
+    inputs = LossInputs(
+        policy_logprobs_NT=scores.logprobs_NT,
+        old_logprobs_NT=old,
+        ref_logprobs_NT=ref,
+        advantages_N=torch.cat([scored.advantages_G for scored in groups]),
+        mask_NT=length_mask(LENGTHS) & torch.cat([trained_completions(g, True) for g in groups])[:, None],
+        entropies_NT=scores.entropies_NT,
+    )
+    denominators = count_denominators(groups, mask_truncated_completions=True)
+    ours, _ = policy_loss(inputs, AlgorithmConfig(**settings), denominators, MAX_COMPLETION_LENGTH)
+    ours.backward()
+
+    rollouts = trl_oracle.Rollouts([ids.tolist() for ids in completion_ids], rewards=[[reward] for reward in REWARDS])
+    trainer = trl_oracle.make_trainer(
+        sharp, tmp_path, rollouts, max_completion_length=MAX_COMPLETION_LENGTH, **settings
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": QUESTION}], "images": images} for images in PICTURES for _ in range(4)
+    ]
+    trls = trl_oracle.loss_on_rollouts(trainer, rows, old, ref)
+    trls.backward()
+    assert_same(ours, trls)
+    assert gradient_error(take_gradients(policy.transformer), take_gradients(cast(Any, trainer.model))) <= 1e-5

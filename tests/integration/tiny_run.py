@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,10 @@ import numpy as np
 import pyarrow.parquet
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
+from rl_vlm.config.load import FULL_NAMES
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.tiny import SPECIAL_TOKENS, build_tiny
 
@@ -45,8 +47,8 @@ def token_sum(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def coin(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward from the global random generators."""
-    return [random.random() + np.random.rand() + torch.rand(()).item() for _ in completion_ids]
+    """A reward from global random generators; not from Python's, which beartype draws from as well."""
+    return [np.random.rand() + torch.rand(()).item() for _ in completion_ids]
 
 
 def constant(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -66,10 +68,9 @@ def build_checkpoint(directory: Path) -> Path:
 
 def make_config(checkpoint: str | Path, output_dir: Path, **settings: Any) -> RunConfig:
     """The tiny run; `settings` are leaves by name, such as `max_steps=4`."""
-    from rl_vlm.config.load import FULL_NAMES
-
+    given = {"model_name_or_path": str(checkpoint), "output_dir": str(output_dir), **settings}
     values: dict[str, dict[str, Any]] = {}
-    for leaf, value in (DEFAULTS | {"model_name_or_path": str(checkpoint), "output_dir": str(output_dir)} | settings).items():
+    for leaf, value in (DEFAULTS | given).items():
         section, _ = FULL_NAMES[leaf].split(".")
         values.setdefault(section, {})[leaf] = value
     return RunConfig.model_validate(values)
@@ -102,6 +103,11 @@ def completions(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
+    """The tensors of a checkpoint's files, under the names that files use."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
-    return {name: tensor for path in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+def model_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's model, under the names that its modules use."""
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).state_dict()

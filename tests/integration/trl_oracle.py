@@ -88,3 +88,12 @@ def last_metrics(trainer: GRPOTrainer) -> dict[str, float]:
 def score_rollouts(trainer: GRPOTrainer, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The trainer's own batch (advantages, masks, model inputs) from one dataset row per completion."""
     return trainer._generate_and_score_completions(rows)
+
+
+def loss_on_rollouts(
+    trainer: GRPOTrainer, rows: list[dict[str, Any]], old_logprobs: Tensor, ref_logprobs: Tensor
+) -> Tensor:
+    """TRL's loss of its own rollouts, images included, through its model's own forward pass."""
+    batch = score_rollouts(trainer, rows)
+    batch |= {"old_per_token_logps": old_logprobs, "ref_per_token_logps": ref_logprobs}
+    return trainer._compute_loss(trainer.model, batch)

@@ -1,5 +1,6 @@
 from math import log
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -65,17 +66,18 @@ def test_scores_are_fp32_under_bf16():
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, 7, 100])
 def test_the_head_in_chunks_is_the_head(monkeypatch, rows_per_chunk):
     policy = make_policy(vocabulary=11, temperature=0.7)
+    head = cast(HeadOnly, policy.model).head
     targets = torch.tensor([0, 1, 3, 5, 6, 7, 10])
 
     def scores_and_gradients():
         hidden = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).requires_grad_()
         logprobs, entropies = policy.score(hidden, targets)
         loss = (logprobs * torch.arange(7)).sum() + entropies.sum()
-        return [logprobs, entropies, *torch.autograd.grad(loss, [hidden, policy.model.head.weight])]
+        return [logprobs, entropies, *torch.autograd.grad(loss, (hidden, head.weight))]
 
     expected = scores_and_gradients()
     shapes = []
-    policy.model.head.register_forward_hook(lambda _module, _args, logits: shapes.append(len(logits)))
+    head.register_forward_hook(lambda _module, _args, logits: shapes.append(len(logits)))
     monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", rows_per_chunk * 11)
     for ours, other in zip(scores_and_gradients(), expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,271 @@
+"""What goes wrong says where and what to do, and loses nothing that was there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import cli
+from rl_vlm import checkpoint
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
+from rl_vlm.evaluation import evaluate_run
+from rl_vlm.trainer import Trainer, train
+from tests.integration import tiny_run
+from tests.integration.tiny_run import completions, make_config, metric_lines, noise, rows, weights
+
+
+def write_images(directory: Path) -> Path:
+    """A JSONL file and its images; row 7's file is cut short."""
+    directory.mkdir()
+    lines = []
+    for i, row in enumerate(rows()):
+        row["image"].save(directory / f"{i}.png")
+        lines.append(json.dumps(row | {"image": f"{i}.png"}))
+    (directory / "rows.jsonl").write_text("\n".join(lines))
+    broken = directory / "7.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    return directory / "rows.jsonl"
+
+
+def big_image_rows() -> list[dict[str, Any]]:
+    return [row | {"image": noise(1).resize((40, 50))} if i == 3 else row for i, row in enumerate(rows())]
+
+
+def long_prompt_rows() -> list[dict[str, Any]]:
+    return [row | {"prompt": row["prompt"] * 9} if i == 3 else row for i, row in enumerate(rows())]
+
+
+def needs_gold(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
+    return [0.0 for _ in gold]
+
+
+# Reward functions that fail; beside `token_sum`, which does not.
+
+
+def raises(**_: Any) -> list[float]:
+    raise KeyError("answer")
+
+
+def returns_none(**_: Any) -> None:
+    return None
+
+
+def wrong_length(completions: list[Any], **_: Any) -> list[float]:
+    return [1.0] * (len(completions) + 1)
+
+
+def of_first(value: Any, completions: list[Any]) -> list[Any]:
+    """`value` for the first completion, and 0 for the others."""
+    return [value, *[0.0] * (len(completions) - 1)]
+
+
+def gives_nan(completions: list[Any], **_: Any) -> list[float]:
+    return of_first(float("nan"), completions)
+
+
+def gives_inf(completions: list[Any], **_: Any) -> list[float]:
+    return of_first(float("inf"), completions)
+
+
+def gives_1e300(completions: list[Any], **_: Any) -> list[float]:
+    return of_first(1e300, completions)
+
+
+def gives_text(completions: list[Any], **_: Any) -> list[Any]:
+    return of_first("good", completions)
+
+
+def hangs(**_: Any) -> list[float]:
+    """A backtracking regular expression, which holds the interpreter lock."""
+    import re
+
+    return [float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))]
+
+
+def reward(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_dataset_smaller_than_a_window(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path / "run", prompts_per_step=16)
+    with pytest.raises(ConfigError, match=r"12 rows, fewer than the 16 prompts.*`prompts_per_step` of at most 12"):
+        train(config)
+
+
+def test_missing_column_is_found_before_the_model_is_loaded(tmp_path):
+    config = make_config("no/such/model", tmp_path / "run", reward_funcs=[reward("needs_gold")])
+    with pytest.raises(RewardError, match=r"'needs_gold' needs a column 'gold'.*the data has: id, solution"):
+        train(config)
+
+
+def test_missing_column_of_held_out_rows(tiny_checkpoint, tmp_path):
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", reward_funcs=[reward("needs_gold")], eval_dataset_name=tiny_run.HELD_OUT_ROWS
+    )
+    with pytest.raises(RewardError, match="needs a column 'gold'"):
+        evaluate_run(config)
+
+
+def test_unreadable_image_in_mid_run_leaves_a_checkpoint_to_go_on_from(tiny_checkpoint, tmp_path):
+    data = write_images(tmp_path / "data")
+    settings = {"dataset_name": str(data), "shuffle_dataset": False, "save_steps": 0, "max_steps": 5}
+    config = make_config(tiny_checkpoint, tmp_path / "run", **settings)
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 7, column image, 7\.png: the image cannot be read"):
+        train(config)
+    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3]
+    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-3"]
+
+    rows()[7]["image"].save(tmp_path / "data" / "7.png")
+    train(make_config(tiny_checkpoint, tmp_path / "run", **settings, resume_from_checkpoint="auto"))
+    train(make_config(tiny_checkpoint, tmp_path / "straight", **settings))
+    assert metric_lines(tmp_path / "run") == metric_lines(tmp_path / "straight")
+    assert completions(tmp_path / "run") == completions(tmp_path / "straight")
+
+
+def test_unreadable_image_in_an_evaluation_loses_no_step(tiny_checkpoint, tmp_path):
+    data = write_images(tmp_path / "data")
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", eval_dataset_name=str(data), eval_on_start=False, eval_steps=2, save_steps=0
+    )
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 7"):
+        train(config)
+    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2]
+    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-2"]
+
+
+def test_image_over_the_cap(tiny_checkpoint, tmp_path):
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", dataset_name=reward("big_image_rows"), max_image_pixels=1000,
+        prompts_per_step=12,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"row 3, column image: .*40 × 50 = 2000 pixels .*max_image_pixels = 1000"):
+        train(config)
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_long_prompt_is_dropped_and_listed_and_the_rest_trains(tiny_checkpoint, tmp_path):
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", dataset_name=reward("long_prompt_rows"), max_prompt_length=60,
+        prompts_per_step=11, max_steps=1,
+    )  # fmt: skip
+    train(config)
+    (dropped,) = map(json.loads, (tmp_path / "run" / "dropped_prompts.jsonl").read_text().splitlines())
+    assert (dropped["sample_id"], dropped["row"], dropped["limit"]) == ("row-3", 3, 60)
+    (trained,) = completions(tmp_path / "run").values()
+    assert {row["sample_id"] for row in trained} == {f"row-{i}" for i in range(12)} - {"row-3"}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "masked"),
+    [
+        ("raises", "exception", 8), ("returns_none", "none", 8), ("wrong_length", "length", 8), ("gives_nan", "nan", 1),
+        ("gives_inf", "inf", 1), ("gives_1e300", "magnitude", 1), ("gives_text", "type", 1),
+    ],
+)  # fmt: skip
+def test_faulty_reward_is_masked_and_counted_and_the_run_goes_on(function, kind, masked, tiny_checkpoint, tmp_path):
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", reward_funcs=[tiny_run.TOKEN_SUM, reward(function)], max_steps=2
+    )
+    train(config)
+    lines = metric_lines(tmp_path / "run")
+    assert [line[f"reward_faults/{function}/{kind}"] for line in lines] == [masked, masked]
+    assert [line["skipped_updates/no_variance"] for line in lines] == [masked == 8, masked == 8]
+    window = completions(tmp_path / "run")["completions_00000.parquet"]
+    faulted = [row for row in window if row["reward"] is None]
+    assert len(faulted) == masked
+    assert all(row["advantage"] == 0 and row[function] is None and row["token_sum"] is not None for row in faulted)
+
+
+def test_reward_that_hangs_is_killed_within_its_timeout(tiny_checkpoint, tmp_path):
+    hanging = {"function": reward("hangs"), "timeout": 1.0}
+    config = make_config(tiny_checkpoint, tmp_path / "run", reward_funcs=[tiny_run.TOKEN_SUM, hanging], max_steps=1)
+    start = time.perf_counter()
+    train(config)
+    (line,) = metric_lines(tmp_path / "run")
+    assert line["reward_faults/hangs/timeout"] == 8
+    assert time.perf_counter() - start < 60
+
+
+def break_loss(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss of these steps NaN, gradients included."""
+    loss = Trainer.loss
+
+    def broken(trainer: Trainer, *args: Any) -> Any:
+        value, sums = loss(trainer, *args)
+        return (value * float("nan") if trainer.progress.global_step + 1 in steps else value), sums
+
+    monkeypatch.setattr(Trainer, "loss", broken)
+
+
+def test_nonfinite_loss_skips_the_step_and_leaves_the_weights(tiny_checkpoint, tmp_path, monkeypatch):
+    break_loss(monkeypatch, steps={2})
+    train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=3))
+    lines = metric_lines(tmp_path / "run")
+    assert [line["skipped_updates/nonfinite"] for line in lines] == [0, 1, 0]
+    first, second, third = (weights(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2, 3))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(second[name], third[name]) for name in first)
+    (batch,) = torch.load(tmp_path / "run" / "nonfinite-step-2-rank-0.pt", weights_only=False)[:1]
+    assert batch.group.prompt.sample.sample_id.startswith("row-")
+
+
+def test_three_nonfinite_losses_in_a_row_stop_the_run_with_status_2(tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    break_loss(monkeypatch, steps={2, 4, 5, 6, 7})
+    config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=9, save_steps=0)
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert cli.main(["train", str(tmp_path / "run.yaml")]) == 2
+    assert "3 steps in a row had a loss or gradient that is not finite" in capsys.readouterr().err
+    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "run" / "nonfinite-step-6-rank-0.pt").exists()
+    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-5"]
+
+    monkeypatch.undo()
+    break_loss(monkeypatch, steps={6})
+    with pytest.raises(TrainingError):  # the count went into the checkpoint
+        train(config.model_copy(update={"train": config.train.model_copy(update={"resume_from_checkpoint": "auto"})}))
+
+
+def no_space(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_while_saving_leaves_the_previous_checkpoint(tiny_checkpoint, tmp_path, monkeypatch):
+    save, config = Trainer.save, make_config(tiny_checkpoint, tmp_path / "run")
+
+    def fill_disk_at_second(trainer: Trainer) -> None:
+        if trainer.progress.global_step == 2:
+            monkeypatch.setattr(torch, "save", no_space)
+        save(trainer)
+
+    monkeypatch.setattr(Trainer, "save", fill_disk_at_second)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 .*No space left.*checkpoints are whole: checkpoint-1"):
+        train(config)
+    assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+    assert not list((tmp_path / "run").glob("unfinished-*"))
+
+
+def test_weights_file_that_cannot_grow(tiny_checkpoint, tmp_path, monkeypatch):
+    """The real error of safetensors, by a limit on the size of files."""
+    save, config = Trainer.save, make_config(tiny_checkpoint, tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit_at_second(trainer: Trainer) -> None:
+        if trainer.progress.global_step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        save(trainer)
+
+    monkeypatch.setattr(Trainer, "save", limit_at_second)
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write checkpoint-2 .*whole: checkpoint-1"):
+            train(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"

@@ -1,0 +1,231 @@
+"""What settings do to a run, seen from outside: its files, its weights, and what reaches the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_vlm import checkpoint
+from rl_vlm import trainer as trainer_module
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import ConfigError
+from rl_vlm.evaluation import Evaluation, Evaluator
+from rl_vlm.losses import Denominators, LossInputs
+from rl_vlm.metrics import StepMetrics
+from rl_vlm.trainer import Trainer, train
+from rl_vlm.types import MicroBatch, SubGroup
+from tests.integration import tiny_run
+from tests.integration.tiny_run import completions, make_config, metric_lines, model_weights, weights
+
+PATCHES_PER_IMAGE = 16
+
+
+def constant_for_odd(completion_ids: list[list[int]], solution: list[str], **_: Any) -> list[float]:
+    """Without variance in half of the groups."""
+    return [0.0 if int(gold) % 2 else sum(ids) % 97 / 97 for ids, gold in zip(completion_ids, solution, strict=True)]
+
+
+def run(config: RunConfig) -> Trainer:
+    trainer = Trainer(config)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, bool]:
+    """By name, whether the tensors are equal."""
+    assert ours.keys() == theirs.keys()
+    return {name: torch.equal(ours[name], theirs[name]) for name in ours}
+
+
+@pytest.fixture
+def loss_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[LossInputs, Denominators]]]:
+    """What `policy_loss` was given, call by call."""
+    calls: list[tuple[LossInputs, Denominators]] = []
+    policy_loss = trainer_module.policy_loss
+
+    def recorded(inputs: LossInputs, algorithm: Any, denominators: Denominators, max_length: int) -> Any:
+        calls.append((inputs, denominators))
+        return policy_loss(inputs, algorithm, denominators, max_length)
+
+    monkeypatch.setattr(trainer_module, "policy_loss", recorded)
+    yield calls
+
+
+def test_groups_without_variance_cost_no_forward_and_are_counted(tiny_checkpoint, tmp_path):
+    odd = f"{__name__}:constant_for_odd"
+    train(make_config(tiny_checkpoint, tmp_path, reward_funcs=[odd], prompts_per_step=12, max_steps=1))
+    (line,) = metric_lines(tmp_path)
+    num_odd = sum(int(row["solution"]) % 2 for row in tiny_run.rows())
+    assert line["frac_reward_zero_std"] == num_odd / 12
+    assert line["compute/vision_patches"] == (12 - num_odd) * PATCHES_PER_IMAGE
+    assert line["skipped_updates/no_variance"] == 0
+
+
+def test_step_without_any_variance_makes_no_update(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, reward_funcs=[tiny_run.CONSTANT], weight_decay=0.1, max_steps=2))
+    for line in metric_lines(tmp_path):
+        assert (line["skipped_updates/no_variance"], line["frac_reward_zero_std"], line["grad_norm"]) == (1, 1, 0)
+        assert not [name for name in line if name.startswith("compute/")]
+    assert [line["learning_rate"] for line in metric_lines(tmp_path)] == [0.01, 0.005]
+    assert all(same(weights(tmp_path / "checkpoint-2"), weights(tiny_checkpoint)).values())
+
+
+def test_kl_term_needs_groups_without_variance(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, reward_funcs=[tiny_run.CONSTANT], beta=0.1, max_steps=1))
+    (line,) = metric_lines(tmp_path)
+    assert (line["skipped_updates/no_variance"], line["compute/vision_patches"]) == (0, 2 * PATCHES_PER_IMAGE)
+
+
+def script_evaluations(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
+    left = iter(values)
+    monkeypatch.setattr(Evaluator, "run", lambda *_: Evaluation({"reward": next(left)}, []))
+
+
+@pytest.mark.parametrize(
+    ("values", "greater", "best"),
+    [([0.1, 0.2, 0.9, 0.9, 0.5], True, 2), ([0.9, 0.8, 0.1, 0.3, 0.5], False, 2), ([0.9, 0.8, 0.1, 0.3, 0.5], True, 0)],
+)
+def test_best_checkpoint_is_kept_and_its_weights_end_the_run(
+    values, greater, best, tiny_checkpoint, tmp_path, monkeypatch
+):
+    script_evaluations(monkeypatch, values)
+    trainer = Trainer(
+        make_config(
+            tiny_checkpoint, tmp_path, eval_dataset_name=tiny_run.HELD_OUT_ROWS, eval_steps=1, save_total_limit=2,
+            save_steps=4, load_best_model_at_end=True, greater_is_better=greater, metric_for_best_model="eval_reward",
+        )
+    )  # fmt: skip
+    summary = trainer.run()
+    assert (summary["best_step"], summary["best_metric"]) == (best, values[best])
+    assert summary["checkpoint"] == str(tmp_path / f"checkpoint-{best}")
+    assert [path.name for path in checkpoint.complete(tmp_path)] == [f"checkpoint-{best}", "checkpoint-4"]
+    stored = model_weights(tmp_path / f"checkpoint-{best}")
+    assert all(same(trainer.policy.model.state_dict(), stored).values())
+    assert not all(same(stored, model_weights(tmp_path / "checkpoint-4")).values())
+    trainer.close()
+
+
+def test_unknown_metric_for_the_best_model(tiny_checkpoint, tmp_path, monkeypatch):
+    script_evaluations(monkeypatch, [0.1])
+    config = make_config(
+        tiny_checkpoint, tmp_path, eval_dataset_name=tiny_run.HELD_OUT_ROWS, eval_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="accuracy",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="metric_for_best_model accuracy is not among the metrics: reward"):
+        train(config)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_reference_moves_towards_the_policy_when_due(steps, tiny_checkpoint, tmp_path):
+    trainer = run(
+        make_config(
+            tiny_checkpoint, tmp_path, max_steps=steps, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2,
+            ref_model_mixup_alpha=0.25,
+        )
+    )  # fmt: skip
+    initial, policy = model_weights(tiny_checkpoint), trainer.policy.model.state_dict()
+    assert trainer.reference is not None and trainer.reference.frozen is not None
+    reference = trainer.reference.frozen.model.state_dict()
+    share = 0.25 if steps == 2 else 0.0
+    for name, start in initial.items():
+        assert torch.allclose(reference[name], (1 - share) * start + share * policy[name], atol=1e-6)
+    assert not any(torch.equal(policy[name], initial[name]) for name in policy if "proj.weight" in name)
+
+
+@pytest.mark.parametrize("quantile", [0.25, 0.5])
+def test_top_entropy_quantile_trains_that_share_of_the_steps_tokens(quantile, tiny_checkpoint, tmp_path, loss_calls):
+    settings = {"top_entropy_quantile": quantile, "micro_batch_tokens": 40, "prompts_per_step": 8}
+    train(make_config(tiny_checkpoint, tmp_path, **settings, max_steps=1))
+    assert len(loss_calls) > 3
+    (threshold,) = {inputs.entropy_threshold for inputs, _ in loss_calls}
+    entropies = torch.cat([inputs.entropies_NT[inputs.mask_NT] for inputs, _ in loss_calls])
+    assert int((entropies >= threshold).sum()) == pytest.approx(quantile * len(entropies), abs=1)
+
+
+def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, loss_calls):
+    train(make_config(tiny_checkpoint, tmp_path, mask_truncated_completions=True, prompts_per_step=4, max_steps=1))
+    rows = completions(tmp_path)["completions_00000.parquet"]
+    whole = [row["completion_length"] for row in rows if row["finish_reason"] == "stop"]
+    assert 0 < len(whole) < len(rows)
+    assert sum(int(inputs.mask_NT.sum()) for inputs, _ in loss_calls) == sum(whole)
+    assert {(d.tokens, d.completions) for _, d in loss_calls} == {(sum(whole), 16)}
+
+
+def test_batch_scale_is_the_deviation_of_the_whole_window(tiny_checkpoint, tmp_path):
+    settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "scale_rewards": "batch"}
+    train(make_config(tiny_checkpoint, tmp_path, **settings, max_steps=1))
+    rows = completions(tmp_path)["completions_00000.parquet"]
+    rewards = torch.tensor([row["reward"] for row in rows]).view(4, 4)
+    expected = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std() + 1e-4)
+    torch.testing.assert_close(torch.tensor([row["advantage"] for row in rows]), expected.flatten())
+
+
+def test_metrics_have_trls_names(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, beta=0.1, max_steps=1))
+    (line,) = metric_lines(tmp_path)
+    assert line.keys() >= {
+        "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "reward", "reward_std", "frac_reward_zero_std",
+        "rewards/token_sum/mean", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio",
+        "completions/mean_terminated_length", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+    }  # fmt: skip
+
+
+def test_tensorboard_gets_metrics_and_settings(tiny_checkpoint, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(make_config(tiny_checkpoint, tmp_path, report_to="tensorboard", run_name="tiny", logging_steps=2))
+    (events,) = (tmp_path / "tiny").glob("events.*")
+    scalars = EventAccumulator(str(events)).Reload()
+    assert [(event.step, event.value) for event in scalars.Scalars("reward")] == [
+        (line["step"], pytest.approx(line["reward"])) for line in metric_lines(tmp_path) if line["step"] % 2 == 0
+    ]
+
+
+def test_frozen_vision_tower_keeps_its_weights(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, freeze_vision_tower=True, weight_decay=0.1, max_steps=2))
+    for name, equal in same(weights(tmp_path / "checkpoint-2"), weights(tiny_checkpoint)).items():
+        assert equal == ("visual" in name), name
+
+
+def test_lora_trains_the_adapter_alone_in_float32_on_a_bfloat16_base(tiny_checkpoint, tmp_path):
+    trainer = run(make_config(tiny_checkpoint, tmp_path, use_peft=True, dtype="bfloat16", max_steps=2))
+    adapter = {name: p for name, p in trainer.policy.named_parameters() if "lora" in name}
+    base = {name: p for name, p in trainer.policy.named_parameters() if "lora" not in name}
+    assert {(p.dtype, p.requires_grad) for p in adapter.values()} == {(torch.float32, True)}
+    assert {(p.dtype, p.requires_grad) for p in base.values()} == {(torch.bfloat16, False)}
+    assert not [name for name in adapter if "visual" in name]
+    initial = model_weights(tiny_checkpoint)["model.language_model.embed_tokens.weight"]
+    assert torch.equal(trainer.policy.transformer.get_input_embeddings().weight, initial.bfloat16())
+    stored = weights(tmp_path / "checkpoint-2")
+    assert len(stored) == len(adapter)
+    assert all(tensor.any() for tensor in stored.values())  # B starts at zero
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_completions_are_printed(tiny_checkpoint, tmp_path, capsys):
+    config = make_config(tiny_checkpoint, tmp_path, num_completions_to_print=3, log_completions=False, max_steps=2)
+    train(config)
+    printed = capsys.readouterr().out
+    assert [printed.count(f"[{step}/0/row-") for step in range(3)] == [3, 3, 0]
+    assert printed.count("user: <image> Which digit is this?") == 6
+    assert not (tmp_path / "completions").exists()
+
+
+def test_new_policy_is_in_train_mode(tiny_checkpoint, tmp_path):
+    """Gradient checkpointing works in train mode only, also in a run resumed within a window."""
+    assert Trainer(make_config(tiny_checkpoint, tmp_path)).policy.training
+
+
+def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path):
+    """Its completion may be one that failed, which the reference never scored."""
+    trainer = Trainer(make_config(tiny_checkpoint, tmp_path, beta=0.1))
+    window = trainer.collector.collect(trainer.state, StepMetrics())
+    dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, weight=0.0)
+    loss, sums = trainer.loss(dummy, trainer.policy(dummy), Denominators(1.0, 1.0), None)
+    assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})

@@ -1,0 +1,112 @@
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rl_vlm import checkpoint
+from rl_vlm.errors import CheckpointError
+
+
+def save(output_dir: Path, step: int, content: str = "weights") -> Path:
+    return checkpoint.write(output_dir, step, lambda directory: write_file(directory / "model.bin", content))
+
+
+def write_file(path: Path, content: str) -> None:
+    path.write_text(content)
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.iterdir())
+
+
+def test_write_and_find_the_newest(tmp_path):
+    assert checkpoint.find("auto", tmp_path) is None
+    save(tmp_path, 9)
+    save(tmp_path, 10)
+    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-10"
+    assert checkpoint.find(str(tmp_path / "checkpoint-9"), tmp_path) == tmp_path / "checkpoint-9"
+    assert checkpoint.find(None, tmp_path) is None
+
+
+def test_files_in_folders_are_in_the_manifest(tmp_path):
+    def write_files(directory: Path) -> None:
+        (directory / "reference").mkdir()
+        write_file(directory / "reference" / "model.bin", "reference")
+
+    path = checkpoint.write(tmp_path, 1, write_files)
+    os.truncate(path / "reference" / "model.bin", 3)
+    assert not checkpoint.is_complete(path)
+
+
+@pytest.mark.parametrize("damage", ["file cut", "file gone", "manifest cut", "manifest gone"])
+def test_damaged_checkpoint_is_not_complete(damage, tmp_path):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    file, kind = damage.split()
+    target = path / {"file": "model.bin", "manifest": checkpoint.MANIFEST}[file]
+    target.unlink() if kind == "gone" else os.truncate(target, 2)
+    assert checkpoint.complete(tmp_path) == [tmp_path / "checkpoint-1"]
+
+
+def test_begun_checkpoint_does_not_exist(tmp_path):
+    write_file(checkpoint.begin(tmp_path, 1) / "model.bin", "weights")
+    assert checkpoint.complete(tmp_path) == []
+
+
+def test_failed_write_names_the_way_out_and_leaves_nothing(tmp_path):
+    save(tmp_path, 1)
+
+    def fail(directory: Path) -> None:
+        write_file(directory / "model.bin", "half")
+        raise RuntimeError("file write failed")
+
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 .*file write failed.*MiB free.*whole: checkpoint-1"):
+        checkpoint.write(tmp_path, 2, fail)
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_complete_checkpoint_is_never_written_again(tmp_path):
+    save(tmp_path, 1, "first")
+    save(tmp_path, 1, "second")
+    assert (tmp_path / "checkpoint-1" / "model.bin").read_text() == "first"
+
+
+def test_incomplete_checkpoint_is_replaced(tmp_path):
+    (save(tmp_path, 1, "first") / checkpoint.MANIFEST).unlink()
+    save(tmp_path, 1, "second")
+    assert (tmp_path / "checkpoint-1" / "model.bin").read_text() == "second"
+
+
+def test_explicit_checkpoint_must_be_complete(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is not a complete checkpoint.*: checkpoint-1"):
+        checkpoint.find(str(tmp_path / "checkpoint-2"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [(None, None, [1, 2, 3]), (2, None, [2, 3]), (1, None, [3]), (2, 1, [1, 3]), (1, 1, [1, 3])],
+)
+def test_prune_keeps_the_newest_and_the_best(limit, best, left, tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, limit, best and checkpoint.checkpoint_path(tmp_path, best))
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_random_states_survive_a_file_without_code(tmp_path):
+    checkpoint.seed_random_generators(7)
+    random.gauss(0, 1)
+    np.random.randn()  # one value of a pair: the other is part of the state
+    torch.save(checkpoint.random_states(), tmp_path / "states.pt")
+    expected = (*draws(), np.random.randn())
+    draws()
+    checkpoint.restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
+    assert (*draws(), np.random.randn()) == expected

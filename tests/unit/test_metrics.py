@@ -1,0 +1,105 @@
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from rl_vlm.metrics import MetricsLog, StepMetrics, add_reward_metrics
+from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
+
+
+def reduce(*ranks: StepMetrics) -> dict[str, float]:
+    """As rank 0 sees it."""
+    return ranks[0].reduce(lambda mine: [part for rank in ranks for part in rank_parts(rank)])
+
+
+def rank_parts(metrics: StepMetrics) -> list[Any]:
+    parts: list[Any] = []
+    metrics.reduce(lambda mine: parts.extend(mine) or mine)
+    return parts
+
+
+def test_means_are_over_all_values_of_all_ranks():
+    first, second = StepMetrics(), StepMetrics()
+    first.add_values("reward", torch.tensor([1.0, 1.0, 1.0]))
+    second.add_values("reward", torch.tensor([5.0, torch.nan]))
+    assert reduce(first, second) == {"reward": 2.0}
+
+
+def test_sums_add_and_times_are_the_slowest_ranks():
+    first, second = StepMetrics(), StepMetrics()
+    first.add_sum("num_tokens", 3)
+    second.add_sum("num_tokens", 4)
+    first.seconds["generation"], second.seconds["generation"] = 1.0, 2.5
+    assert reduce(first, second) == {"num_tokens": 7.0, "time/generation": 2.5}
+
+
+def test_mean_over_nothing_is_left_out():
+    metrics = StepMetrics()
+    metrics.add_values("reward", torch.tensor([torch.nan]))
+    metrics.add_sums({"kl": (torch.tensor(0.0), torch.tensor(0))})
+    assert reduce(metrics) == {}
+
+
+def test_stage_is_timed_also_when_it_fails():
+    metrics = StepMetrics()
+    try:
+        with metrics.stage("rewards"):
+            raise KeyError
+    except KeyError:
+        pass
+    assert metrics.seconds["rewards"] > 0
+
+
+def scored_group(rewards: list[float], lengths: list[int], finished: list[bool]) -> ScoredGroup:
+    completions = [
+        Completion(torch.zeros(n, dtype=torch.int64), torch.zeros(n), "stop" if stop else "length", "")
+        for n, stop in zip(lengths, finished, strict=True)
+    ]
+    prompt = Prompt(Sample("s", [], [], {}, "p"), torch.zeros(10, dtype=torch.int64), {}, {})
+    total = torch.tensor(rewards)
+    valid = ~total.isnan()
+    return ScoredGroup(
+        Group("g", prompt, completions, 0), total[:, None], total, torch.zeros(len(rewards)), valid,
+        has_variance=len(set(total[valid].tolist())) > 1,
+    )  # fmt: skip
+
+
+def test_reward_metrics_under_trls_names():
+    metrics = StepMetrics()
+    groups = [
+        scored_group([0.0, 2.0, torch.nan], [2, 4, 6], [True, True, False]),
+        scored_group([1.0, 1.0, 1.0], [1, 1, 4], [True, True, False]),
+    ]
+    add_reward_metrics(metrics, groups, ["accuracy"])
+    assert reduce(metrics) == {
+        "reward": 1.0,  # 5 valid completions
+        "reward_std": pytest.approx(2**0.5 / 2),  # mean of the two groups' 1.414 and 0
+        "frac_reward_zero_std": 0.5,
+        "rewards/accuracy/mean": 1.0,
+        "completions/mean_length": 3.0,
+        "completions/mean_terminated_length": 2.0,
+        "completions/clipped_ratio": 2 / 6,
+        "num_tokens": 18.0 + 2 * 10,
+    }
+
+
+def test_log_keeps_lines_until_a_step_and_drops_a_torn_one(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(4):
+        log.append({"step": step})
+    with log.path.open("a") as file:
+        file.write('{"step": 4, "rew')
+    assert log.read() == [{"step": step} for step in range(4)]
+    log.keep_until(2)
+    log.append({"step": 3, "reward": 0.1})
+    assert [json.loads(line) for line in log.path.read_text().splitlines()] == [
+        {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "reward": 0.1},
+    ]  # fmt: skip
+
+
+def test_log_that_does_not_exist_is_empty(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    assert log.read() == []
+    log.keep_until(-1)
+    assert log.path.read_text() == ""
