@@ -18,9 +18,11 @@ def train_command(config: RunConfig, dry_run: bool) -> None:
     plan = plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if dry_run:
         return _print(describe(config, plan))
+    from rl_vlm.report.outcome import training_outcome
     from rl_vlm.trainer import train
 
-    train(config)
+    _hide_progress_of_files()
+    _print(training_outcome(train(config), config.train.output_dir) + "\n")
 
 
 def eval_command(config: RunConfig, dry_run: bool) -> None:
@@ -28,8 +30,10 @@ def eval_command(config: RunConfig, dry_run: bool) -> None:
     if dry_run:
         return _print(describe(config))
     from rl_vlm.evaluation import evaluate_run
+    from rl_vlm.report.outcome import evaluation_outcome
 
-    evaluate_run(config)
+    _hide_progress_of_files()
+    _print(evaluation_outcome(evaluate_run(config), config.train.output_dir) + "\n")
 
 
 COMMANDS: dict[str, Callable[[RunConfig, bool], None]] = {"train": train_command, "eval": eval_command}
@@ -83,6 +87,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
     return parser
+
+
+def _hide_progress_of_files() -> None:
+    """One bar on the terminal: transformers shows one for every model file that it reads or writes."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
 
 def _print(text: str) -> None:

@@ -130,7 +130,11 @@ def seed_random_generators(seed: int) -> None:
 def random_states() -> dict[str, Any]:
     """States of the global generators, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
     name, keys, *position = np.random.get_state()
-    return {"python": random.getstate(), "numpy": (name, keys.tolist(), *position), "torch": torch.get_rng_state()}
+    return {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *position),
+        "torch": torch.get_rng_state(),
+    }
 
 
 def restore_random_states(states: dict[str, Any]) -> None:

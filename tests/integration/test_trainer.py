@@ -201,7 +201,7 @@ def test_lora_trains_the_adapter_alone_in_float32_on_a_bfloat16_base(tiny_checkp
     assert {(p.dtype, p.requires_grad) for p in base.values()} == {(torch.bfloat16, False)}
     assert not [name for name in adapter if "visual" in name]
     initial = model_weights(tiny_checkpoint)["model.language_model.embed_tokens.weight"]
-    assert torch.equal(trainer.policy.transformer.get_input_embeddings().weight, initial.bfloat16())
+    assert torch.equal(trainer.policy.transformer.get_input_embeddings().state_dict()["weight"], initial.bfloat16())
     stored = weights(tmp_path / "checkpoint-2")
     assert len(stored) == len(adapter)
     assert all(tensor.any() for tensor in stored.values())  # B starts at zero

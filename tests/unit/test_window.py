@@ -76,5 +76,6 @@ def test_logprobs_are_kept_by_completion_without_padding():
     assert second.old_logprobs[0].tolist() == [-5.0, -6.0, -7.0]
 
     other_cut = MicroBatch([SubGroup(second, [0])], shared=True)
-    assert kept(other_cut, "old_logprobs", CPU).tolist() == [[-5.0, -6.0, -7.0]]
+    old_logprobs = kept(other_cut, "old_logprobs", CPU)
+    assert old_logprobs is not None and old_logprobs.tolist() == [[-5.0, -6.0, -7.0]]
     assert kept(other_cut, "ref_logprobs", CPU) is None

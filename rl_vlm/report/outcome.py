@@ -1,0 +1,45 @@
+"""What a run comes to, in a sentence for the person who started it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
+    """What was learned and where to look."""
+    before, after = summary["eval_before"] or {}, summary["eval_after"] or {}
+    changes = [
+        f"{function_name(metric)} from {before[metric]:.2f} to {after[metric]:.2f}"
+        for metric in after
+        if metric in before and is_score(metric)
+    ]
+    took = f"{summary['optimizer_steps']} optimizer steps ({summary['train_seconds']:.0f} s)"
+    learned = f"took held-out {' and '.join(changes)} in {took}" if changes else f"ran {took}"
+    directory = Path(output_dir)
+    return (
+        f"GRPO {learned}. The curve is {directory / 'reward.png'}, every completion with its rewards is in "
+        f"{directory / 'completions'}, and the model is {summary['checkpoint']}."
+    )
+
+
+def evaluation_outcome(metrics: dict[str, float], output_dir: str) -> str:
+    """Scores with their intervals and where to look."""
+    scores = [
+        f"{function_name(m)} {metrics[m]:.4f} (95% interval {metrics[f'{m[:-5]}/ci_low']:.3f} to {metrics[f'{m[:-5]}/ci_high']:.3f})"
+        for m in metrics
+        if is_score(m)
+    ]
+    return (
+        f"{metrics['num_samples']:.0f} samples: {', '.join(scores)}. "
+        f"Every completion is in {Path(output_dir) / 'evaluation' / 'completions.parquet'}."
+    )
+
+
+def is_score(metric: str) -> bool:
+    return metric.startswith("rewards/") and metric.endswith("/mean")
+
+
+def function_name(metric: str) -> str:
+    """`rewards/exact_match/mean` -> `exact_match`."""
+    return metric.split("/")[1]

@@ -1,0 +1,71 @@
+"""The main job as users run it: `configs/digits.yaml` learns, and only from what its rewards say of its images."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from launch import cli
+from rl_vlm.examples.digits import held_out_rows
+
+ACCURACY = "rewards/exact_match/mean"
+
+
+def run(config: str, output_dir: Path, *overrides: str) -> dict:
+    assert cli.run("train", [config, f"output_dir={output_dir}", *overrides]) == 0
+    return json.loads((output_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory) -> Path:
+    output_dir = tmp_path_factory.mktemp("runs") / "digits"
+    run("configs/digits.yaml", output_dir, "disable_tqdm=true")
+    return output_dir
+
+
+def test_the_quickstart_learns_to_read_digits(quickstart):
+    summary = json.loads((quickstart / "summary.json").read_text())
+    assert summary["eval_before"][ACCURACY] <= 0.15
+    assert summary["eval_after"][ACCURACY] >= 0.90
+    assert summary["optimizer_steps"] == 120
+
+
+def test_no_held_out_image_is_trained_on(quickstart):
+    held_out = {row["id"] for row in held_out_rows()}
+    files = sorted((quickstart / "completions").glob("*.parquet"))
+    trained = {sample_id for file in files for sample_id in pyarrow.parquet.read_table(file)["sample_id"].to_pylist()}
+    assert len(files) == 30 and len(trained) > 1000
+    assert not trained & held_out
+
+
+def test_prefixes_were_shared(quickstart):
+    lines = [json.loads(line) for line in (quickstart / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in steps] == list(range(1, 121))
+    assert all(line["compute/shared_forwards"] > 0 and "compute/dense_forwards" not in line for line in steps)
+    assert sum(line["compute/dense_tokens"] for line in steps) > 3 * sum(line["compute/computed_tokens"] for line in steps)
+
+
+def test_evaluating_the_checkpoint_repeats_the_reported_accuracy(quickstart, tmp_path):
+    summary = json.loads((quickstart / "summary.json").read_text())
+    model = f"model_name_or_path={summary['checkpoint']}"
+    assert cli.run("eval", ["configs/digits.yaml", model, f"output_dir={tmp_path}", "disable_tqdm=true"]) == 0
+    evaluated = json.loads((tmp_path / "evaluation" / "summary.json").read_text())
+    assert evaluated == summary["eval_after"]
+
+
+@pytest.mark.slow
+def test_lora_takes_a_half_trained_model_on(quickstart, tmp_path):
+    model = f"model_name_or_path={quickstart / 'checkpoint-40'}"
+    summary = run("configs/digits_lora.yaml", tmp_path / "lora", model, "disable_tqdm=true")
+    assert 0.4 <= summary["eval_before"][ACCURACY] <= 0.7
+    assert summary["eval_after"][ACCURACY] >= 0.85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["permuted_answers", "shuffled_pixels"])
+def test_nothing_is_learned_where_images_say_nothing(rows, tmp_path):
+    dataset = f"dataset_name=tests.integration.digits_controls:{rows}"
+    summary = run("configs/digits.yaml", tmp_path / rows, dataset, "disable_tqdm=true")
+    assert summary["eval_after"][ACCURACY] <= 0.2
