@@ -27,8 +27,12 @@ class Engine:
 
         # A micro-batch of text alone leaves the vision tower without gradients.
         ddp = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
-        self.accelerator = Accelerator(
-            cpu=not torch.accelerator.is_available(), mixed_precision="no", log_with=log.report_to or None, project_dir=output_dir, kwargs_handlers=[ddp]
+        self.accelerator: Any = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision="no",
+            log_with=[*log.report_to],
+            project_dir=output_dir,
+            kwargs_handlers=[ddp],
         )
         check_launch(self.accelerator.num_processes)
 
@@ -91,7 +95,7 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        return self.scheduler.get_last_lr()[0]
+        return float(self.scheduler.get_last_lr()[0])
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

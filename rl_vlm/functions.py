@@ -12,7 +12,7 @@ from rl_vlm.errors import RLVLMError
 
 
 def find_function(name: str, error: type[RLVLMError]) -> Callable[..., Any]:
-    """The function `module:function`; modules of the working directory are found too. Raises `error` if there is none."""
+    """The function `module:function`; modules of the working directory are found too. Raises `error` if none is."""
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,7 @@ from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
 from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.families import family_of
 from rl_vlm.functions import find_function
-from rl_vlm.policy import Policy
+from rl_vlm.policy import Policy, base_model
 from rl_vlm.shared_prefix import enable_shared_rows
 from rl_vlm.types import MicroBatch, TokenScores
 
@@ -41,7 +41,7 @@ def load_policy(config: RunConfig, initial: str, weights: Path | None = None) ->
     Raises ModelError for missing or unexpected weights and for families that are not supported.
     """
     model = load_model(initial, weights, config.model)
-    transformer = model.get_base_model() if hasattr(model, "get_base_model") else model
+    transformer = base_model(model)
     family = family_of(transformer.config)
     if config.model.freeze_vision_tower:
         for parameter in family.vision_parameters(transformer):
@@ -79,7 +79,7 @@ def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     """A transformers model in float32 with every weight accounted for."""
     from transformers import AutoModelForImageTextToText
 
-    model, info = AutoModelForImageTextToText.from_pretrained(
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         source,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
@@ -87,6 +87,7 @@ def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
         dtype=torch.float32,
         output_loading_info=True,
     )
+    model, info = loaded
     check_keys(source, info["missing_keys"], info["unexpected_keys"] | set(info["mismatched_keys"]))
     return model
 

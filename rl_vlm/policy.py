@@ -47,7 +47,7 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, family: Family, temperature: float, compute_dtype: torch.dtype) -> None:
         """`model` is a transformers model or a PEFT model around one; `compute_dtype` is the autocast precision."""
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.family = family
         self.temperature = temperature
         self.compute_dtype = compute_dtype
@@ -57,7 +57,7 @@ class Policy(nn.Module):
     @property
     def transformer(self) -> PreTrainedModel:
         """The transformers model, below any adapter."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return base_model(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +117,9 @@ class Policy(nn.Module):
             "input_ids": pad_rows(rows),
             "attention_mask": pad_rows([torch.ones_like(row) for row in rows]),
             **{
-                name: pad_rows([nn.functional.pad(p.token_inputs[name], (0, width - len(p.token_ids))) for p in prompts])
+                name: pad_rows(
+                    [nn.functional.pad(p.token_inputs[name], (0, width - len(p.token_ids))) for p in prompts]
+                )
                 for name in prompts[0].token_inputs
             },
             **concatenate_images(prompts, self.device),
@@ -128,7 +130,7 @@ class Policy(nn.Module):
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
     ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
         """Log-probs of `targets` and entropies, in fp32; the logits of a chunk are recomputed for its gradient."""
-        head = self.transformer.get_output_embeddings()
+        head: Any = self.transformer.get_output_embeddings()
         chunk_size = max(1, HEAD_CHUNK_ELEMENTS // head.weight.shape[0])
         scores = [
             checkpoint(self.score_chunk, head, h, t, use_reentrant=False)
@@ -155,6 +157,11 @@ class Policy(nn.Module):
         self.counters["computed_tokens"] += inputs.kwargs["input_ids"].numel()
         self.counters["dense_tokens"] += dense
         self.counters["vision_patches"] += len(inputs.kwargs.get("pixel_values", ()))
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """The transformers model below an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _to(kwargs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -23,7 +23,9 @@ class ProgressBar:
         """Advance to the step of a metrics line."""
         figures = {"reward": line.get("reward")}
         figures |= {short_name(name): value for name, value in line.items() if is_reward_mean(name)}
-        self.bar.set_postfix({name: f"{value:.2f}" for name, value in figures.items() if value is not None}, refresh=False)
+        self.bar.set_postfix(
+            {name: f"{value:.2f}" for name, value in figures.items() if value is not None}, refresh=False
+        )
         self.bar.update(line["step"] - self.bar.n)
 
 

@@ -34,7 +34,7 @@ class RowLayout:
     Example: prefixes of 3 and 2 tokens, completions of 2 and 1 tokens behind the first and 1 behind the second, in a
     row of 9 tokens: `prefix_index = [[0, 1, 2], [3, 4, 0]]`, `query_index = [[5, 6], [7, 0], [8, 0]]` and
     `key_index = [[0, 1, 2, 5, 6], [0, 1, 2, 7, 0], [3, 4, 0, 8, 0]]`. The hidden states at `predictor_index = [2, 5, 6,
-    2, 7, 4, 8]` predict the next token of each completion: the prefix's last state the first, its own states the others.
+    2, 7, 4, 8]` predict the completions' tokens: the prefix's last state the first one, its own states the others.
     """
 
     prefix_index: Int[Tensor, "prompts prefix"]
@@ -71,7 +71,9 @@ class RowLayout:
 
         output_index = torch.cat([prefix_valid.flatten(), query_valid.flatten()]).nonzero()[:, 0]
         last_of_prefix = (starts[: len(prefix_P)] + prefix_P - 1)[owner_N]
-        predictor_index = torch.cat([last_of_prefix[:, None], query_index], dim=1)[F.pad(query_valid, (1, 0), value=True)]
+        predictor_index = torch.cat([last_of_prefix[:, None], query_index], dim=1)[
+            F.pad(query_valid, (1, 0), value=True)
+        ]
         return RowLayout(prefix_index, query_index, key_index, key_mask, output_index, predictor_index)
 
 

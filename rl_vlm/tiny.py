@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
 SPECIAL_TOKENS = [
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-]  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -63,9 +69,10 @@ def build_tiny(
 ) -> Path:
     """Write a random tiny checkpoint of `family` (a key of `TINY_FAMILIES`) to `directory` and return its path.
 
-    `hidden_size` is the width of the language model, a multiple of 16; `corpus` trains the tokenizer's merges,
-    and each of `whole_tokens` becomes one token, as tags are in many tokenizers. `initializer_range` is the standard deviation of initial weights: at the usual 0.02 so narrow a model attends almost
-    evenly, and 0.1 learns much sooner. `seed` fixes the weights, without touching the global random state.
+    `corpus` trains the tokenizer's merges, and each of `whole_tokens` becomes one token, as tags are in many
+    tokenizers. `hidden_size` is the width of the language model, a multiple of 16. `initializer_range` is the standard
+    deviation of initial weights: at the usual 0.02 so narrow a model attends almost evenly, and at 0.1 it learns much
+    sooner. `seed` fixes the weights without touching the global random state.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -94,21 +101,20 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int = 400) -> Any:
         vocab_size=vocab_size, initial_alphabet=alphabet, special_tokens=SPECIAL_TOKENS, show_progress=False
     )
     bpe.train_from_iterator(corpus, trainer)
-    trained = Tokenizer.from_str(bpe.to_str())
-    vocab, merges = trained.get_vocab(), bpe_merges(bpe)
     return Qwen2Tokenizer(
-        vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        vocab=bpe.get_vocab(), merges=bpe_merges(bpe), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         additional_special_tokens=SPECIAL_TOKENS[1:],
     )  # fmt: skip
 
 
-def bpe_merges(tokenizer: Any) -> list[tuple[str, str]]:
+def bpe_merges(tokenizer: Any) -> Any:
+    """The merges of a BPE tokenizer, pairs of tokens in the order in which they were learned."""
     import json
 
     return [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def _token_ids(tokenizer: Any) -> dict[str, int]:
+def _token_ids(tokenizer: Any) -> dict[str, Any]:
     ids = tokenizer.convert_tokens_to_ids
     return {
         "image_token_id": ids("<|image_pad|>"),
@@ -133,10 +139,8 @@ def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
 def _qwen2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Qwen2VLConfig
 
-    vision = {"depth": 2, "embed_dim": 64, "hidden_size": hidden_size, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
-    return Qwen2VLConfig(
-        text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **_token_ids(tokenizer)
-    )
+    vision = {"depth": 2, "embed_dim": 64, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2, "hidden_size": hidden_size}
+    return Qwen2VLConfig(text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **_token_ids(tokenizer))
 
 
 def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
@@ -177,7 +181,7 @@ def _qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], P
     def build(tokenizer: Any) -> ProcessorMixin:
         import transformers
 
-        sizes = {"patch_size": 4, "merge_size": 2, "min_pixels": 8 * 8, "max_pixels": 64 * 64}
+        sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "min_pixels": 8 * 8, "max_pixels": 64 * 64}
         return getattr(transformers, processor_class)(
             image_processor=transformers.Qwen2VLImageProcessor(**sizes),
             tokenizer=tokenizer,

@@ -7,11 +7,9 @@ metrics.jsonl, completions/, checkpoint-N/, summary.json                        
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +24,10 @@ from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data import Rows, load_rows
 from rl_vlm.engine import Engine
-from rl_vlm.errors import CheckpointError, ConfigError, RLVLMError, TrainingError
+from rl_vlm.errors import ConfigError, RLVLMError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.generation.hf import HFEngine
-from rl_vlm.loading import initial_checkpoint, load_policy, load_reference, load_weights, save_policy, why_not_shared
+from rl_vlm.loading import initial_checkpoint, load_policy, load_reference, load_weights, why_not_shared
 from rl_vlm.losses import (
     Denominators,
     LossInputs,
@@ -43,9 +41,10 @@ from rl_vlm.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.progress import ProgressBar
 from rl_vlm.prompts import PromptBuilder, drop_long_prompts, load_processor
 from rl_vlm.report.curve import draw_curve
+from rl_vlm.resume import Progress, restore_run, save_run
 from rl_vlm.reward import RewardSuite
 from rl_vlm.run_directory import RunDirectory
-from rl_vlm.sampler import Draw, PromptSampler
+from rl_vlm.sampler import PromptSampler
 from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask
 from rl_vlm.window import LogprobField, Window, keep, kept
 
@@ -62,19 +61,6 @@ def train(config: RunConfig) -> dict[str, Any]:
         return trainer.run()
     finally:
         trainer.close()
-
-
-@dataclass
-class Progress:
-    """How far the run is; saved in checkpoints."""
-
-    global_step: int = 0
-    train_seconds: float = 0.0
-    nonfinite_in_a_row: int = 0
-    eval_before: dict[str, float] | None = None
-    eval_latest: dict[str, float] | None = None
-    best_step: int | None = None
-    best_metric: float | None = None
 
 
 class Trainer:
@@ -125,11 +111,11 @@ class Trainer:
         self.evaluator = None
         if config.data.eval_dataset_name:
             self.evaluator = Evaluator(config, self.engine, builder, self.generator, self.rewards)
-        self.sharing = self.usable_sharing()
+        self.sharing: Literal["auto", "shared", "dense"] = self.usable_sharing()
         self.progress = Progress()
         self.window: Window | None = None
         if resumed:
-            self.restore(resumed)
+            restore_run(self, resumed)
 
     def step(self) -> StepMetrics:
         """One optimizer step: the algorithm."""
@@ -303,7 +289,7 @@ class Trainer:
         try:
             metrics = self.step()
         except RLVLMError:
-            self.save()  # of the last complete step: whatever is wrong can be mended and the run resumed
+            save_run(self)  # of the last complete step: whatever is wrong can be mended and the run resumed
             raise
         train, progress = self.config.train, self.progress
         progress.global_step += 1
@@ -315,7 +301,7 @@ class Trainer:
                 line |= prefixed(self.evaluate())
         except RLVLMError:
             self.record(line)
-            self.save()
+            save_run(self)
             raise
         self.record(line)
         self.save_if_due(is_last)
@@ -326,7 +312,7 @@ class Trainer:
         progress = self.progress
         is_periodic = progress.global_step > 0 and is_due(progress.global_step, self.config.train.save_steps)
         if is_last or is_periodic or progress.best_step == progress.global_step:
-            self.save()
+            save_run(self)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics on the held-out rows; with `load_best_model_at_end`, notes the best step so far."""
@@ -338,8 +324,8 @@ class Trainer:
             if name not in metrics:
                 raise ConfigError(f"train.metric_for_best_model {name} is not among the metrics: {', '.join(metrics)}")
             sign = 1 if train.greater_is_better else -1
-            if progress.best_metric is None or sign * metrics[name] > sign * progress.best_metric:
-                progress.best_step, progress.best_metric = progress.global_step, metrics[name]
+            if progress.eval_best is None or sign * metrics[name] > sign * progress.eval_best[name]:
+                progress.best_step, progress.eval_best = progress.global_step, metrics
         return metrics
 
     def record(self, line: dict[str, Any]) -> None:
@@ -361,63 +347,11 @@ class Trainer:
         if progress.best_step is not None:
             summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, progress.best_step))
             load_weights(self.policy, summary["checkpoint"], self.config.model)
-            summary["best_step"] = progress.best_step
-            summary["best_metric"] = progress.best_metric
+            summary["eval_after"] = progress.eval_best
         if self.engine.is_main:
             self.directory.write_summary(summary)
             draw_curve(self.directory.metrics.read(), self.directory.path / "reward.png")
         return summary
-
-    def save(self) -> None:
-        """A checkpoint of the last complete step, from which a killed run goes on exactly."""
-        ranks = self.engine.gather([self.rank_state()])
-        path, step = self.directory.path, self.progress.global_step
-
-        def write_files(directory: Path) -> None:
-            save_policy(self.policy, self.processor, directory)
-            if self.config.algorithm.sync_ref_model and self.reference is not None:
-                save_policy(self.reference.frozen, self.processor, directory / "reference")
-            state = {
-                "progress": asdict(self.progress),
-                "sampler": self.sampler.state_dict(),
-                "world_size": len(ranks),
-                "policy_version": self.generator.policy_version,
-            }
-            (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
-            torch.save(self.engine.state_dict(), directory / "optimizer.pt")
-            for rank, rank_state in enumerate(ranks):
-                torch.save(rank_state, directory / f"rank_{rank}.pt")
-
-        def write_and_prune() -> None:
-            if self.engine.is_main:
-                checkpoint.write(path, step, write_files)
-                best = self.progress.best_step
-                keep_best = None if best is None else checkpoint.checkpoint_path(path, best)
-                checkpoint.prune(path, self.config.train.save_total_limit, keep_best)
-
-        self.engine.together(write_and_prune)
-
-    def rank_state(self) -> dict[str, Any]:
-        pending = None if self.window is None or self.window.is_spent else self.window.state_dict()
-        return {"random": checkpoint.random_states(), "window": pending}
-
-    def restore(self, path: Path) -> None:
-        """Go on from a checkpoint, in the middle of a generation window if it was saved there."""
-        state = json.loads((path / "trainer_state.json").read_text())
-        if state["world_size"] != self.engine.world_size:
-            raise CheckpointError(
-                f"{path} was written by {state['world_size']} processes and this run has {self.engine.world_size}; "
-                "resume with as many"
-            )
-        self.progress = Progress(**state["progress"])
-        self.sampler.load_state_dict(state["sampler"])
-        self.engine.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
-        rank_state = torch.load(path / f"rank_{self.engine.rank}.pt", weights_only=True)
-        if rank_state["window"] is not None:
-            draws = [Draw(*draw) for draw in rank_state["window"]["draws"]]
-            self.window = Window.from_state(rank_state["window"], self.collector.prompts(draws))
-        self.generator.policy_version = state["policy_version"]
-        checkpoint.restore_random_states(rank_state["random"])
 
     def usable_rows(self, rows: Rows, builder: PromptBuilder) -> list[int]:
         """Indices of the rows whose prompts are within the limit; the others are listed."""

@@ -24,7 +24,7 @@ def _scans() -> list[dict[str, Any]]:
     from PIL import Image
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
+    digits: Any = load_digits()
     return [
         {
             "id": f"digit-{i:04d}",
@@ -41,7 +41,8 @@ def _split() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     from sklearn.model_selection import train_test_split
 
     labels = [row["solution"] for row in _scans()]
-    return train_test_split(_scans(), test_size=0.25, stratify=labels, random_state=0)
+    parts: Any = train_test_split(_scans(), test_size=0.25, stratify=labels, random_state=0)
+    return parts[0], parts[1]
 
 
 def train_rows() -> list[dict[str, Any]]:
@@ -66,16 +67,18 @@ def teach_format(directory: Path, seed: int) -> None:
     """Supervised warm-up on training images with random labels; overwrites the checkpoint's weights."""
     import torch
 
-    from rl_vlm.config.schema import RunConfig
+    from rl_vlm.config.schema import DataConfig, ModelConfig, RunConfig
     from rl_vlm.data import load_rows
     from rl_vlm.loading import load_policy
     from rl_vlm.prompts import PromptBuilder, load_processor
 
-    config = RunConfig(model={"model_name_or_path": str(directory)}, data={"dataset_name": f"{__name__}:train_rows"})
+    data = DataConfig(dataset_name=f"{__name__}:train_rows", min_pixels=256)
+    config = RunConfig(model=ModelConfig(model_name_or_path=str(directory)), data=data)
     policy = load_policy(config, str(directory))
     processor = load_processor(str(directory), config.model, config.data)
     builder, rows = PromptBuilder(processor, config.data), load_rows(config.data, "train")
-    answers = [processor.tokenizer.encode(f"<answer>{d}</answer>") + [processor.tokenizer.eos_token_id] for d in range(10)]
+    tokenizer = processor.tokenizer
+    answers = [tokenizer.encode(f"<answer>{digit}</answer>{tokenizer.eos_token}") for digit in range(10)]
 
     images = [builder.build(rows.sample(row)) for row in range(WARM_UP_IMAGES)]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)

@@ -21,7 +21,9 @@ def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
         steps, values = series(lines, name)
         held_out = name.startswith("eval_")
         label = name.split("/")[1] + (" (held out)" if held_out else "")
-        scores.plot(steps, values, "o-" if held_out else "-", label=label, color=f"C{i}", linewidth=2 if held_out else 1)
+        scores.plot(
+            steps, values, "o-" if held_out else "-", label=label, color=f"C{i}", linewidth=2 if held_out else 1
+        )
     if names:
         scores.legend()
     for axes in (rewards, scores):

@@ -26,9 +26,9 @@ def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
 def evaluation_outcome(metrics: dict[str, float], output_dir: str) -> str:
     """Scores with their intervals and where to look."""
     scores = [
-        f"{function_name(m)} {metrics[m]:.4f} (95% interval {metrics[f'{m[:-5]}/ci_low']:.3f} to {metrics[f'{m[:-5]}/ci_high']:.3f})"
-        for m in metrics
-        if is_score(m)
+        f"{name} {metrics[f'rewards/{name}/mean']:.4f} (95% interval {metrics[f'rewards/{name}/ci_low']:.3f} to "
+        f"{metrics[f'rewards/{name}/ci_high']:.3f})"
+        for name in map(function_name, filter(is_score, metrics))
     ]
     return (
         f"{metrics['num_samples']:.0f} samples: {', '.join(scores)}. "

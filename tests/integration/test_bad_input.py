@@ -17,6 +17,7 @@ from rl_vlm import checkpoint
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from rl_vlm.evaluation import evaluate_run
+from rl_vlm.resume import save_run
 from rl_vlm.trainer import Trainer, train
 from tests.integration import tiny_run
 from tests.integration.tiny_run import completions, make_config, metric_lines, noise, rows, weights
@@ -238,14 +239,14 @@ def no_space(*_: Any, **__: Any) -> None:
 
 
 def test_full_disk_while_saving_leaves_the_previous_checkpoint(tiny_checkpoint, tmp_path, monkeypatch):
-    save, config = Trainer.save, make_config(tiny_checkpoint, tmp_path / "run")
+    config = make_config(tiny_checkpoint, tmp_path / "run")
 
     def fill_disk_at_second(trainer: Trainer) -> None:
         if trainer.progress.global_step == 2:
             monkeypatch.setattr(torch, "save", no_space)
-        save(trainer)
+        save_run(trainer)
 
-    monkeypatch.setattr(Trainer, "save", fill_disk_at_second)
+    monkeypatch.setattr("rl_vlm.trainer.save_run", fill_disk_at_second)
     with pytest.raises(CheckpointError, match=r"checkpoint-2 .*No space left.*checkpoints are whole: checkpoint-1"):
         train(config)
     assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
@@ -254,15 +255,15 @@ def test_full_disk_while_saving_leaves_the_previous_checkpoint(tiny_checkpoint, 
 
 def test_weights_file_that_cannot_grow(tiny_checkpoint, tmp_path, monkeypatch):
     """The real error of safetensors, by a limit on the size of files."""
-    save, config = Trainer.save, make_config(tiny_checkpoint, tmp_path / "run")
+    config = make_config(tiny_checkpoint, tmp_path / "run")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit_at_second(trainer: Trainer) -> None:
         if trainer.progress.global_step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        save(trainer)
+        save_run(trainer)
 
-    monkeypatch.setattr(Trainer, "save", limit_at_second)
+    monkeypatch.setattr("rl_vlm.trainer.save_run", limit_at_second)
     try:
         with pytest.raises(CheckpointError, match=r"could not write checkpoint-2 .*whole: checkpoint-1"):
             train(config)

@@ -44,7 +44,9 @@ def test_prefixes_were_shared(quickstart):
     steps = [line for line in lines if line["step"] > 0]
     assert [line["step"] for line in steps] == list(range(1, 121))
     assert all(line["compute/shared_forwards"] > 0 and "compute/dense_forwards" not in line for line in steps)
-    assert sum(line["compute/dense_tokens"] for line in steps) > 3 * sum(line["compute/computed_tokens"] for line in steps)
+    assert sum(line["compute/dense_tokens"] for line in steps) > 3 * sum(
+        line["compute/computed_tokens"] for line in steps
+    )
 
 
 def test_evaluating_the_checkpoint_repeats_the_reported_accuracy(quickstart, tmp_path):

@@ -1,0 +1,95 @@
+"""Saving a run so that a killed one goes on exactly: what belongs to a checkpoint beside the weights.
+
+`rl_vlm/checkpoint.py` makes directories whole or absent; this module knows what a `Trainer` puts there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_vlm import checkpoint
+from rl_vlm.errors import CheckpointError
+from rl_vlm.loading import save_policy
+from rl_vlm.sampler import Draw
+from rl_vlm.window import Window
+
+if TYPE_CHECKING:
+    from rl_vlm.trainer import Trainer
+
+
+@dataclass
+class Progress:
+    """How far the run is; saved in checkpoints."""
+
+    global_step: int = 0
+    train_seconds: float = 0.0
+    nonfinite_in_a_row: int = 0
+    eval_before: dict[str, float] | None = None
+    eval_latest: dict[str, float] | None = None
+    best_step: int | None = None
+    eval_best: dict[str, float] | None = None
+
+
+def save_run(trainer: Trainer) -> None:
+    """A checkpoint of the last complete step. Raises CheckpointError on every rank if the main one cannot write."""
+    ranks = trainer.engine.gather([rank_state(trainer)])
+    path, progress = trainer.directory.path, trainer.progress
+
+    def write_and_prune() -> None:
+        if trainer.engine.is_main:
+            checkpoint.write(path, progress.global_step, lambda directory: write_files(trainer, ranks, directory))
+            best = None if progress.best_step is None else checkpoint.checkpoint_path(path, progress.best_step)
+            checkpoint.prune(path, trainer.config.train.save_total_limit, best)
+
+    trainer.engine.together(write_and_prune)
+
+
+def rank_state(trainer: Trainer) -> dict[str, Any]:
+    """What each rank has of its own: random states, and the window that is still in training."""
+    window = trainer.window
+    pending = None if window is None or window.is_spent else window.state_dict()
+    return {"random": checkpoint.random_states(), "window": pending}
+
+
+def write_files(trainer: Trainer, ranks: list[dict[str, Any]], directory: Path) -> None:
+    """All files of a checkpoint, with the states of all ranks."""
+    save_policy(trainer.policy, trainer.processor, directory)
+    if trainer.config.algorithm.sync_ref_model and trainer.reference and trainer.reference.frozen:
+        save_policy(trainer.reference.frozen, trainer.processor, directory / "reference")
+    state = {
+        "progress": asdict(trainer.progress),
+        "sampler": trainer.sampler.state_dict(),
+        "world_size": len(ranks),
+        "policy_version": trainer.generator.policy_version,
+    }
+    (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
+    torch.save(trainer.engine.state_dict(), directory / "optimizer.pt")
+    for rank, state in enumerate(ranks):
+        torch.save(state, directory / f"rank_{rank}.pt")
+
+
+def restore_run(trainer: Trainer, path: Path) -> None:
+    """Go on from a checkpoint, in the middle of a generation window if it was saved there.
+
+    The policy has its weights already. Raises CheckpointError for another number of processes or other data.
+    """
+    state = json.loads((path / "trainer_state.json").read_text())
+    if state["world_size"] != trainer.engine.world_size:
+        raise CheckpointError(
+            f"{path} was written by {state['world_size']} processes and this run has {trainer.engine.world_size}; "
+            "resume with as many"
+        )
+    trainer.progress = Progress(**state["progress"])
+    trainer.sampler.load_state_dict(state["sampler"])
+    trainer.generator.policy_version = state["policy_version"]
+    trainer.engine.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
+    rank = torch.load(path / f"rank_{trainer.engine.rank}.pt", weights_only=True)
+    if rank["window"] is not None:
+        draws = [Draw(*draw) for draw in rank["window"]["draws"]]
+        trainer.window = Window.from_state(rank["window"], trainer.collector.prompts(draws))
+    checkpoint.restore_random_states(rank["random"])

@@ -1,0 +1,151 @@
+"""Which module may import which: one table of layers, and where heavy packages may appear."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("rl_vlm", "rewards", "launch")
+
+LAYERS = [
+    "errors",
+    "config functions images types",
+    "families shared_prefix sources",
+    "data prompts generation reward advantages batching losses policy",  # the stages of a batch
+    "checkpoint engine metrics progress report rollout_log sampler tiny",
+    "loading run_directory window",
+    "collector evaluation examples",
+    "trainer",
+]
+"""Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that
+the stages, which are one layer, do not import each other."""
+
+LAYER_OF = {f"rl_vlm.{name}": i for i, layer in enumerate(LAYERS) for name in layer.split()}
+
+ONLY_IN = {
+    "rewards": "rl_vlm/reward.py",
+    "accelerate": "rl_vlm/engine.py",
+    "peft": "rl_vlm/loading.py",
+    "trl": None,
+    "vllm": None,
+    "deepspeed": None,
+}
+"""The one file of `rl_vlm` that may import a package, inside of functions or not; None: no file does."""
+
+LOCAL = {"transformers", "accelerate", "peft", "datasets", "trl", "matplotlib"}
+"""Packages that are imported where they are used, never at the top of a file."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name."""
+
+    file: str
+    line: int
+    module: str
+    at_top: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def code_files() -> list[Path]:
+    return [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Imports that run; those for type checkers alone do not."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    in_functions = {id(node) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for node in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in for_types:
+            for module in imported_modules(node):
+                yield Import(str(path.relative_to(ROOT)), node.lineno, module, id(node) not in in_functions)
+
+
+def imported_modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """`from rl_vlm import data` names a module behind `import`; `from rl_vlm.data import Rows` before it."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.module and not node.level, "imports are absolute"
+    return [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "rl_vlm" else [node.module]
+
+
+ALL = [found for path in code_files() for found in imports_of(path)]
+
+
+def component(module: str) -> str:
+    """`rl_vlm.config.load` -> `rl_vlm.config`"""
+    return ".".join(module.split(".")[:2])
+
+
+def owner(found: Import) -> str:
+    """The component that holds the import."""
+    return component(found.file.removesuffix(".py").replace("/", "."))
+
+
+def package(found: Import) -> str:
+    return found.module.partition(".")[0]
+
+
+def test_every_module_has_a_layer():
+    components = {
+        component(".".join(p.relative_to(ROOT).with_suffix("").parts)) for p in (ROOT / "rl_vlm").rglob("*.py")
+    }
+    assert components - {"rl_vlm.__init__"} == set(LAYER_OF)
+
+
+def test_modules_import_lower_layers_only():
+    ours = [found for found in ALL if package(found) == "rl_vlm" and owner(found) in LAYER_OF]
+    assert len(ours) > 50
+    upward = [
+        str(found)
+        for found in ours
+        if component(found.module) != owner(found) and LAYER_OF[component(found.module)] >= LAYER_OF[owner(found)]
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize(("name", "allowed"), ONLY_IN.items())
+def test_packages_are_imported_in_one_file(name: str, allowed: str | None):
+    files = {found.file for found in ALL if found.file.startswith("rl_vlm/") and package(found) == name}
+    assert files == ({allowed} if allowed else set())
+
+
+def test_rewards_import_nothing_of_ours_and_nothing_imports_launch():
+    from_rewards = [str(f) for f in ALL if f.file.startswith("rewards/") and package(f) in ("rl_vlm", "launch")]
+    of_launch = [str(f) for f in ALL if not f.file.startswith("launch/") and package(f) == "launch"]
+    assert (from_rewards, of_launch) == ([], [])
+
+
+def test_heavy_packages_are_imported_inside_functions():
+    assert [str(found) for found in ALL if found.at_top and package(found) in LOCAL] == []
+
+
+@pytest.mark.parametrize("name", ["types", "advantages", "batching", "losses"])
+def test_the_maths_needs_torch_and_jaxtyping_alone(name: str):
+    modules = {found.module for found in ALL if found.file == f"rl_vlm/{name}.py"}
+    foreign = {module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names}
+    allowed = ("torch", "jaxtyping", "rl_vlm.types", "rl_vlm.config", "rl_vlm.errors")
+    assert [module for module in foreign if not module.startswith(allowed)] == []
+
+
+def test_help_and_config_errors_need_no_torch():
+    torch_free = ("rewards/", "launch/", "rl_vlm/config/", "rl_vlm/errors.py")
+    files = [path.relative_to(ROOT) for path in code_files() if str(path.relative_to(ROOT)).startswith(torch_free)]
+    modules = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
+    assert "launch.cli" in modules and "rl_vlm.config.load" in modules
+    program = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"

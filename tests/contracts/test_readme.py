@@ -1,0 +1,81 @@
+"""What the README shows works as it is written."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.load import check_trainable, load_config
+from rl_vlm.config.schema import RewardsConfig
+from rl_vlm.data import load_rows
+from rl_vlm.families import FAMILIES
+from rl_vlm.reward import RewardSuite
+from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MESSAGES = [{"role": "user", "content": "Which digit is this?"}]
+
+
+def block(language: str, opening: str) -> str:
+    """The code block of a language that starts with `opening`."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return next(text for text in blocks if text.startswith(opening))
+
+
+def group(prompt: str | list, texts: list[str]) -> Group:
+    sample = Sample("s0", MESSAGES, [], {"solution": "7"}, prompt)
+    completions = [Completion(torch.tensor([1]), torch.zeros(1), "stop", text) for text in texts]
+    return Group("g0", Prompt(sample, torch.tensor([1]), {}, {}), completions, policy_version=0)
+
+
+@pytest.mark.parametrize("prompt", ["Which digit is this?", MESSAGES], ids=["text", "messages"])
+def test_the_custom_reward(prompt: str | list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = block("python", "# my_reward.py")
+    assert len(source.splitlines()) <= 10
+    (tmp_path / "my_reward.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    override = re.search(r"rewards\.reward_funcs='([^']+)'", README)
+    assert override
+    config = load_config(ROOT / "configs/digits.yaml", [f"rewards.reward_funcs={override[1]}"])
+
+    texts = ["<answer>7</answer>", "It is a <answer>1</answer>.", "x" * 40]
+    with RewardSuite(RewardsConfig(reward_funcs=config.rewards.reward_funcs)) as suite:
+        table = suite.score([group(prompt, texts)], TrainerState(0, 1, 0.0))
+    assert table.fault_messages == []
+    assert table.names == ["exact_match", "short_answer"]
+    assert table.scores_PGF.tolist() == [[[1.0, 1.0], [0.0, 0.5], [0.0, 0.0]]]
+    assert table.metrics == {"characters": [pytest.approx((18 + 27 + 40) / 3)]}
+
+
+def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = re.search(r'`(\{"image": .*?\})`', README)
+    assert row
+    (tmp_path / "my_run.yaml").write_text(block("yaml", "# my_run.yaml"))
+    (tmp_path / "data/images").mkdir(parents=True)
+    (tmp_path / "data/train.jsonl").write_text(row[1] + "\n")
+    Image.new("RGB", (4, 3)).save(tmp_path / "data" / json.loads(row[1])["image"])
+    monkeypatch.chdir(tmp_path)
+
+    config = load_config("my_run.yaml")
+    check_trainable(config)
+    assert plan_batches(config, world_size=1).completions_per_step == 128
+    sample = load_rows(config.data, "train").sample(0)
+    assert sample.prompt == "How many cups are there? Put the number in <answer> tags."
+    assert [image.size for image in sample.images] == [(4, 3)]
+    with RewardSuite(config.rewards) as suite:
+        suite.check_columns(sample.columns)
+
+
+def test_it_names_every_family_module_and_link():
+    assert [family for family in FAMILIES if f"`{family}`" not in README] == []
+    modules = {path.name for path in (ROOT / "rl_vlm").glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.parent.name}/" for path in (ROOT / "rl_vlm").glob("*/__init__.py")}
+    assert [name for name in sorted(modules | folders) if name not in README] == []
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert missing == []

@@ -1,0 +1,42 @@
+"""What an installed copy holds."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rl_vlm", "rewards", "launch")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built offline by the build backend itself, from a copy, so that the checkout stays as it is."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build backend, setuptools >= 77, is not installed")
+    source = tmp_path_factory.mktemp("source")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    program = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, check=True)
+    return zipfile.ZipFile(next(source.glob("*.whl")))
+
+
+def test_the_wheel_holds_every_module_and_the_launch_files(wheel: zipfile.ZipFile):
+    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    data = (ROOT / "launch").rglob("*.yaml")
+    expected = {str(path.relative_to(ROOT)) for path in [*modules, *data]}
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_the_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile):
+    def read(ending: str) -> str:
+        return wheel.read(next(name for name in wheel.namelist() if name.endswith(ending))).decode()
+
+    assert "rl-vlm = launch.cli:main" in read(".dist-info/entry_points.txt")
+    assert "Apache License" in read(".dist-info/licenses/LICENSE")
+    assert "License-Expression: Apache-2.0" in read(".dist-info/METADATA")
