@@ -17,13 +17,13 @@ def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
     rewards.plot(*series(lines, "reward"), color="tab:blue")
     scores.set(title="score by reward function", xlabel="optimizer step")
     names = sorted({name for line in lines for name in line if is_score(name)})
-    for i, name in enumerate(names):
-        steps, values = series(lines, name)
-        held_out = name.startswith("eval_")
-        label = name.split("/")[1] + (" (held out)" if held_out else "")
-        scores.plot(
-            steps, values, "o-" if held_out else "-", label=label, color=f"C{i}", linewidth=2 if held_out else 1
-        )
+    functions = sorted({name.split("/")[1] for name in names})
+    for name in names:
+        held_out, function = name.startswith("eval_"), name.split("/")[1]
+        color = f"C{functions.index(function)}"
+        style = {"marker": "o", "linewidth": 2} if held_out else {"linewidth": 1, "alpha": 0.6}
+        label = f"{function} (held out)" if held_out else f"{function} (training)"
+        scores.plot(*series(lines, name), color=color, label=label, **style)
     if names:
         scores.legend()
     for axes in (rewards, scores):
