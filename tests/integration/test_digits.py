@@ -28,21 +28,21 @@ def test_the_quickstart_learns_to_read_digits(quickstart):
     summary = json.loads((quickstart / "summary.json").read_text())
     assert summary["eval_before"][ACCURACY] <= 0.15
     assert summary["eval_after"][ACCURACY] >= 0.90
-    assert summary["optimizer_steps"] == 80
+    assert summary["optimizer_steps"] == 112
 
 
 def test_no_held_out_image_is_trained_on(quickstart):
     held_out = {row["id"] for row in held_out_rows()}
     files = sorted((quickstart / "completions").glob("*.parquet"))
     trained = {sample_id for file in files for sample_id in pyarrow.parquet.read_table(file)["sample_id"].to_pylist()}
-    assert len(files) == 20 and len(trained) > 1000
+    assert len(files) == 28 and len(trained) > 1000
     assert not trained & held_out
 
 
 def test_prefixes_were_shared(quickstart):
     lines = [json.loads(line) for line in (quickstart / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
-    assert [line["step"] for line in steps] == list(range(1, 81))
+    assert [line["step"] for line in steps] == list(range(1, 113))
     assert all(line["compute/shared_forwards"] > 0 and "compute/dense_forwards" not in line for line in steps)
     assert sum(line["compute/dense_tokens"] for line in steps) > 3 * sum(
         line["compute/computed_tokens"] for line in steps
