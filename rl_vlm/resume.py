@@ -69,8 +69,8 @@ def write_files(trainer: Trainer, ranks: list[dict[str, Any]], directory: Path) 
     }
     (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
     torch.save(trainer.engine.state_dict(), directory / "optimizer.pt")
-    for rank, state in enumerate(ranks):
-        torch.save(state, directory / f"rank_{rank}.pt")
+    for rank, own_state in enumerate(ranks):
+        torch.save(own_state, directory / f"rank_{rank}.pt")
 
 
 def restore_run(trainer: Trainer, path: Path) -> None:

@@ -272,5 +272,5 @@ def test_the_example_of_the_documentation(suite):
     example = page.split("```python\n# my_reward.py\n")[1].split("```")[0]
     rewards = suite(example, "format_tags", "mine.py:short_answer")
     table = rewards.score([group(["<answer>7</answer>", "<answer>thirty characters</answer>", "x" * 50])], STATE)
-    assert rounded(table) == [[[1.0, 1.0], [1.0, 0.3], [0.0, 0.0]]]
+    assert rounded(table) == [[[1.0, 1.0], [1.0, 0.1111], [0.0, 0.0]]]
     assert table.metrics == {"characters": [34.0]}
