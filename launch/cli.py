@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rl_vlm.config.batch_algebra import plan_batches
 from rl_vlm.config.describe import describe, settings_help
-from rl_vlm.config.load import check_trainable, load_config
+from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, RLVLMError
 
@@ -27,6 +27,7 @@ def train_command(config: RunConfig, dry_run: bool) -> None:
 
 def eval_command(config: RunConfig, dry_run: bool) -> None:
     """Sample from a model and score the completions, without training."""
+    check_evaluable(config)
     if dry_run:
         return _print(describe(config))
     from rl_vlm.evaluation import evaluate_run

@@ -53,7 +53,7 @@ class Call:
                 self.returned = asyncio.run_coroutine_threadsafe(_wait(returned), background_loop())
             else:
                 self.returned.set_result(returned)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.returned.set_exception(error)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
@@ -70,7 +70,7 @@ class Call:
         """Waits for the function, and reads what it returned."""
         try:
             answer = read_returned(self.returned.result(), self.count)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             answer = failed(Fault("exception", f"raised {describe(error)}"), self.count)
         answer.extras, answer.metrics = self.extras, self.metrics
         return answer
@@ -83,7 +83,10 @@ def describe(error: BaseException) -> str:
 
 
 async def _wait(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except SystemExit as error:  # would end the event loop, and with it every other call
+        raise RuntimeError(f"sys.exit({error})").with_traceback(error.__traceback__) from None
 
 
 @functools.cache

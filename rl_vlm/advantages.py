@@ -19,8 +19,6 @@ class Advantages:
 
     advantages_PG: Float[Tensor, "prompts group"]
     """0 for invalid completions and in groups without variance."""
-    std_P: Float[Tensor, " prompts"]
-    """Standard deviation of each group's valid rewards."""
     has_variance_P: Bool[Tensor, " prompts"]
     """False where all valid rewards of the group are equal: nothing to learn from it."""
 
@@ -60,15 +58,14 @@ def compute_advantages(
     Raises ValueError where it is missing.
     """
     rewards = rewards_PG.masked_fill(~valid_PG, torch.nan)
-    std_P = reward_std(rewards)
     has_variance_P = rewards.nan_to_num(-torch.inf).amax(dim=1) > rewards.nan_to_num(torch.inf).amin(dim=1)
 
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":
-        advantages = advantages / (std_P[:, None] + STD_EPSILON)
+        advantages = advantages / (reward_std(rewards)[:, None] + STD_EPSILON)
     elif scale_rewards == "batch":
         if batch_std is None:
             raise ValueError("scale_rewards 'batch' needs batch_std, the standard deviation over the generation batch")
         advantages = advantages / (batch_std + STD_EPSILON)
     learns_PG = valid_PG & has_variance_P[:, None]
-    return Advantages(advantages.masked_fill(~learns_PG, 0.0), std_P, has_variance_P)
+    return Advantages(advantages.masked_fill(~learns_PG, 0.0), has_variance_P)

@@ -43,7 +43,7 @@ class Collector:
         """The next window of this rank. An error leaves the sampler where it was."""
         cursor = self.sampler.state_dict()
         try:
-            draws = [draw for _ in range(self.plan.steps_per_window) for draw in self.sampler.next_window()]
+            draws = [draw for _ in range(self.plan.steps_per_window) for draw in self.sampler.next_step()]
             groups, table = self.engine.together(lambda: self.sample(draws, state, metrics))
         except BaseException:
             self.sampler.load_state_dict(cursor)

@@ -21,6 +21,7 @@ from rl_vlm.types import Sample
 
 Message = dict[str, Any]
 
+REFUSED_COLUMNS = ("video", "videos", "tools")
 ROLES = ("system", "user", "assistant")
 SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
@@ -75,8 +76,15 @@ def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
 def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
     """A row's prompt, text or messages, and the columns that go to reward functions.
 
-    VLM-R1's rows hold `conversations`; the answer that ends them is column `solution`.
+    VLM-R1's rows hold `conversations`; the answer that ends them is column `solution`. Raises DataError for a row
+    without a prompt, or with something in a column of `REFUSED_COLUMNS`.
     """
+    refused = [name for name in REFUSED_COLUMNS if row.get(name) is not None]
+    if refused:
+        raise DataError(
+            f"{where}: column {', '.join(refused)} is filled; video and tool calls are not in this project, and the "
+            "model would not be given them. Drop the column, or empty it."
+        )
     columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
     if template is not None:
         return fill_template(template, row, where), columns

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config.schema import LogConfig, TrainConfig
-from rl_vlm.errors import LaunchError, RLVLMError
+from rl_vlm.errors import ConfigError, LaunchError, RLVLMError
 from rl_vlm.policy import Policy
 
 T = TypeVar("T")
@@ -24,13 +24,19 @@ class Engine:
     def __init__(self, output_dir: str, log: LogConfig) -> None:
         """Raises LaunchError when the processes that were launched are not those that accelerate sees."""
         from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate.tracking import get_available_trackers
+
+        trackers: list[Any] = [*log.report_to]
+        installed = [str(tracker) for tracker in get_available_trackers()]
+        if not set(trackers) <= set(installed):
+            raise ConfigError(f"log.report_to: {trackers} are asked for, and the packages of {installed} are installed")
 
         # A micro-batch of text alone leaves the vision tower without gradients.
         ddp = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
         self.accelerator: Any = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision="no",
-            log_with=[*log.report_to],
+            log_with=trackers or None,
             project_dir=output_dir,
             kwargs_handlers=[ddp],
         )

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data import load_rows
 from rl_vlm.engine import Engine
-from rl_vlm.errors import ConfigError
 from rl_vlm.generation import RolloutEngine
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.loading import initial_checkpoint, load_policy
@@ -66,7 +66,7 @@ class Evaluator:
         mine = range(self.engine.rank, len(self.rows), self.engine.world_size)
         prompts_at_once = max(1, self.config.rollout.max_num_seqs // self.sampling.num_generations)
         chunks = [mine[i : i + prompts_at_once] for i in range(0, len(mine), prompts_at_once)]
-        bar = tqdm(chunks, disable=not show_progress)
+        bar = tqdm(chunks, disable=None if show_progress else True)
         local = self.engine.together(lambda: [row for chunk in bar for row in self.evaluate_rows(chunk, state)])
         rows = sorted(self.engine.gather(local), key=lambda row: (row["row"], row["completion_index"]))
         return Evaluation(summarise(rows, self.rewards.names, self.sampling.num_generations), rows)
@@ -146,8 +146,7 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def evaluate_run(config: RunConfig) -> dict[str, float]:
     """`rl-vlm eval`: evaluate `model_name_or_path`, write `output_dir/evaluation/`, and return the metrics."""
-    if not config.rewards.reward_funcs:
-        raise ConfigError("rewards.reward_funcs is empty: evaluation needs a reward function")
+    check_evaluable(config)
     engine = Engine(config.train.output_dir, config.log)
     initial = initial_checkpoint(config, engine)
     processor = load_processor(initial, config.model, config.data)

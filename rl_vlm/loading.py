@@ -133,6 +133,11 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
     stored = load_file(Path(source) / "adapter_model.safetensors").keys()
     expected = get_peft_model_state_dict(peft_model).keys()
     check_keys(source, expected - stored, stored - expected)
+    dropout = peft_model.peft_config["default"].lora_dropout
+    if dropout > 0:
+        raise ModelError(
+            f"the adapter {source} was made with lora_dropout {dropout}; dropout is not supported, set it to 0"
+        )
     return peft_model
 
 
@@ -197,12 +202,16 @@ def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Pat
     """The reference, or None when `beta` is 0. A moving one goes on from where the checkpoint left it."""
     if config.algorithm.beta == 0:
         return None
+    if config.algorithm.sync_ref_model and is_adapter(initial):
+        raise ConfigError(
+            f"algorithm.sync_ref_model: the reference of an adapter ({initial}) cannot move; set it to false"
+        )
     if is_adapter(initial):
         policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
     if config.model.use_peft or is_adapter(initial):
         return Reference(policy, frozen=None)
     weights = resumed / "reference" if resumed and config.algorithm.sync_ref_model else None
-    return Reference(policy, load_policy(config, initial, weights).requires_grad_(False).eval())
+    return Reference(policy, load_policy(config, initial, weights).requires_grad_(False).eval().to(policy.device))
 
 
 def initial_checkpoint(config: RunConfig, engine: Engine) -> str:
@@ -211,16 +220,21 @@ def initial_checkpoint(config: RunConfig, engine: Engine) -> str:
     if not re.fullmatch(r"[\w.]+:\w+", name):
         return name
     directory = Path(config.train.output_dir) / "initial_model"
-
-    def make() -> None:
-        if engine.is_main and not directory.exists():
-            unfinished = directory.with_name("unfinished-initial_model")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            find_function(name, ModelError)(unfinished, config.train.seed)
-            unfinished.rename(directory)
-
-    engine.together(make)
+    engine.together(lambda: make_initial_model(name, config.train.seed, directory) if engine.is_main else None)
     return str(directory)
+
+
+def make_initial_model(name: str, seed: int, directory: Path) -> None:
+    """Call the function `name`, unless the directory holds what it made from the same seed."""
+    origin, maker = directory / "made_by.json", {"function": name, "seed": seed}
+    if origin.is_file() and json.loads(origin.read_text()) == maker:
+        return
+    unfinished = directory.with_name("unfinished-initial_model")
+    for leftover in (unfinished, directory):
+        shutil.rmtree(leftover, ignore_errors=True)
+    find_function(name, ModelError)(unfinished, seed)
+    (unfinished / origin.name).write_text(json.dumps(maker))
+    unfinished.rename(directory)
 
 
 def save_policy(policy: Policy, processor: ProcessorMixin, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The figures of an optimizer step: sums that add over micro-batches and ranks, times per stage, one line on disk."""
+"""The figures of an optimizer step over micro-batches and ranks, times per stage, one line on disk."""
 
 from __future__ import annotations
 
@@ -13,26 +13,39 @@ from typing import Any
 
 import torch
 
+from rl_vlm.advantages import reward_std
 from rl_vlm.types import ScoredGroup
 
 Gather = Callable[[list[Any]], list[Any]]
 
+STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": torch.mean,
+    "std": reward_std,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
 
 class StepMetrics:
-    """Means in two parts (total, count), plain sums, and seconds per stage, of one rank."""
+    """Means in two parts (total, count), plain sums, values per completion, and seconds per stage, of one rank."""
 
     def __init__(self) -> None:
         self.means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.sums: dict[str, float] = defaultdict(float)
+        self.values: dict[tuple[str, str], list[float]] = defaultdict(list)
         self.seconds: dict[str, float] = defaultdict(float)
 
     def add_mean(self, name: str, total: int | float, count: int | float) -> None:
         self.means[name][0] += total
         self.means[name][1] += count
 
-    def add_values(self, name: str, values: torch.Tensor) -> None:
-        """Add values to a mean; NaN does not count."""
-        self.add_mean(name, values.nansum().item(), (~values.isnan()).sum().item())
+    def add_values(self, values: torch.Tensor, **names: str) -> None:
+        """Add values, such as one per completion, to the metrics named by statistic; NaN does not count.
+
+        `add_values(lengths, mean="mean_length", max="max_length")`: any of `STATISTICS`, over all ranks.
+        """
+        for statistic, name in names.items():
+            self.values[statistic, name] += values[~values.isnan()].tolist()
 
     def add_sums(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add the means in two parts that a loss returns."""
@@ -52,43 +65,63 @@ class StepMetrics:
             self.seconds[name] += time.perf_counter() - start
 
     def reduce(self, gather: Gather) -> dict[str, float]:
-        """The metrics over all ranks; times are the slowest rank's. A mean over nothing is left out."""
-        ranks = gather([(dict(self.means), dict(self.sums), dict(self.seconds))])
+        """The metrics over all ranks; times are the slowest rank's. A statistic of nothing is left out."""
+        ranks = gather([(dict(self.means), dict(self.sums), dict(self.values), dict(self.seconds))])
         means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         sums: dict[str, float] = defaultdict(float)
+        values: dict[tuple[str, str], list[float]] = defaultdict(list)
         seconds: dict[str, float] = defaultdict(float)
-        for rank_means, rank_sums, rank_seconds in ranks:
+        for rank_means, rank_sums, rank_values, rank_seconds in ranks:
             for name, (total, count) in rank_means.items():
                 means[name][0] += total
                 means[name][1] += count
             for name, value in rank_sums.items():
                 sums[name] += value
+            for key, some in rank_values.items():
+                values[key] += some
             for name, value in rank_seconds.items():
                 seconds[name] = max(seconds[name], value)
         return (
             {name: total / count for name, (total, count) in means.items() if count}
             | dict(sums)
+            | {
+                name: STATISTICS[statistic](torch.tensor(all_values, dtype=torch.float64)).item()
+                for (statistic, name), all_values in values.items()
+                if all_values
+            }
             | {f"time/{name}": value for name, value in seconds.items()}
         )
 
 
 def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], names: Sequence[str]) -> None:
-    """Rewards, their spread and the completions' lengths, under TRL's names."""
+    """Rewards, their spread and the completions' lengths, under TRL's names.
+
+    As in TRL, `reward_std` is the deviation of all rewards of the step, not that within groups. Two differences:
+    `step_tokens` has a name of its own, since TRL's `num_tokens` adds up over the run, and where no completion ended,
+    the terminated lengths are left out, which TRL logs as 0.
+    """
     for scored in groups:
-        completions = scored.group.completions
-        valid = scored.valid_G
-        metrics.add_values("reward", scored.rewards_G)
-        if valid.sum() > 1:
-            metrics.add_mean("reward_std", scored.rewards_G[valid].std().item(), 1)
+        metrics.add_values(scored.rewards_G, mean="reward", std="reward_std")
         metrics.add_mean("frac_reward_zero_std", float(not scored.has_variance), 1)
-        for i, name in enumerate(names):
-            metrics.add_values(f"rewards/{name}/mean", scored.scores_GF[:, i])
-        lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float32)
+        for scores, name in zip(scored.scores_GF.unbind(dim=1), names, strict=True):
+            metrics.add_values(scores, mean=f"rewards/{name}/mean", std=f"rewards/{name}/std")
+        completions = scored.group.completions
+        lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
         clipped = torch.tensor([c.finish_reason == "length" for c in completions])
-        metrics.add_values("completions/mean_length", lengths)
-        metrics.add_values("completions/mean_terminated_length", lengths[~clipped])
-        metrics.add_values("completions/clipped_ratio", clipped.float())
-        metrics.add_sum("num_tokens", lengths.sum().item() + len(scored.group.prompt.token_ids))
+        for kind, some in (("length", lengths), ("terminated_length", lengths[~clipped])):
+            metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})
+        metrics.add_values(clipped.float(), mean="completions/clipped_ratio")
+        metrics.add_sum("step_tokens", lengths.sum().item() + len(scored.group.prompt.token_ids))
+
+
+def is_score(metric: str) -> bool:
+    """Whether a metric is the mean score of a reward function, in training or on held-out rows."""
+    return metric.startswith(("rewards/", "eval_rewards/")) and metric.endswith("/mean")
+
+
+def function_name(score: str) -> str:
+    """`eval_rewards/exact_match/mean` -> `exact_match`."""
+    return score.split("/")[1]
 
 
 class MetricsLog:

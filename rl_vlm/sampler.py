@@ -18,46 +18,46 @@ class Draw(NamedTuple):
 
 
 class PromptSampler:
-    """Windows of `prompts_per_window` draws over all ranks, cut from one endless stream.
+    """The `prompts_per_step` draws of each optimizer step over all ranks, cut from one endless stream.
 
-    The stream is the epochs' permutations one after the other. A window may span epochs, so no row is dropped.
-    Rank r takes the r-th contiguous share of each window: the window itself does not depend on the number of ranks.
+    The stream is the epochs' permutations one after the other. A step may span epochs, so no row is dropped.
+    Rank r takes the r-th contiguous share of each step: what a step draws does not depend on the number of ranks.
 
-    Example, 5 rows unshuffled, windows of 4 over 2 ranks:
+    Example, 5 rows unshuffled, 4 prompts per step over 2 ranks:
 
         stream   0 1 2 3 4 | 0 1 2 3 4 | …
-        window 0 rank 0: rows 0 1      rank 1: rows 2 3
-        window 1 rank 0: rows 4 0      rank 1: rows 1 2
+        step 0   rank 0: rows 0 1      rank 1: rows 2 3
+        step 1   rank 0: rows 4 0      rank 1: rows 1 2
     """
 
     def __init__(
         self,
         num_rows: int,
-        prompts_per_window: int,
+        prompts_per_step: int,
         seed: int,
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if prompts_per_window % world_size:
-            raise ValueError(f"prompts_per_window = {prompts_per_window} is not a multiple of {world_size} ranks")
+        if prompts_per_step % world_size:
+            raise ValueError(f"prompts_per_step = {prompts_per_step} is not a multiple of {world_size} ranks")
         self.num_rows = num_rows
-        self.prompts_per_window = prompts_per_window
+        self.prompts_per_step = prompts_per_step
         self.seed = seed
         self.shuffle = shuffle
         self.rank = rank
-        self.share = prompts_per_window // world_size
+        self.share = prompts_per_step // world_size
         self.cursor = 0
 
-    def next_window(self) -> list[Draw]:
-        """This rank's draws of the next window, `prompts_per_window / world_size` of them."""
+    def next_step(self) -> list[Draw]:
+        """This rank's draws of the next optimizer step, `prompts_per_step / world_size` of them."""
         start = self.cursor + self.rank * self.share
-        self.cursor += self.prompts_per_window
+        self.cursor += self.prompts_per_step
         return [self._draw(position) for position in range(start, start + self.share)]
 
     @property
     def epoch(self) -> float:
-        """Passes over the data that all windows so far amount to."""
+        """Passes over the data that all steps so far amount to."""
         return self.cursor / self.num_rows
 
     def _draw(self, position: int) -> Draw:
@@ -78,7 +78,7 @@ class PromptSampler:
         self.cursor = state["cursor"]
 
 
-@lru_cache(maxsize=2)  # a window spans two epochs at its seam
+@lru_cache(maxsize=2)  # a step spans two epochs at their seam
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
     """The permutation of `num_rows` rows that an epoch follows."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()

@@ -73,7 +73,7 @@ class Trainer:
         self.plan = plan_batches(config, self.engine.world_size)
         self.directory = RunDirectory(Path(train.output_dir))
         resumed = checkpoint.find(train.resume_from_checkpoint, self.directory.path)
-        self.engine.together(lambda: self.directory.prepare(config, resumed) if self.engine.is_main else None)
+        self.directory.refuse_another_run(config, resumed)
         checkpoint.seed_random_generators(train.seed)
 
         rows = load_rows(config.data, "train")
@@ -81,10 +81,10 @@ class Trainer:
         self.rewards.check_columns(rows.sample(0).columns)
         initial = initial_checkpoint(config, self.engine)
         self.processor = load_processor(initial, config.model, config.data)
-        self.policy = load_policy(config, initial, resumed)
+        self.policy = load_policy(config, initial, resumed).to(self.engine.device)
         self.reference = load_reference(config, initial, self.policy, resumed)
         builder = PromptBuilder(self.processor, config.data)
-        row_indices = self.usable_rows(rows, builder)
+        row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
         self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
         self.engine.prepare(self.policy.train(), train, self.total_steps)
         self.generator = HFEngine.for_policy(self.policy, self.processor.tokenizer, config.rollout.max_num_seqs)
@@ -116,6 +116,14 @@ class Trainer:
         self.window: Window | None = None
         if resumed:
             restore_run(self, resumed)
+        self.engine.together(lambda: self.prepare_directory(resumed, dropped))
+
+    def prepare_directory(self, resumed: Path | None, dropped: Sequence[dict[str, Any]]) -> None:
+        """Last of the preparations, since it may delete an earlier run."""
+        fresh_window = self.window is not None and self.window.updates_done == 0
+        next_window = self.progress.global_step + fresh_window
+        if self.engine.is_main:
+            self.directory.prepare(self.config, checkpoint.step_of(resumed) if resumed else None, next_window, dropped)
 
     def step(self) -> StepMetrics:
         """One optimizer step: the algorithm."""
@@ -273,8 +281,8 @@ class Trainer:
         log = self.config.log
         self.engine.start_trackers(log.run_name or self.directory.path.name, self.config.model_dump())
         train = self.config.train
-        hidden = log.disable_tqdm or not self.engine.is_main
-        with ProgressBar(self.progress.global_step, self.total_steps, hidden) as bar:
+        step, silent = self.progress.global_step, not self.engine.is_main
+        with ProgressBar(step, self.total_steps, plain=log.disable_tqdm, silent=silent) as bar:
             if self.evaluator and train.eval_on_start and self.progress.eval_latest is None:
                 self.progress.eval_before = self.evaluate()
                 self.record({"step": 0, **prefixed(self.progress.eval_before)})
@@ -330,7 +338,7 @@ class Trainer:
 
     def record(self, line: dict[str, Any]) -> None:
         if self.engine.is_main:
-            self.directory.metrics.append(line)
+            self.directory.append_metrics(line)
         if is_due(line["step"], self.config.log.logging_steps):
             self.engine.report({k: v for k, v in line.items() if k != "step"}, line["step"])
 
@@ -353,16 +361,6 @@ class Trainer:
             draw_curve(self.directory.metrics.read(), self.directory.path / "reward.png")
         return summary
 
-    def usable_rows(self, rows: Rows, builder: PromptBuilder) -> list[int]:
-        """Indices of the rows whose prompts are within the limit; the others are listed."""
-        limit = self.config.data.max_prompt_length
-        if limit is None:
-            return list(range(len(rows)))
-        kept_rows, dropped = drop_long_prompts(rows, builder, limit)
-        if self.engine.is_main:
-            self.directory.write_dropped(dropped)
-        return kept_rows
-
     def usable_sharing(self) -> Literal["auto", "shared", "dense"]:
         """`prefix_sharing`, or `dense` with the reason logged where this model cannot share."""
         reason = why_not_shared(self.policy.transformer)
@@ -382,3 +380,8 @@ def is_due(step: int, interval: int) -> bool:
 
 def prefixed(metrics: dict[str, float]) -> dict[str, float]:
     return {f"eval_{name}": value for name, value in metrics.items()}
+
+
+def usable_rows(rows: Rows, builder: PromptBuilder, limit: int | None) -> tuple[list[int], list[dict[str, Any]]]:
+    """Indices of the rows whose prompts are within the limit, and the rows that are dropped."""
+    return (list(range(len(rows))), []) if limit is None else drop_long_prompts(rows, builder, limit)

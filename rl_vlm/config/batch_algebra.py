@@ -49,10 +49,6 @@ class BatchPlan:
     def prompts_per_rank_step(self) -> int:
         return self.prompts_per_step // self.world_size
 
-    @property
-    def prompts_per_rank_window(self) -> int:
-        return self.prompts_per_window // self.world_size
-
 
 def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     """The batches of `config` on `world_size` processes.
@@ -106,13 +102,14 @@ def _from_device_batch(train: TrainConfig, group: int) -> tuple[int, int]:
     accumulation = train.gradient_accumulation_steps or 1
     completions = per_device * accumulation
     if completions % group:
+        groups = _divisors(group, completions, smallest=2)
         raise ConfigError(
             f"`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} = "
             f"{completions} completions per process and step are not whole groups of `num_generations` {group}; "
             f"nearest valid: "
             f"`per_device_train_batch_size` {_multiples(per_device, group // math.gcd(group, accumulation))}, "
-            f"or `gradient_accumulation_steps` {_multiples(accumulation, group // math.gcd(group, per_device))}, "
-            f"or `num_generations` {_divisors(group, completions, smallest=2)}; or give `prompts_per_step` alone"
+            f"or `gradient_accumulation_steps` {_multiples(accumulation, group // math.gcd(group, per_device))}"
+            f"{f', or `num_generations` {groups}' if groups else ''}; or give `prompts_per_step` alone"
         )
     return completions // group, accumulation
 

@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_vlm.config import trl_fields, yaml_text
-from rl_vlm.config.schema import SECTIONS, SETTINGS, RunConfig
+from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec, RunConfig
 from rl_vlm.errors import ConfigError
 
 FULL_NAMES = {setting.split(".")[1]: setting for setting in SETTINGS}
+KNOWN_KEYS = FULL_NAMES | {section: section for section in SECTIONS}
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -53,6 +54,17 @@ def check_trainable(config: RunConfig) -> None:
         missing.append("`rewards.reward_funcs` is empty: training needs at least one reward function")
     if config.rollout.num_generations < 2:
         missing.append("`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt")
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
+def check_evaluable(config: RunConfig) -> None:
+    """Raises ConfigError if `config` lacks what an evaluation needs."""
+    missing = []
+    if config.data.eval_dataset_name is None:
+        missing.append("`data.eval_dataset_name`, the held-out data, is not set")
+    if not config.rewards.reward_funcs:
+        missing.append("`rewards.reward_funcs` is empty: evaluation needs at least one reward function")
     if missing:
         raise ConfigError("\n".join(missing))
 
@@ -107,7 +119,7 @@ def _resolve(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"`{key}` is {value!r}: {refusal}")
             continue
         if found is None:
-            problems.append(_unknown(key))
+            problems.append(_unknown(key, KNOWN_KEYS))
             continue
         for setting, setting_value in found.items():
             if setting in settings and settings[setting] != setting_value:
@@ -139,31 +151,39 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return nested
 
 
-def _unknown(key: str) -> str:
-    closest = difflib.get_close_matches(key.rpartition(".")[2], [*FULL_NAMES, *SECTIONS], n=1)
-    hint = f"the closest is `{FULL_NAMES.get(closest[0], closest[0])}`" if closest else "see `rl-vlm train --help`"
+def _unknown(key: str, known: Mapping[str, str]) -> str:
+    """`known` holds the full name of each last part that a key may have."""
+    closest = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
+    hint = f"the closest is `{known[closest[0]]}`" if closest else "see `rl-vlm train --help`"
     return f"unknown setting `{key}`; {hint}"
 
 
 def _validation_problems(error: ValidationError, sources: Mapping[str, str], path: str) -> list[str]:
-    """One line per setting: pydantic reports each branch of a union on its own."""
-    by_setting: dict[str, list[ErrorDetails]] = {}
+    """One line per place: pydantic reports each branch of a union on its own."""
+    by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        by_setting.setdefault(".".join(map(str, detail["loc"][:2])), []).append(detail)
+        if detail["loc"][-1:] != ("str",) or not isinstance(detail["input"], dict):  # a mapping is no attempt at a name
+            by_place.setdefault(_place(detail["loc"]), []).append(detail)
     problems = []
-    for setting, details in by_setting.items():
-        first = details[0]
-        if not setting:
-            problems += [f"{path}: {line}" for line in _reason(first).splitlines()]
-        elif first["type"] == "missing" and len(first["loc"]) == 2:
-            problems.append(f"{path}: `{setting}` is not set; see `rl-vlm train --help`")
+    for place, details in by_place.items():
+        first, key = details[0], ".".join(map(str, place))
+        source = sources.get(".".join(map(str, place[:2])), path)
+        if not place:
+            problems += [f"{source}: {line}" for line in _reason(first).splitlines()]
+        elif first["type"] == "missing":
+            problems.append(f"{source}: `{key}` is not set; see `rl-vlm train --help`")
+        elif first["type"] == "extra_forbidden":
+            problems.append(f"{source}: {_unknown(key, {name: name for name in RewardSpec.model_fields})}")
         else:
             reasons = " or ".join(dict.fromkeys(map(_reason, details)))
-            problems.append(f"{sources[setting]}: `{setting}` is {first['input']!r}: {reasons}")
+            problems.append(f"{source}: `{key}` is {first['input']!r}: {reasons}")
     return problems
 
 
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Section, leaf, and the entry of a list with its key, without the name of a union's branch in between."""
+    return (*loc[:2], *(part for part in loc[2:3] if isinstance(part, int)), *loc[4:])
+
+
 def _reason(detail: ErrorDetails) -> str:
-    if detail["type"] == "extra_forbidden":
-        return f"`{detail['loc'][-1]}` is unknown"
     return detail["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")

@@ -41,10 +41,10 @@ class ModelConfig(Section):
     """Rank of the LoRA matrices."""
     lora_alpha: int = Field(default=32, ge=1)
     """LoRA scale: the update is multiplied by `lora_alpha / lora_r`."""
-    lora_target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get an adapter."""
-    lora_exclude_modules: list[str] | None = None
-    """Names or a pattern of modules that get none. Default: the vision tower and its projector."""
+    lora_target_modules: list[str] | str = "all-linear"
+    """Modules that get an adapter: a list of names, `all-linear`, or a regular expression for whole module paths."""
+    lora_exclude_modules: list[str] | str | None = None
+    """Modules that get none: a list of names or a regular expression. Default: the vision tower and its projector."""
     init_lora_weights: bool | Literal["gaussian", "pissa", "olora", "orthogonal"] = True
     """PEFT's initialisation of the adapter; `true` starts at the base model exactly."""
     use_rslora: bool = False
@@ -162,7 +162,7 @@ class TrainConfig(Section):
     output_dir: str = "runs/default"
     """Run directory; see the README for what is written there."""
     overwrite_output_dir: bool = False
-    """Start anew in a directory that holds an earlier run, deleting that run."""
+    """Start anew in a directory that holds an earlier run, deleting it, unless `resume_from_checkpoint` goes on."""
     resume_from_checkpoint: str | None = None
     """Checkpoint directory to go on from, or `auto` for the newest complete one in `output_dir` (none: start anew)."""
     seed: int = 42
@@ -194,7 +194,8 @@ class TrainConfig(Section):
     ] = "linear"
     """Schedule of the learning rate, by its name in transformers."""
     lr_scheduler_kwargs: dict[str, Any] = {}
-    """Arguments of the schedule, such as `min_lr_rate`."""
+    """Arguments of the schedule: `cosine_with_min_lr` needs `min_lr` or `min_lr_rate`, `warmup_stable_decay` needs
+    `num_decay_steps`."""
     warmup_steps: float = Field(default=0.0, ge=0)
     """Steps of linear warm-up; below 1, a share of all steps."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -221,6 +222,22 @@ class TrainConfig(Section):
     """Evaluation metric that decides, such as `rewards/exact_match/mean`."""
     greater_is_better: bool = True
     """Whether a larger value of that metric is better."""
+
+
+SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "warmup_stable_decay": (
+        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
+    ),
+}  # fmt: skip
+"""What `transformers.get_scheduler` passes on to each schedule."""
 
 
 class MemoryConfig(Section):
@@ -259,7 +276,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunConfig":
-        if conflicts := [*_reward_conflicts(self), *_algorithm_conflicts(self), *_train_conflicts(self)]:
+        checks = (_reward_conflicts, _algorithm_conflicts, _schedule_conflicts, _train_conflicts)
+        if conflicts := [conflict for check in checks for conflict in check(self)]:
             raise ValueError("\n".join(conflicts))
         return self
 
@@ -294,14 +312,31 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
         yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
+    model = config.model
+    if algorithm.beta > 0 and model.use_peft and model.init_lora_weights in ("pissa", "olora"):
+        yield (
+            f"`init_lora_weights` {model.init_lora_weights} changes the base weights, so that the model without its "
+            f"adapter is no reference for `beta` {algorithm.beta:g}; "
+            "use true, false, gaussian or orthogonal, or set `beta` to 0"
+        )
+
+
+def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
+    schedule, given = config.train.lr_scheduler_type, config.train.lr_scheduler_kwargs.keys()
+    known = SCHEDULE_KWARGS[schedule]
+    if unknown := given - set(known):
+        found, valid = ", ".join(sorted(unknown)), ", ".join(known) or "none"
+        yield f"`lr_scheduler_kwargs` has {found}; those of `lr_scheduler_type` {schedule} are: {valid}"
+    if schedule == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
+        yield "`lr_scheduler_type` cosine_with_min_lr needs one of `min_lr` and `min_lr_rate` in `lr_scheduler_kwargs`"
+    if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield "`lr_scheduler_type` warmup_stable_decay needs `num_decay_steps` in `lr_scheduler_kwargs`"
 
 
 def _train_conflicts(config: RunConfig) -> Iterator[str]:
     train, data = config.train, config.data
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
-    if train.resume_from_checkpoint is not None and train.overwrite_output_dir:
-        yield "`resume_from_checkpoint` goes on with a run that `overwrite_output_dir` would delete; keep one of them"
     if train.eval_steps and data.eval_dataset_name is None:
         yield f"`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"
     if train.load_best_model_at_end:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.metrics import function_name, is_score
+
 
 def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the lines of `metrics.jsonl` to a PNG."""
@@ -17,9 +19,9 @@ def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
     rewards.plot(*series(lines, "reward"), color="tab:blue")
     scores.set(title="score by reward function", xlabel="optimizer step")
     names = sorted({name for line in lines for name in line if is_score(name)})
-    functions = sorted({name.split("/")[1] for name in names})
+    functions = sorted(set(map(function_name, names)))
     for name in names:
-        held_out, function = name.startswith("eval_"), name.split("/")[1]
+        held_out, function = name.startswith("eval_"), function_name(name)
         color = f"C{functions.index(function)}"
         style = {"marker": "o", "linewidth": 2} if held_out else {"linewidth": 1, "alpha": 0.6}
         label = f"{function} (held out)" if held_out else f"{function} (training)"
@@ -29,10 +31,6 @@ def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
     for axes in (rewards, scores):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-
-
-def is_score(name: str) -> bool:
-    return name.startswith(("rewards/", "eval_rewards/")) and name.endswith("/mean")
 
 
 def series(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.metrics import function_name, is_score
+
 
 def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
     """What was learned and where to look."""
@@ -34,12 +36,3 @@ def evaluation_outcome(metrics: dict[str, float], output_dir: str) -> str:
         f"{metrics['num_samples']:.0f} samples: {', '.join(scores)}. "
         f"Every completion is in {Path(output_dir) / 'evaluation' / 'completions.parquet'}."
     )
-
-
-def is_score(metric: str) -> bool:
-    return metric.startswith("rewards/") and metric.endswith("/mean")
-
-
-def function_name(metric: str) -> str:
-    """`rewards/exact_match/mean` -> `exact_match`."""
-    return metric.split("/")[1]

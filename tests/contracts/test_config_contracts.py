@@ -6,7 +6,7 @@ import pytest
 
 from rl_vlm.config import trl_fields
 from rl_vlm.config.load import FULL_NAMES
-from rl_vlm.config.schema import SETTINGS, RewardSpec
+from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,16 +21,30 @@ def test_every_setting_has_a_docstring():
     assert [name for name, field in fields.items() if not field.description] == []
 
 
+def settings_read(code: ast.AST) -> set[str]:
+    """`Class.leaf` of what is read from something that is named after its section, or annotated with its class."""
+    holders = {(section, model.__name__) for section, model in SECTIONS.items()}
+    for node in ast.walk(code):
+        match node:
+            case (
+                ast.arg(arg=name, annotation=ast.Name(id=annotation))
+                | ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id=annotation))
+            ):
+                holders.add((name, annotation))
+    read = set()
+    for node in ast.walk(code):
+        match node:
+            case ast.Attribute(value=ast.Name(id=holder) | ast.Attribute(attr=holder), attr=leaf):
+                read |= {f"{model}.{leaf}" for name, model in holders if name == holder}
+    return read
+
+
 def test_every_setting_is_read():
     code = [path for folder in ("rl_vlm", "launch") for path in (ROOT / folder).rglob("*.py")]
-    read = {
-        node.attr
-        for path in code
-        if path.name != "schema.py"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
-    assert sorted({*FULL_NAMES, *RewardSpec.model_fields} - read) == []
+    readers = [path for path in code if path.name not in ("schema.py", "describe.py")]
+    read = set().union(*(settings_read(ast.parse(path.read_text())) for path in readers))
+    settings = {f"{model.__name__}.{leaf}" for model in (*SECTIONS.values(), RewardSpec) for leaf in model.model_fields}
+    assert sorted(settings - read) == []
 
 
 def test_settings_named_in_the_trl_table_exist():

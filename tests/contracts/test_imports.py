@@ -17,8 +17,8 @@ LAYERS = [
     "config functions images types",
     "families shared_prefix sources",
     "data prompts generation reward advantages batching losses policy",  # the stages of a batch
-    "checkpoint engine metrics progress report rollout_log sampler tiny",
-    "loading run_directory window",
+    "checkpoint engine metrics rollout_log sampler tiny",
+    "loading progress report run_directory window",
     "collector evaluation examples resume",
     "trainer",
 ]

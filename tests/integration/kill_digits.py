@@ -65,7 +65,7 @@ def main() -> int:
     print(f"a run of {options.max_steps} steps takes {duration:.0f} s\n")
 
     moments = random.Random(options.seed)
-    resume = [*overrides, "overwrite_output_dir=false", "resume_from_checkpoint=auto"]
+    resume = [*overrides, "resume_from_checkpoint=auto"]
     failed = 0
     print(f"{'kill':>4}  {'after s':>7}  {'resumed from':14}  differs in")
     for kill in range(options.kills):

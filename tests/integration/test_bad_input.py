@@ -232,6 +232,8 @@ def test_three_nonfinite_losses_in_a_row_stop_the_run_with_status_2(tiny_checkpo
     break_loss(monkeypatch, steps={6})
     with pytest.raises(TrainingError):  # the count went into the checkpoint
         train(config.model_copy(update={"train": config.train.model_copy(update={"resume_from_checkpoint": "auto"})}))
+    windows = sorted(path.name for path in (tmp_path / "run" / "completions").iterdir())
+    assert windows == [f"completions_{step:05d}.parquet" for step in range(6)]  # the last is pending in the checkpoint
 
 
 def no_space(*_: Any, **__: Any) -> None:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from rl_vlm import checkpoint
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import CheckpointError, ConfigError, ModelError
+from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RewardError
+from rl_vlm.loading import make_initial_model
 from rl_vlm.trainer import Trainer, train
 from tests.integration import tiny_run
 from tests.integration.tiny_run import completions, make_config, metric_lines, weights
@@ -208,3 +209,46 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny_checkpoi
         train(config_of("lora", tiny_checkpoint, tmp_path / name, seed=seed, max_steps=1))
     first, second, other = (metric_lines(tmp_path / name) for name in ("first", "second", "other"))
     assert first == second != other
+
+
+def test_an_earlier_run_survives_a_mistyped_setting(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, max_steps=2))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(RewardError):
+        train(make_config(tiny_checkpoint, tmp_path, overwrite_output_dir=True, reward_funcs=["exact_mach"]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_of_another_run_is_not_mixed_into_this_one(tiny_checkpoint, tmp_path):
+    for run in ("a", "b"):
+        train(make_config(tiny_checkpoint, tmp_path / run, max_steps=2))
+    lines = metric_lines(tmp_path / "b")
+    source = str(tmp_path / "a" / "checkpoint-2")
+    with pytest.raises(ConfigError, match="holds a run of its own"):
+        train(make_config(tiny_checkpoint, tmp_path / "b", max_steps=4, resume_from_checkpoint=source))
+    assert metric_lines(tmp_path / "b") == lines
+
+
+def test_overwriting_deletes_the_earlier_run(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, max_steps=3))
+    train(make_config(tiny_checkpoint, tmp_path, max_steps=1, overwrite_output_dir=True))
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1]
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-1"]
+    assert len(list((tmp_path / "completions").iterdir())) == 1
+
+
+def test_an_initial_model_is_made_again_for_another_seed(tmp_path):
+    made = []
+    for seed in (0, 0, 1):
+        make_initial_model(f"{__name__}:counted_checkpoint", seed, tmp_path / "initial_model")
+        made.append((tmp_path / "initial_model" / "seed.txt").read_text())
+    assert (made, CALLS) == (["0", "0", "1"], [0, 1])
+
+
+CALLS: list[int] = []
+
+
+def counted_checkpoint(directory: Path, seed: int) -> None:
+    CALLS.append(seed)
+    directory.mkdir()
+    (directory / "seed.txt").write_text(str(seed))

@@ -170,8 +170,9 @@ def test_metrics_have_trls_names(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, beta=0.1, max_steps=1))
     (line,) = metric_lines(tmp_path)
     assert line.keys() >= {
-        "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "reward", "reward_std", "frac_reward_zero_std",
-        "rewards/token_sum/mean", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio",
+        "loss", "grad_norm", "learning_rate", "epoch", "step_tokens", "reward", "reward_std", "frac_reward_zero_std",
+        "rewards/token_sum/mean", "rewards/token_sum/std", "kl", "entropy", "completions/mean_length",
+        "completions/min_length", "completions/max_length", "completions/clipped_ratio",
         "completions/mean_terminated_length", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from rl_vlm.errors import ConfigError, DataError
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: tiny\ndataset_name: d\nreward_funcs: choice\n")
+    path.write_text("model_name_or_path: tiny\ndataset_name: d\neval_dataset_name: e\nreward_funcs: choice\n")
     return str(path)
 
 
@@ -45,6 +45,11 @@ def test_training_needs_training_data_and_evaluation_does_not(config, capsys):
     assert cli.main(["train", config, "--dry-run", "dataset_name="]) == 2
     assert "`data.dataset_name`, the training data, is not set" in capsys.readouterr().err
     assert cli.main(["eval", config, "--dry-run", "dataset_name="]) == 0
+
+
+def test_evaluation_needs_held_out_data(config, capsys):
+    assert cli.main(["eval", config, "--dry-run", "eval_dataset_name="]) == 2
+    assert "`data.eval_dataset_name`, the held-out data, is not set" in capsys.readouterr().err
 
 
 def test_of_several_processes_the_first_alone_speaks(config, capsys, monkeypatch):

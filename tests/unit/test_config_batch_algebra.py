@@ -33,7 +33,7 @@ def test_prompts_per_step_alone_is_enough():
     )
     assert plan.completions_per_step == 32
     assert plan.prompts_per_window == 8
-    assert (plan.prompts_per_rank_step, plan.prompts_per_rank_window) == (2, 4)
+    assert plan.prompts_per_rank_step == 2
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,11 @@ def test_what_is_not_given_is_derived(train, world_size, prompts, accumulation, 
             {"per_device_train_batch_size": 10, "gradient_accumulation_steps": 2},
             1,
             "`per_device_train_batch_size` 8 or 12, or `gradient_accumulation_steps` 4, or `num_generations` 5 or 10",
+        ),
+        (
+            {"per_device_train_batch_size": 1},
+            1,
+            "`per_device_train_batch_size` 8, or `gradient_accumulation_steps` 8; or give `prompts_per_step` alone$",
         ),
         ({"prompts_per_step": 2, "per_device_train_batch_size": 6}, 1, "16 completions .*; nearest valid: 4 or 8$"),
         ({"prompts_per_step": 2, "gradient_accumulation_steps": 32}, 1, "16 completions .*; nearest valid: 16$"),

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.config.load import check_trainable, load_config
+from rl_vlm.config import yaml_text
+from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RewardSpec
 from rl_vlm.errors import ConfigError
 
@@ -43,8 +44,8 @@ def test_null_stands_for_the_default(write):
 
 
 def test_exponents_without_a_dot_are_numbers(write):
-    config = load_config(write("model_name_or_path: tiny\nlr_scheduler_kwargs: {min_lr_rate: 1e-1}\n"))
-    assert config.train.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+    config = load_config(write("model_name_or_path: tiny\nchat_template_kwargs: {share: 1e-1}\n"))
+    assert config.data.chat_template_kwargs == {"share": 0.1}
 
 
 def test_one_name_stands_for_a_list(write):
@@ -72,14 +73,19 @@ def test_reward_mappings(write):
         (
             "lora_target_modules: 3",
             "",
-            "run.yaml: `model.lora_target_modules` is 3: it should be a valid list or it should be 'all-linear'",
+            "run.yaml: `model.lora_target_modules` is 3: it should be a valid list or it should be a valid string",
         ),
         (
             "reward_funcs: [{function: f, wieght: 2}]",
             "",
-            "run.yaml: `rewards.reward_funcs` is {'function': 'f', 'wieght': 2}: "
-            "it should be a valid string or `wieght` is unknown",
+            "run.yaml: unknown setting `rewards.reward_funcs.0.wieght`; the closest is `weight`",
         ),
+        (
+            "reward_funcs: [f, {name: g}]",
+            "",
+            "run.yaml: `rewards.reward_funcs.1.function` is not set; see `rl-vlm train --help`",
+        ),
+        ("output_dir: {a: 1}", "", "run.yaml: `train.output_dir` is {'a': 1}: it should be a valid string"),
         (
             "beta: 0.1\nalgorithm: {beta: 0.2}",
             "",
@@ -139,7 +145,19 @@ def test_malformed_overrides(write):
         ("{reward_funcs: [{function: a, weight: 2}], reward_weights: [1]}", "are both given"),
         ("num_generations_eval: 4", "set `eval_temperature` above 0"),
         ("{min_pixels: 9, max_pixels: 4}", "`min_pixels` 9 is above `max_pixels` 4"),
-        ("{resume_from_checkpoint: auto, overwrite_output_dir: true}", "keep one of them"),
+        ("{use_peft: true, beta: 0.1, init_lora_weights: pissa}", "`init_lora_weights` pissa changes the base weights"),
+        ("{use_peft: true, beta: 0.1, init_lora_weights: olora}", "set `beta` to 0"),
+        ("lr_scheduler_kwargs: {num_cycles: 2}", "has num_cycles; those of `lr_scheduler_type` linear are: none"),
+        (
+            "{lr_scheduler_type: polynomial, lr_scheduler_kwargs: {pwoer: 2}}",
+            "has pwoer; those of `lr_scheduler_type` polynomial are: lr_end, power",
+        ),
+        ("lr_scheduler_type: cosine_with_min_lr", "needs one of `min_lr` and `min_lr_rate`"),
+        (
+            "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 0, min_lr_rate: 0}}",
+            "needs one of `min_lr` and `min_lr_rate`",
+        ),
+        ("lr_scheduler_type: warmup_stable_decay", "needs `num_decay_steps`"),
         ("eval_steps: 5", "`eval_steps` 5 needs `eval_dataset_name`"),
         ("load_best_model_at_end: true", "`load_best_model_at_end` needs `eval_dataset_name` and `eval_steps`"),
         (
@@ -154,6 +172,34 @@ def test_combinations_that_contradict_each_other(write, settings, expected):
     assert len(found) == 1
     assert found[0].startswith("run.yaml: ")
     assert expected in found[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "{resume_from_checkpoint: auto, overwrite_output_dir: true}",
+        "{use_peft: true, beta: 0.1, init_lora_weights: orthogonal}",
+        "{use_peft: true, init_lora_weights: pissa}",
+        "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}",
+        "{lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 2}}",
+    ],
+)
+def test_combinations_that_agree(write, settings):
+    load_config(write(settings), ["model_name_or_path=tiny"])
+
+
+@pytest.mark.parametrize("modules", ["[q_proj, v_proj]", r"'.*\.layers\.\d+\.mlp'"])
+def test_lora_modules_are_names_or_a_pattern(write, modules):
+    path = write("model_name_or_path: tiny")
+    model = load_config(path, [f"lora_target_modules={modules}", f"lora_exclude_modules={modules}"]).model
+    assert model.lora_target_modules == model.lora_exclude_modules == yaml_text.parse(modules)
+
+
+def test_an_evaluation_needs_held_out_data_and_rewards(write):
+    path = write("model_name_or_path: tiny\n")
+    with pytest.raises(ConfigError, match=r"(?s)eval_dataset_name.*reward_funcs"):
+        check_evaluable(load_config(path))
+    check_evaluable(load_config(path, ["eval_dataset_name=d", "reward_funcs=choice"]))
 
 
 def test_training_needs_data_rewards_and_groups(write):

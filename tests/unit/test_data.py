@@ -287,6 +287,14 @@ def test_blocks_and_images_must_agree_in_number(rows_of, blocks: int, images: in
         rows_of([row]).sample(0)
 
 
+@pytest.mark.parametrize("column", ["video", "videos", "tools"])
+def test_columns_that_the_model_would_not_be_given_are_refused_by_name(rows_of, column):
+    rows = rows_of([{"prompt": "a", column: None}, {"prompt": "b", column: ["x"]}])
+    assert rows.sample(0).prompt == "a"
+    with pytest.raises(DataError, match=rf"row 1: column {column} is filled; .* not in this project"):
+        rows.sample(1)
+
+
 def test_both_image_columns_filled_is_refused(rows_of):
     with pytest.raises(DataError, match="`image` and `images`"):
         rows_of([{"prompt": "What?", "image": picture(), "images": [picture()]}]).sample(0)

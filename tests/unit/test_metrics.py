@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.metrics import MetricsLog, StepMetrics, add_reward_metrics
+from rl_vlm.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
 
 
@@ -21,22 +21,35 @@ def rank_parts(metrics: StepMetrics) -> list[Any]:
 
 def test_means_are_over_all_values_of_all_ranks():
     first, second = StepMetrics(), StepMetrics()
-    first.add_values("reward", torch.tensor([1.0, 1.0, 1.0]))
-    second.add_values("reward", torch.tensor([5.0, torch.nan]))
+    first.add_values(torch.tensor([1.0, 1.0, 1.0]), mean="reward")
+    second.add_values(torch.tensor([5.0, torch.nan]), mean="reward")
     assert reduce(first, second) == {"reward": 2.0}
 
 
 def test_sums_add_and_times_are_the_slowest_ranks():
     first, second = StepMetrics(), StepMetrics()
-    first.add_sum("num_tokens", 3)
-    second.add_sum("num_tokens", 4)
+    first.add_sum("step_tokens", 3)
+    second.add_sum("step_tokens", 4)
     first.seconds["generation"], second.seconds["generation"] = 1.0, 2.5
-    assert reduce(first, second) == {"num_tokens": 7.0, "time/generation": 2.5}
+    assert reduce(first, second) == {"step_tokens": 7.0, "time/generation": 2.5}
 
 
-def test_mean_over_nothing_is_left_out():
+def test_spread_is_over_all_values_of_all_ranks():
+    first, second = StepMetrics(), StepMetrics()
+    first.add_values(torch.tensor([1.0, 3.0]), std="spread", min="least", max="most")
+    second.add_values(torch.tensor([5.0, torch.nan]), std="spread", min="least", max="most")
+    assert reduce(first, second) == {"spread": 2.0, "least": 1.0, "most": 5.0}
+
+
+def test_deviation_of_a_single_value_is_0():
     metrics = StepMetrics()
-    metrics.add_values("reward", torch.tensor([torch.nan]))
+    metrics.add_values(torch.tensor([3.0]), std="spread")
+    assert reduce(metrics) == {"spread": 0.0}
+
+
+def test_statistic_of_nothing_is_left_out():
+    metrics = StepMetrics()
+    metrics.add_values(torch.tensor([torch.nan]), mean="reward", std="reward_std", min="least")
     metrics.add_sums({"kl": (torch.tensor(0.0), torch.tensor(0))})
     assert reduce(metrics) == {}
 
@@ -74,14 +87,24 @@ def test_reward_metrics_under_trls_names():
     add_reward_metrics(metrics, groups, ["accuracy"])
     assert reduce(metrics) == {
         "reward": 1.0,  # 5 valid completions
-        "reward_std": pytest.approx(2**0.5 / 2),  # mean of the two groups' 1.414 and 0
+        "reward_std": pytest.approx(0.5**0.5),  # of 0, 2, 1, 1, 1
         "frac_reward_zero_std": 0.5,
         "rewards/accuracy/mean": 1.0,
+        "rewards/accuracy/std": pytest.approx(0.5**0.5),
         "completions/mean_length": 3.0,
+        "completions/min_length": 1.0,
+        "completions/max_length": 6.0,
         "completions/mean_terminated_length": 2.0,
+        "completions/min_terminated_length": 1.0,
+        "completions/max_terminated_length": 4.0,
         "completions/clipped_ratio": 2 / 6,
-        "num_tokens": 18.0 + 2 * 10,
+        "step_tokens": 18.0 + 2 * 10,
     }
+
+
+def test_scores_are_the_means_of_reward_functions():
+    names = ["reward", "rewards/exact/mean", "rewards/exact/std", "eval_rewards/exact/mean", "eval_reward", "kl"]
+    assert [name for name in names if is_score(name)] == ["rewards/exact/mean", "eval_rewards/exact/mean"]
 
 
 def test_log_keeps_lines_until_a_step_and_drops_a_torn_one(tmp_path):

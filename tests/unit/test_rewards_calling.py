@@ -1,6 +1,7 @@
 """One call: arguments, logs, exceptions, async functions."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -50,6 +51,25 @@ def test_an_exception_is_a_fault_that_names_the_line(function):
     line = function.__code__.co_firstlineno + (1 if function is raises else 2)
     message = f"raised ValueError: no luck (test_rewards_calling.py:{line} in {function.__name__})"
     assert scores == [Fault("exception", message)] * 2
+
+
+async def exits_later(completions):
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+def exits(completions):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(("function", "raised"), [(exits, "SystemExit: 3"), (exits_later, "RuntimeError: sys.exit(3)")])
+def test_sys_exit_is_a_fault_and_ends_nothing(function, raised):
+    (fault,) = Call(function, {"completions": ["a"]}, 1).answer().scores
+    line = function.__code__.co_firstlineno + (1 if function is exits else 2)
+    message = f"raised {raised} (test_rewards_calling.py:{line} in {function.__name__})"
+    assert fault == Fault("exception", message)
+    (fault,) = Call(raises_later, {"completions": ["a"]}, 1).answer().scores
+    assert isinstance(fault, Fault) and "ValueError" in fault.message
 
 
 def test_a_missing_argument_is_a_fault():

@@ -9,10 +9,10 @@ from rl_vlm.errors import CheckpointError
 from rl_vlm.sampler import Draw, PromptSampler
 
 
-def test_windows_and_ranks_without_shuffling():
+def test_steps_and_ranks_without_shuffling():
     ranks = [PromptSampler(5, 4, seed=0, shuffle=False, rank=rank, world_size=2) for rank in range(2)]
-    first = [sampler.next_window() for sampler in ranks]
-    second = [sampler.next_window() for sampler in ranks]
+    first = [sampler.next_step() for sampler in ranks]
+    second = [sampler.next_step() for sampler in ranks]
     assert first == [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
     assert second == [[(0, 4), (1, 0)], [(1, 1), (1, 2)]]
     assert ranks[0].epoch == 8 / 5
@@ -21,7 +21,7 @@ def test_windows_and_ranks_without_shuffling():
 def test_order_depends_on_seed_and_epoch():
     def epochs(seed: int) -> list[list[Draw]]:
         sampler = PromptSampler(8, 8, seed)
-        return [sampler.next_window() for _ in range(2)]
+        return [sampler.next_step() for _ in range(2)]
 
     assert epochs(1) == epochs(1)
     assert epochs(1) != epochs(2)
@@ -34,14 +34,14 @@ sizes = {"num_rows": st.integers(1, 40), "share": st.integers(1, 6), "seed": st.
 
 @given(**sizes, world_size=st.sampled_from([1, 2, 4]))
 def test_every_row_once_per_epoch_for_any_number_of_ranks(num_rows: int, share: int, seed: int, world_size: int):
-    window = 4 * share
-    ranks = [PromptSampler(num_rows, window, seed, rank=rank, world_size=world_size) for rank in range(world_size)]
-    single = PromptSampler(num_rows, window, seed)
+    per_step = 4 * share
+    ranks = [PromptSampler(num_rows, per_step, seed, rank=rank, world_size=world_size) for rank in range(world_size)]
+    single = PromptSampler(num_rows, per_step, seed)
     drawn = []
-    for _ in range(3 * num_rows // window + 1):
-        parts = [sampler.next_window() for sampler in ranks]
+    for _ in range(3 * num_rows // per_step + 1):
+        parts = [sampler.next_step() for sampler in ranks]
         assert len({len(part) for part in parts}) == 1
-        assert list(chain(*parts)) == single.next_window()
+        assert list(chain(*parts)) == single.next_step()
         drawn += chain(*parts)
     for epoch in range(len(drawn) // num_rows):
         rows = [draw.row for draw in drawn if draw.epoch == epoch]
@@ -53,20 +53,20 @@ def test_every_row_once_per_epoch_for_any_number_of_ranks(num_rows: int, share: 
 def test_a_restored_sampler_goes_on_where_it_stopped(num_rows: int, share: int, seed: int, before: int):
     sampler, restored = PromptSampler(num_rows, share, seed), PromptSampler(num_rows, share, seed)
     for _ in range(before):
-        sampler.next_window()
+        sampler.next_step()
     restored.load_state_dict(sampler.state_dict())
-    assert restored.next_window() == sampler.next_window()
+    assert restored.next_step() == sampler.next_step()
 
 
 @pytest.mark.parametrize("changed", [{"num_rows": 6}, {"seed": 1}, {"shuffle": False}])
 def test_another_stream_is_refused(changed: dict):
-    settings: dict[str, Any] = {"num_rows": 5, "prompts_per_window": 2, "seed": 0}
+    settings: dict[str, Any] = {"num_rows": 5, "prompts_per_step": 2, "seed": 0}
     state = PromptSampler(**settings).state_dict()
     other = PromptSampler(**settings | changed)
     with pytest.raises(CheckpointError, match=next(iter(changed))):
         other.load_state_dict(state)
 
 
-def test_a_window_must_divide_among_the_ranks():
+def test_a_step_must_divide_among_the_ranks():
     with pytest.raises(ValueError, match="not a multiple of 4"):
         PromptSampler(10, 6, seed=0, world_size=4)
