@@ -133,7 +133,7 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
     stored = load_file(Path(source) / "adapter_model.safetensors").keys()
     expected = get_peft_model_state_dict(peft_model).keys()
     check_keys(source, expected - stored, stored - expected)
-    dropout = peft_model.peft_config["default"].lora_dropout
+    dropout = getattr(peft_model.peft_config["default"], "lora_dropout", 0.0)
     if dropout > 0:
         raise ModelError(
             f"the adapter {source} was made with lora_dropout {dropout}; dropout is not supported, set it to 0"
