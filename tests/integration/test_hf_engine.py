@@ -189,7 +189,7 @@ def test_generator_logprobs_are_those_of_the_policy(tiny, model, prompts, dtype,
 
 
 def test_completions_do_not_depend_on_what_else_is_sampled(tiny, model, prompts, monkeypatch):
-    sampling = make_sampling(num_generations=4, max_completion_length=24, temperature=1.3)
+    sampling = make_sampling(num_generations=4, max_completion_length=12, temperature=1.3)
     requests = make_requests(prompts)
     whole = make_engine(model, tiny[2], MANY_STOPS).generate(requests, sampling)
     assert {c.finish_reason for group in whole for c in group.completions} == {"stop", "length"}
