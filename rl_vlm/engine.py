@@ -133,9 +133,6 @@ class Engine:
             raise failed[0]
         return cast(T, result)
 
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
     def start_trackers(self, run_name: str, settings: dict[str, dict[str, Any]]) -> None:
         """Open the trackers of `report_to`. They get the settings, by section and leaf, as flat numbers and texts."""
         flat = {f"{section}.{leaf}": value for section, leaves in settings.items() for leaf, value in leaves.items()}
