@@ -57,7 +57,7 @@ def held_out_rows() -> list[dict[str, Any]]:
 
 def starting_model(directory: Path, seed: int) -> None:
     """Write a Qwen2.5-VL of half a million parameters that answers `<answer>d</answer>` with a random digit."""
-    from rl_vlm.tiny import build_tiny
+    from rl_vlm.tiny.build import build_tiny
 
     build_tiny("qwen2_5_vl", directory, whole_tokens=("<answer>", "</answer>"), initializer_range=0.1, seed=seed)
     teach_format(directory, seed)

@@ -13,11 +13,11 @@ from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.loading import load_policy
 from rl_vlm.policy import Policy
 from rl_vlm.prompts import PromptBuilder
-from rl_vlm.tiny import SPECIAL_TOKENS, build_tiny
+from rl_vlm.tiny.build import build_tiny
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 QUESTION = "Which digit is this?"
-BYTE_TOKENS = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 256)
+BYTE_TOKENS = range(32, 256)
 """Tokens that every tiny tokenizer has and that are not special."""
 
 

@@ -15,7 +15,7 @@ from rl_vlm.generation import hf
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.policy import Policy
 from rl_vlm.prompts import PromptBuilder
-from rl_vlm.tiny import TINY_FAMILIES, build_tiny
+from rl_vlm.tiny.build import TINY_FAMILIES, build_tiny
 from rl_vlm.types import (
     Completion,
     Group,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.policy import ModelInputs, Policy
-from rl_vlm.tiny import TINY_FAMILIES
+from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.integration.builders import (
     gradient_error,

@@ -19,7 +19,7 @@ from rl_vlm.losses import (
     top_entropy_threshold,
     trained_completions,
 )
-from rl_vlm.tiny import build_tiny
+from rl_vlm.tiny.build import build_tiny
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
 from tests.integration import trl_oracle
 from tests.integration.builders import (

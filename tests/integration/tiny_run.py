@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from rl_vlm.config.load import FULL_NAMES
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.tiny import SPECIAL_TOKENS, build_tiny
+from rl_vlm.tiny.build import build_tiny
 
 NUM_ROWS = 12
 ROWS = f"{__name__}:rows"
@@ -60,7 +60,7 @@ def build_checkpoint(directory: Path) -> Path:
     build_tiny("qwen2_5_vl", directory, hidden_size=48)
     path = directory / "generation_config.json"
     settings = json.loads(path.read_text())
-    first_byte = len(SPECIAL_TOKENS)
+    first_byte = 7  # behind the special tokens
     settings["eos_token_id"] = [settings["eos_token_id"], *range(first_byte, first_byte + 40)]
     path.write_text(json.dumps(settings))
     return directory

@@ -9,7 +9,7 @@ from transformers import AutoProcessor, SiglipImageProcessor
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.errors import ConfigError, DataError, ModelError
 from rl_vlm.prompts import PromptBuilder, check_limits, drop_long_prompts, load_processor
-from rl_vlm.tiny import build_tiny
+from rl_vlm.tiny.build import build_tiny
 from rl_vlm.types import Sample
 
 IMAGE = {"type": "image"}
