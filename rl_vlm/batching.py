@@ -6,63 +6,77 @@ a single completion is never cut. How groups are packed changes neither the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_vlm.types import MicroBatch, ScoredGroup, SubGroup
+from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, SubGroup
 
 SHARING_PAYS = 1.1
 """Least ratio of dense to shared tokens, k(P + R) / (P + kR), for which a packed row is worth its overhead."""
 
 
+Sharing = Literal["auto", "shared", "dense"]
+VisionTokens = Callable[[Prompt], int]
+"""What the vision tower's work on a prompt's images costs, in language tokens."""
+
+
 def make_micro_batches(
-    groups: Sequence[ScoredGroup], budget: int, sharing: Literal["auto", "shared", "dense"]
+    groups: Sequence[ScoredGroup], budget: int, sharing: Sharing, vision_tokens: VisionTokens = lambda prompt: 0
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` language tokens; their union holds every completion that is valid, once.
+    """Micro-batches of at most `budget` tokens; their union holds every completion that is valid, once.
 
-    A single completion that is longer than the budget still gets a micro-batch of its own.
+    Tokens are those that the language model computes, padding included, and `vision_tokens` of each image that the
+    vision tower computes. A single completion that is longer than the budget still gets a micro-batch of its own.
     """
-
-    def is_shared(group: ScoredGroup) -> bool:
-        return sharing == "shared" or (sharing == "auto" and sharing_ratio(group) >= SHARING_PAYS)
-
-    groups = [group for group in groups if group.valid_G.any()]
+    by_reason: dict[str | None, list[ScoredGroup]] = {None: []}
+    for group in groups:
+        if group.valid_G.any():
+            by_reason.setdefault(why_dense(group, sharing), []).append(group)
     return [
-        MicroBatch(subgroups, shared)
-        for shared in (True, False)
-        for subgroups in pack([group for group in groups if is_shared(group) == shared], budget, shared)
+        MicroBatch(subgroups, shared=reason is None, dense_reason=reason)
+        for reason, some in by_reason.items()
+        for subgroups in Packer(budget, reason is None, vision_tokens).pack(some)
     ]
+
+
+def why_dense(group: ScoredGroup, sharing: Sharing) -> str | None:
+    """Why a group is computed as one padded row per completion, or None where its prefix is shared."""
+    if sharing == "auto":
+        return None if sharing_ratio(group) >= SHARING_PAYS else "little_to_share"
+    return None if sharing == "shared" else "not_shared"
 
 
 @dataclass(frozen=True)
 class Size:
-    """What sub-groups cost in a forward, in language tokens. Sizes of disjoint sub-groups add."""
+    """What sub-groups cost in a forward. Sizes of disjoint sub-groups add."""
 
     unique_tokens: int = 0
     num_rows: int = 0
     longest_row: int = 0
+    vision_tokens: int = 0
 
     @staticmethod
-    def of(group: ScoredGroup, members: Sequence[int]) -> Size:
+    def of(group: ScoredGroup, members: Sequence[int], vision_tokens: int = 0) -> Size:
         prefix = len(group.group.prompt.token_ids)
         lengths = [len(group.group.completions[i].token_ids) for i in members]
-        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths))
+        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths), vision_tokens)
 
     def __add__(self, other: Size) -> Size:
         return Size(
             self.unique_tokens + other.unique_tokens,
             self.num_rows + other.num_rows,
             max(self.longest_row, other.longest_row),
+            self.vision_tokens + other.vision_tokens,
         )
 
     def tokens(self, shared: bool) -> int:
-        """Tokens of one packed row, or of one padded row per completion."""
-        return self.unique_tokens if shared else self.num_rows * self.longest_row
+        """Tokens of one packed row, or of one padded row per completion, and those of vision."""
+        return self.vision_tokens + (self.unique_tokens if shared else self.num_rows * self.longest_row)
 
 
 def sharing_ratio(group: ScoredGroup) -> float:
-    """Tokens of one padded row per completion, divided by tokens of the shared row."""
+    """Language tokens of one padded row per completion, divided by those of the shared row."""
     size = Size.of(group, valid_members(group))
     return size.tokens(shared=False) / size.tokens(shared=True)
 
@@ -72,33 +86,46 @@ def valid_members(group: ScoredGroup) -> list[int]:
     return [i for i, valid in enumerate(group.valid_G.tolist()) if valid]
 
 
-def pack(groups: Sequence[ScoredGroup], budget: int, shared: bool) -> Iterator[list[SubGroup]]:
-    """Fill micro-batches greedily, longest rows first so that padded rows are alike."""
-    current: list[SubGroup] = []
-    size = Size()
-    by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
-    for piece in (piece for group in by_length for piece in split(group, budget, shared)):
-        piece_size = Size.of(piece.scored, piece.members)
-        if current and (size + piece_size).tokens(shared) > budget:
+@dataclass(frozen=True)
+class Packer:
+    """Fills micro-batches of one layout under a budget."""
+
+    budget: int
+    shared: bool
+    vision_tokens: VisionTokens
+
+    def pack(self, groups: Sequence[ScoredGroup]) -> Iterator[list[SubGroup]]:
+        """Fill micro-batches greedily, longest rows first so that padded rows are alike."""
+        current: list[SubGroup] = []
+        size = Size()
+        by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
+        for piece in (piece for group in by_length for piece in self.split(group)):
+            piece_size = self.size(piece.scored, piece.members)
+            if current and not self.fits(size + piece_size):
+                yield current
+                current, size = [], Size()
+            current.append(piece)
+            size = size + piece_size
+        if current:
             yield current
-            current, size = [], Size()
-        current.append(piece)
-        size = size + piece_size
-    if current:
-        yield current
 
+    def split(self, group: ScoredGroup) -> list[SubGroup]:
+        """The group's valid completions, cut into sub-groups that each fit the budget."""
+        members = valid_members(group)
+        if self.fits(self.size(group, members)):
+            return [SubGroup(group, members)]
+        pieces: list[list[int]] = [[]]
+        for member in members:
+            if pieces[-1] and not self.fits(self.size(group, [*pieces[-1], member])):
+                pieces.append([])
+            pieces[-1].append(member)
+        return [SubGroup(group, piece) for piece in pieces]
 
-def split(group: ScoredGroup, budget: int, shared: bool) -> list[SubGroup]:
-    """The group's valid completions, cut into sub-groups that each fit the budget."""
-    members = valid_members(group)
-    if Size.of(group, members).tokens(shared) <= budget:
-        return [SubGroup(group, members)]
-    pieces: list[list[int]] = [[]]
-    for member in members:
-        if pieces[-1] and Size.of(group, [*pieces[-1], member]).tokens(shared) > budget:
-            pieces.append([])
-        pieces[-1].append(member)
-    return [SubGroup(group, piece) for piece in pieces]
+    def size(self, group: ScoredGroup, members: Sequence[int]) -> Size:
+        return Size.of(group, members, self.vision_tokens(group.group.prompt))
+
+    def fits(self, size: Size) -> bool:
+        return size.tokens(self.shared) <= self.budget
 
 
 def pad_with_dummies(batches: list[MicroBatch], count: int, spare: ScoredGroup) -> list[MicroBatch]:

@@ -111,9 +111,10 @@ class Engine:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(tensor, reduction="sum").tolist()
 
-    def max(self, value: int) -> int:
-        """The largest value of any rank."""
-        return int(self.accelerator.gather(torch.tensor([value], device=self.device)).max())
+    def max(self, values: Sequence[int]) -> list[int]:
+        """Element-wise, the largest value of any rank."""
+        ranks = self.accelerator.gather(torch.tensor([values], device=self.device))  # (ranks, values)
+        return ranks.amax(dim=0).tolist()
 
     def gather(self, values: list[T]) -> list[T]:
         """The lists of all ranks behind each other, on every rank."""

@@ -5,8 +5,8 @@ Everything else treats a model's image inputs as the model's own keyword dict an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -39,36 +39,106 @@ def mrope_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 pr
     return _positions[prompt]
 
 
+def text_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
+    """Positions 0, 1, 2, … of a model that counts images as so many tokens."""
+    return torch.arange(len(prompt.token_ids))[None]
+
+
+def positions_from_one(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
+    """Positions 1, 2, 3, … (PaliGemma)."""
+    return text_positions(model, prompt) + 1
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family."""
 
     model_type: str
-    prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]]
-    """Position ids of a prompt; each completion goes on at their maximum + 1, on every axis."""
     vision_modules: tuple[str, ...]
-    """Names, from the model's root, of the vision tower and its projector."""
-    placeholder_attributes: tuple[str, ...] = ("image_token_id", "video_token_id")
-    """Config attributes that hold the ids of placeholder tokens, which the policy must never sample."""
+    """Names, from the model's root, of the vision tower, its projector, and vectors put between image tokens."""
+    prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]] = text_positions
+    """Position ids of a prompt; each completion goes on at their maximum + 1, on every axis."""
+    position_axes: int = 1
+    """Axes of position ids: 3 for M-RoPE."""
+    image_token: str = "image_token_id"
+    """Config attribute with the id of the token that images are put in place of."""
+    other_placeholders: tuple[str, ...] = ("video_token_id",)
+    """Config attributes with ids of further placeholder tokens, where the config has them."""
+    completion_inputs: Mapping[str, int] = field(default_factory=dict)
+    """Values of per-token inputs at completion tokens, where that is not 0."""
+    joins_images: bool = False
+    """Whether image inputs of several prompts, concatenated along dimension 0, are those of a batch."""
+    softcaps_logits: bool = False
+    """Whether the model bounds its logits by `final_logit_softcapping` (Gemma 2, arXiv:2408.00118, section 2)."""
+    pads_left: bool = True
+    """Whether left padding leaves a row's logits as they are, so that prompts can be prefilled together."""
+    hybrid: bool = False
+    """Whether some layers carry a state from token to token, so that completions in one row would see each other."""
+
+    @property
+    def vision_prefixes(self) -> tuple[str, ...]:
+        """How the names of vision parameters begin."""
+        return tuple(f"{name}." for name in self.vision_modules)
+
+    def image_token_id(self, config: PreTrainedConfig) -> int:
+        return getattr(config, self.image_token)
 
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
-        """Placeholder tokens: a completion that contained one could not be scored again."""
-        return sorted({getattr(config, name) for name in self.placeholder_attributes})
+        """Placeholder tokens, which the policy must never sample: the completion could not be scored again."""
+        found = [getattr(config, name, None) for name in (self.image_token, *self.other_placeholders)]
+        tokens = [ids if isinstance(ids, list) else [ids] for ids in found]
+        return sorted({token for ids in tokens for token in ids if token is not None})
+
+    def final_logits(self, logits: Tensor, config: PreTrainedConfig) -> Tensor:
+        """What the model makes of the LM head's output."""
+        bound = config.get_text_config().final_logit_softcapping if self.softcaps_logits else None
+        return logits if bound is None else bound * torch.tanh(logits / bound)
 
     def vision_parameters(self, model: PreTrainedModel) -> list[torch.nn.Parameter]:
-        """Parameters of the vision tower and projector."""
-        return [p for name in self.vision_modules for p in model.get_submodule(name).parameters()]
+        """Parameters of the vision tower and projector, adapters included."""
+        return [p for name, p in model.named_parameters() if f"{name}.".startswith(self.vision_prefixes)]
 
+
+TOWER = ("model.vision_tower", "model.multi_modal_projector")
+TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
+MROPE: dict[str, Any] = {"prompt_positions": mrope_positions, "position_axes": 3, "joins_images": True}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("qwen2_vl", mrope_positions, vision_modules=("model.visual",)),
-        Family("qwen2_5_vl", mrope_positions, vision_modules=("model.visual",)),
-        Family("qwen3_vl", mrope_positions, vision_modules=("model.visual",)),
-        Family("qwen3_vl_moe", mrope_positions, vision_modules=("model.visual",)),
+        Family("qwen2_vl", ("model.visual",), **MROPE),
+        Family("qwen2_5_vl", ("model.visual",), **MROPE),
+        Family("qwen3_vl", ("model.visual",), **MROPE),
+        Family("qwen3_vl_moe", ("model.visual",), **MROPE),
+        Family("glm4v", ("model.visual",), **MROPE),
+        Family("glm46v", ("model.visual",), **MROPE),
+        Family("internvl", TOWER, joins_images=True),
+        Family("llava", TOWER),  # with CLIP's tower or Pixtral's, whose images are padded
+        Family("llava_next", TOWER_AND_NEWLINE),
+        Family("llava_onevision", TOWER_AND_NEWLINE),
+        Family("mistral3", TOWER),
+        Family("idefics3", ("model.vision_model", "model.connector")),
+        Family("smolvlm", ("model.vision_model", "model.connector")),
+        Family(
+            "ovis2",
+            ("model.vision_tower", "model.visual_embeddings_table"),
+            joins_images=True,
+            other_placeholders=("video_token_id", "visual_indicator_token_ids"),
+        ),
+        Family("gemma3", TOWER, joins_images=True),
+        Family(
+            "gemma4",
+            ("model.vision_tower", "model.embed_vision"),
+            joins_images=True,
+            other_placeholders=("video_token_id", "audio_token_id"),
+            softcaps_logits=True,
+        ),
+        Family(
+            "paligemma", TOWER, prompt_positions=positions_from_one, completion_inputs={"token_type_ids": 1},
+            joins_images=True,
+        ),
     )
-}
+}  # fmt: skip
 
 
 def family_of(config: PreTrainedConfig) -> Family:

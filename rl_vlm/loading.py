@@ -23,6 +23,7 @@ from rl_vlm.functions import find_function
 from rl_vlm.policy import Policy, base_model
 from rl_vlm.shared_prefix import enable_shared_rows
 from rl_vlm.types import MicroBatch, TokenScores
+from rl_vlm.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 INITIAL_ADAPTER = "initial"
+SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types that are a softmax over keys under a mask on relative positions."""
 
 
 def load_policy(config: RunConfig, initial: str, weights: Path | None = None) -> Policy:
@@ -46,7 +49,7 @@ def load_policy(config: RunConfig, initial: str, weights: Path | None = None) ->
     if config.model.freeze_vision_tower:
         for parameter in family.vision_parameters(transformer):
             parameter.requires_grad_(False)
-    if config.model.attn_implementation == "sdpa":
+    if config.model.attn_implementation == "sdpa" and not family.hybrid:
         enable_shared_rows(transformer)
     if config.memory.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
@@ -150,13 +153,16 @@ def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: Mod
 
 def why_not_shared(model: PreTrainedModel) -> str | None:
     """Why this model cannot share prefixes exactly, or None if it can."""
+    if family_of(model.config).hybrid:
+        return "some layers carry a state from token to token, which would cross completions"
     text = model.config.get_text_config()
     if text._attn_implementation != "group_shared":
         return "model.attn_implementation is not sdpa"
-    if text.attention_dropout > 0:
+    if getattr(text, "attention_dropout", 0) > 0:
         return f"the checkpoint has attention_dropout {text.attention_dropout}, which a shared row cannot repeat"
-    if "sliding_attention" in (text.layer_types if hasattr(text, "layer_types") else ()):
-        return "the checkpoint uses sliding-window attention"
+    unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
+    if unknown:
+        return f"the checkpoint has {', '.join(sorted(unknown))} layers, which nobody has checked"
     return None
 
 
@@ -168,13 +174,17 @@ class Reference:
         self.policy = policy
         self.frozen = frozen
 
+    @property
+    def vision(self) -> VisionEncoder:
+        return (self.frozen or self.policy).vision
+
     @torch.no_grad()
-    def __call__(self, batch: MicroBatch) -> TokenScores:
+    def __call__(self, batch: MicroBatch, num_vision_calls: int = 0) -> TokenScores:
         """Score a micro-batch under the reference."""
         if self.frozen is not None:
-            return self.frozen(batch)
+            return self.frozen(batch, num_vision_calls)
         with self.initial_adapter():
-            return self.policy(batch)
+            return self.policy(batch, num_vision_calls)
 
     @contextmanager
     def initial_adapter(self) -> Iterator[None]:
@@ -211,7 +221,10 @@ def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Pat
     if config.model.use_peft or is_adapter(initial):
         return Reference(policy, frozen=None)
     weights = resumed / "reference" if resumed and config.algorithm.sync_ref_model else None
-    return Reference(policy, load_policy(config, initial, weights).requires_grad_(False).eval().to(policy.device))
+    frozen = load_policy(config, initial, weights).requires_grad_(False).eval().to(policy.device)
+    if policy.vision.is_frozen:
+        frozen.vision = policy.vision  # the same weights: an image's features serve both
+    return Reference(policy, frozen)
 
 
 def initial_checkpoint(config: RunConfig, engine: Engine) -> str:
@@ -249,4 +262,6 @@ def save_policy(policy: Policy, processor: ProcessorMixin, directory: Path) -> N
 def load_weights(policy: Policy, source: str, config: ModelConfig) -> None:
     """Bring the policy's weights back to those of a checkpoint of its own run."""
     weights = load_model(source, None, config).state_dict()
-    policy.model.load_state_dict(weights, strict=policy.model is policy.transformer)
+    result = policy.model.load_state_dict(weights, strict=False)
+    missing = {name for name in result.missing_keys if f".{INITIAL_ADAPTER}." not in name}
+    check_keys(source, missing, set(result.unexpected_keys))

@@ -1,10 +1,7 @@
 """The policy as a function from micro-batches to token scores: log-probs and entropies of N completions.
 
-    MicroBatch ─ shared_inputs | dense_inputs ─► forward of the language model ─► hidden states
-               ─ rows that predict completion tokens ─► LM head in chunks ─► TokenScores
-
-Both input layouts end in the same place: `score_index` names, for every completion token, the hidden state that
-predicts it. The first token of a completion is predicted by the prompt's last hidden state.
+MicroBatch ─ shared_rows | dense_rows, image features ─► forward of the language model ─► hidden states
+           ─ those that predict completion tokens ─► LM head in chunks ─► TokenScores
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,24 +17,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.families import Family
-from rl_vlm.shared_prefix import RowLayout, shared_row
-from rl_vlm.types import MicroBatch, TokenScores, concatenate_images, pad_rows
+from rl_vlm.rows import Rows, dense_rows, shared_rows
+from rl_vlm.shared_prefix import shared_row
+from rl_vlm.types import MicroBatch, TokenScores, pad_rows
+from rl_vlm.vision import VisionEncoder, given_features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HEAD_CHUNK_ELEMENTS = 2**26
 """Logits held at once by the LM head: tokens per chunk x vocabulary; 256 MiB in float32."""
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """One forward's inputs, and which hidden states score which tokens."""
-
-    kwargs: dict[str, Any]
-    score_index: Int[Tensor, " scored"]
-    """Into the flattened (rows x tokens) hidden states."""
-    layout: RowLayout | None
 
 
 class Policy(nn.Module):
@@ -53,6 +41,7 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self.banned_token_ids = family.banned_token_ids(self.transformer.config)
         self.counters: Counter[str] = Counter()
+        self.vision = VisionEncoder(self.transformer, family, self.counters)
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -70,61 +59,26 @@ class Policy(nn.Module):
         with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
             yield
 
-    def forward(self, batch: MicroBatch) -> TokenScores:
-        """Score the completions of a micro-batch under the policy at the sampling temperature."""
-        inputs = self.shared_inputs(batch) if batch.shared else self.dense_inputs(batch)
-        with self.autocast(), shared_row(inputs.layout):
-            hidden = self.transformer.base_model(**inputs.kwargs, use_cache=False).last_hidden_state
-        self.count(batch, inputs)
+    def forward(self, batch: MicroBatch, num_vision_calls: int = 0) -> TokenScores:
+        """Score the completions of a micro-batch under the policy at the sampling temperature. Entropies are detached.
+
+        The vision tower runs at least `num_vision_calls` times, so that ranks can run it equally often.
+        """
+        rows = (shared_rows if batch.shared else dense_rows)(batch, self.family, self.transformer)
+        with self.autocast(), shared_row(rows.layout):
+            num_idle = num_vision_calls - len(self.vision.calls(rows.prompts))
+            features = self.vision.encode(rows.prompts)
+            images = [features[prompt] for prompt in rows.prompts if prompt in features]
+            with given_features(self.transformer, images) as image_inputs:
+                output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
+            hidden = output.last_hidden_state.flatten(0, 1)[rows.score_index]
+            if num_idle > 0:
+                hidden = hidden + self.vision.idle(num_idle)
+        self.count(batch, rows)
         targets = torch.cat([c.token_ids for c in batch.completions]).to(self.device)
-        logprobs, entropies = self.score(hidden.flatten(0, 1)[inputs.score_index], targets)
+        logprobs, entropies = self.score(hidden, targets)
         lengths = [len(c.token_ids) for c in batch.completions]
         return TokenScores(pad_rows(logprobs.split(lengths)), pad_rows(entropies.split(lengths)))
-
-    def shared_inputs(self, batch: MicroBatch) -> ModelInputs:
-        """One packed row: every prompt once, then all completions without their last token, which predicts nothing."""
-        prompts = [subgroup.prompt for subgroup in batch.subgroups]
-        owners = [i for i, subgroup in enumerate(batch.subgroups) for _ in subgroup.members]
-        bodies = [completion.token_ids[:-1] for completion in batch.completions]
-        layout = RowLayout.build([len(p.token_ids) for p in prompts], [len(b) for b in bodies], owners, self.device)
-
-        prompt_positions = [self.family.prompt_positions(self.transformer, prompt) for prompt in prompts]
-        starts = torch.stack([positions.max() + 1 for positions in prompt_positions])
-        lengths = torch.tensor([len(body) for body in bodies])
-        offsets = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        body_positions = starts[owners].repeat_interleave(lengths) + offsets  # alike on all axes
-        num_axes = len(prompt_positions[0])
-        token_ids = torch.cat([p.token_ids for p in prompts] + bodies)
-        kwargs = {
-            "input_ids": token_ids[None],
-            "attention_mask": torch.ones_like(token_ids[None]),
-            "position_ids": torch.cat([*prompt_positions, body_positions.expand(num_axes, -1)], dim=-1)[:, None],
-            **concatenate_images(prompts, self.device),
-        }
-        return ModelInputs(_to(kwargs, self.device), layout.predictor_index, layout)
-
-    def dense_inputs(self, batch: MicroBatch) -> ModelInputs:
-        """One right-padded row `[prompt][completion]` per completion, images repeated, positions left to the model."""
-        prompts = [subgroup.prompt for subgroup in batch.subgroups for _ in subgroup.members]
-        token_ids = [c.token_ids for c in batch.completions]
-        rows = [torch.cat([p.token_ids, ids]) for p, ids in zip(prompts, token_ids, strict=True)]
-        width = max(len(row) for row in rows)
-        score_index = [
-            n * width + torch.arange(len(p.token_ids) - 1, len(row) - 1)
-            for n, (p, row) in enumerate(zip(prompts, rows, strict=True))
-        ]
-        kwargs = {
-            "input_ids": pad_rows(rows),
-            "attention_mask": pad_rows([torch.ones_like(row) for row in rows]),
-            **{
-                name: pad_rows(
-                    [nn.functional.pad(p.token_inputs[name], (0, width - len(p.token_ids))) for p in prompts]
-                )
-                for name in prompts[0].token_inputs
-            },
-            **concatenate_images(prompts, self.device),
-        }
-        return ModelInputs(_to(kwargs, self.device), torch.cat(score_index).to(self.device), layout=None)
 
     def score(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
@@ -142,27 +96,28 @@ class Policy(nn.Module):
     def score_chunk(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Scores under the distribution that was sampled from: after temperature and the ban on placeholder tokens."""
         with self.autocast():
-            logits = head(hidden)
-        logits = logits.float() / self.temperature
-        logits[:, self.banned_token_ids] = torch.finfo(logits.dtype).min
+            logits = self.family.final_logits(head(hidden), self.transformer.config)
+        logits = logits.float() if self.temperature == 1 else logits.float() / self.temperature
+        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=logits.device)
+        logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
         log_normalizer = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - log_normalizer
-        expected_logit = ((logits - log_normalizer[:, None]).exp() * logits).sum(-1)
-        return logprobs, log_normalizer - expected_logit
+        with torch.no_grad():  # a metric and a threshold, never a loss
+            expected_logit = torch.einsum("nv,nv->n", (logits - log_normalizer[:, None]).exp_(), logits)
+            entropies = log_normalizer - expected_logit
+        return logits.gather(-1, targets[:, None])[:, 0] - log_normalizer, entropies
 
-    def count(self, batch: MicroBatch, inputs: ModelInputs) -> None:
-        """Keep account of what forwards computed: `unique_tokens` in language rows, `dense_tokens` without sharing."""
+    def count(self, batch: MicroBatch, rows: Rows) -> None:
+        """Keep account of what forwards computed: `computed_tokens` of the language model, and what rows would take."""
+        prefixes = sum(len(prompt.token_ids) for prompt in rows.prompts)
         dense = sum(len(s.prompt.token_ids) + len(c.token_ids) for s in batch.subgroups for c in s.completions)
         self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
-        self.counters["computed_tokens"] += inputs.kwargs["input_ids"].numel()
+        if batch.dense_reason:
+            self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
+        self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
+        self.counters["prefix_tokens"] += prefixes
         self.counters["dense_tokens"] += dense
-        self.counters["vision_patches"] += len(inputs.kwargs.get("pixel_values", ()))
 
 
 def base_model(model: Any) -> PreTrainedModel:
     """The transformers model below an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _to(kwargs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in kwargs.items()}

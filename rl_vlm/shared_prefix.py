@@ -1,9 +1,10 @@
-"""The group-shared row: `[prefixes of B prompts][N completions]` in one packed row, each token computed once.
+"""The group-shared row: `[prefix][completion]…[completion]` of B prompts in one packed row, each token computed once.
 
-A completion attends, causally, to its own prompt's prefix and to itself. One function registered with transformers'
-`AttentionInterface` does this for every layer of the language model; the model itself is not patched:
+A completion attends to its own prompt's prefix and to itself, by the model's own rule. Two functions registered with
+transformers (`AttentionMaskInterface`, `AttentionInterface`) do this for every layer of the language model; the model
+itself is not patched:
 
-    attention over prefixes      (B, longest prefix)                       causal
+    attention over prefixes      (B, longest prefix)                       causal, or by the model's rule
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
 
 The layout of the row travels to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
@@ -12,10 +13,10 @@ same layout. Outside of `shared_row` the registered function is transformers' ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,60 +27,110 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""transformers' form of an attention rule: (batch, head, query position, key position) -> whether it may look."""
+
 
 @dataclass(frozen=True)
 class RowLayout:
     """Where prefixes and completions lie in a packed row; index tensors point into the row, 0 where padded.
 
-    Example: prefixes of 3 and 2 tokens, completions of 2 and 1 tokens behind the first and 1 behind the second, in a
-    row of 9 tokens: `prefix_index = [[0, 1, 2], [3, 4, 0]]`, `query_index = [[5, 6], [7, 0], [8, 0]]` and
-    `key_index = [[0, 1, 2, 5, 6], [0, 1, 2, 7, 0], [3, 4, 0, 8, 0]]`. The hidden states at `predictor_index = [2, 5, 6,
-    2, 7, 4, 8]` predict the completions' tokens: the prefix's last state the first one, its own states the others.
+    Example: prefixes of 3 and 2 tokens, completions of 2 and 1 tokens behind the first and 1 behind the second:
+
+        row                0  1  2  3  4  5  6  7  8
+                           p  p  p  a  a  b  q  q  c
+        prefix_index       [[0, 1, 2], [6, 7, 0]]
+        completion_index   [[3, 4], [5, 0], [8, 0]]
+        predictor_index    [2, 3, 4,   2, 5,   7, 8]
+
+    The hidden states at `predictor_index` predict the completions' tokens: the prefix's last state the first token,
+    the completion's own states the others.
     """
 
     prefix_index: Int[Tensor, "prompts prefix"]
-    query_index: Int[Tensor, "completions tokens"]
-    key_index: Int[Tensor, "completions keys"]
-    key_mask: Bool[Tensor, "completions 1 tokens keys"]
+    prefix_valid: Bool[Tensor, "prompts prefix"]
+    completion_index: Int[Tensor, "completions tokens"]
+    completion_valid: Bool[Tensor, "completions tokens"]
+    owner_N: Int[Tensor, " completions"]
+    """The prompt of each completion."""
+    logical_index: Int[Tensor, "completions tokens"]
+    """Where completions would lie if each followed its prefix at once."""
     output_index: Int[Tensor, " row"]
     """For each token of the row, its place among the outputs of both attentions, flattened and concatenated."""
     predictor_index: Int[Tensor, " predictors"]
     """For each completion, the row positions of its prefix's last token and of its own tokens."""
+    masks: RowMasks | None = None
+    """What the layers of one type may attend to; set on the layout that travels to them."""
 
     @staticmethod
     def build(
-        prefix_lengths: Sequence[int],
-        completion_lengths: Sequence[int],
-        prompt_of_completion: Sequence[int],
-        device: torch.device | str = "cpu",
+        prefix_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu"
     ) -> RowLayout:
-        """Lay out B prefixes and then N completions; completion n continues prefix `prompt_of_completion[n]`."""
-        prefix_P = torch.tensor(prefix_lengths, device=device)
-        length_N = torch.tensor(completion_lengths, device=device)
-        owner_N = torch.tensor(prompt_of_completion, device=device)
-        ends = torch.cat([prefix_P, length_N]).cumsum(0)
-        starts = F.pad(ends[:-1], (1, 0))
+        """Lay out B prefixes, each with the completions that continue it behind it."""
+        sections = [[prefix, *lengths] for prefix, lengths in zip(prefix_lengths, completion_lengths, strict=True)]
+        lengths = torch.tensor([length for section in sections for length in section])
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
+        is_prefix = torch.tensor([i == 0 for section in sections for i in range(len(section))])
+        owner_N = torch.arange(len(sections)).repeat_interleave(torch.tensor([len(c) for c in completion_lengths]))
 
-        prefix_index, prefix_valid = _ranges(starts[: len(prefix_P)], prefix_P)
-        query_index, query_valid = _ranges(starts[len(prefix_P) :], length_N)
-        key_index = torch.cat([prefix_index[owner_N], query_index], dim=1)
+        prefix_index, prefix_valid = _ranges(starts[is_prefix], lengths[is_prefix])
+        completion_index, completion_valid = _ranges(starts[~is_prefix], lengths[~is_prefix])
+        prefix_ends = (starts + lengths)[is_prefix][owner_N]
+        logical_index, _ = _ranges(prefix_ends, lengths[~is_prefix])
 
-        tokens = query_index.shape[1]
-        to_prefix = prefix_valid[owner_N][:, None, :].expand(-1, tokens, -1)
-        to_itself = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(len(owner_N), -1, -1)
-        key_mask = torch.cat([to_prefix, to_itself], dim=2)[:, None]
+        row_index = torch.cat([prefix_index[prefix_valid], completion_index[completion_valid]])
+        places = torch.cat([prefix_valid.flatten(), completion_valid.flatten()]).nonzero()[:, 0]
+        output_index = torch.empty_like(row_index).scatter_(0, row_index, places)
+        predictors = torch.cat([prefix_ends[:, None] - 1, completion_index], dim=1)
+        predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
+        return RowLayout(
+            prefix_index.to(device),
+            prefix_valid.to(device),
+            completion_index.to(device),
+            completion_valid.to(device),
+            owner_N.to(device),
+            logical_index.to(device),
+            output_index.to(device),
+            predictor_index.to(device),
+        )
 
-        output_index = torch.cat([prefix_valid.flatten(), query_valid.flatten()]).nonzero()[:, 0]
-        last_of_prefix = (starts[: len(prefix_P)] + prefix_P - 1)[owner_N]
-        predictor_index = torch.cat([last_of_prefix[:, None], query_index], dim=1)[
-            F.pad(query_valid, (1, 0), value=True)
-        ]
-        return RowLayout(prefix_index, query_index, key_index, key_mask, output_index, predictor_index)
+    def with_masks(self, mask_function: MaskFunction) -> RowLayout:
+        """This layout for layers of one type, whose own rule is `mask_function` on token positions.
+
+        The rule is asked about logical positions, at which each completion follows its prefix at once, and holds
+        within a prefix, from a completion to its prefix, and within a completion. Rules may look up what kind of token
+        lies at a position (image or text); as other completions of the same prompt lie there, the answer is right.
+        """
+        from transformers.masking_utils import causal_mask_function
+
+        zero = self.owner_N.new_zeros(())
+
+        def allowed(queries: Tensor, keys: Tensor, keys_valid: Tensor) -> Tensor:
+            rule = mask_function(zero, zero, queries[:, None, :, None], keys[:, None, None, :])
+            return rule & keys_valid[:, None, None, :]
+
+        to_prefix = allowed(self.logical_index, self.prefix_index[self.owner_N], self.prefix_valid[self.owner_N])
+        to_itself = allowed(self.logical_index, self.logical_index, self.completion_valid)
+        # padded queries see something, since a softmax over nothing is NaN
+        completion = torch.cat([to_prefix, to_itself], dim=-1) | ~self.completion_valid[:, None, :, None]
+        if mask_function is causal_mask_function:
+            return replace(self, masks=RowMasks(None, completion))
+        within_prefix = allowed(self.prefix_index, self.prefix_index, self.prefix_valid)
+        return replace(self, masks=RowMasks(within_prefix | ~self.prefix_valid[:, None, :, None], completion))
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """Which keys each query sees. Keys of a completion are its prefix's, padded, and then its own."""
+
+    prefix: Bool[Tensor, "prompts 1 prefix prefix"] | None
+    """None where prefixes are causal."""
+    completion: Bool[Tensor, "completions 1 tokens keys"]
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Index ranges `start … start + length - 1` as one padded matrix, and where it is not padding."""
-    offsets = torch.arange(int(lengths.max()), device=starts.device)
+    offsets = torch.arange(int(lengths.max()) if len(lengths) else 0, device=starts.device)
     valid = offsets < lengths[:, None]
     return torch.where(valid, starts[:, None] + offsets, 0), valid
 
@@ -104,7 +155,8 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
     from transformers.masking_utils import sdpa_mask
 
     def mask(*args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
-        return _active_layout.get() or sdpa_mask(*args, **kwargs)
+        layout = _active_layout.get()
+        return sdpa_mask(*args, **kwargs) if layout is None else layout.with_masks(kwargs["mask_function"])
 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -126,6 +178,7 @@ def shared_attention(
     scale: float,
 ) -> Float[Tensor, "row heads dim"]:
     """Attention of a packed row: each prefix to itself, each completion to its prefix and itself."""
+    assert layout.masks is not None
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
     def attend(queries: Tensor, keys: Tensor, **mask: Any) -> Tensor:
@@ -133,7 +186,9 @@ def shared_attention(
         out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
         return out.transpose(1, 2).flatten(0, 1)
 
-    outputs = [attend(layout.prefix_index, layout.prefix_index, is_causal=True)]
-    if layout.query_index.numel():
-        outputs.append(attend(layout.query_index, layout.key_index, attn_mask=layout.key_mask))
+    prefix_mask = layout.masks.prefix
+    outputs = [attend(layout.prefix_index, layout.prefix_index, attn_mask=prefix_mask, is_causal=prefix_mask is None)]
+    if layout.completion_index.numel():
+        keys = torch.cat([layout.prefix_index[layout.owner_N], layout.completion_index], dim=1)
+        outputs.append(attend(layout.completion_index, keys, attn_mask=layout.masks.completion))
     return torch.cat(outputs)[layout.output_index]

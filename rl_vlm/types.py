@@ -172,6 +172,8 @@ class MicroBatch:
     subgroups: Sequence[SubGroup]
     shared: bool
     """True: each prompt is computed once for its completions. False: one padded row per completion."""
+    dense_reason: str | None = None
+    """Why it is not shared, for the metrics."""
     weight: float = 1.0
     """0 for the dummy that a rank runs to keep its number of micro-batches equal to the others'."""
 

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from rl_vlm.families import Family, stop_token_ids
+from rl_vlm.families import stop_token_ids
 from rl_vlm.generation.sampling import next_tokens, stream_keys
-from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sampling, concatenate_images
+from rl_vlm.rows import batch_rows, token_input_names, token_inputs
+from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sampling
+from rl_vlm.vision import VisionEncoder, given_features
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -35,10 +36,7 @@ COMPACT_FRACTION = 0.25
 class SampledPolicy(Protocol):
     """What the engine needs of the policy that is trained."""
 
-    family: Family
-
-    @property
-    def transformer(self) -> PreTrainedModel: ...
+    vision: VisionEncoder
 
     def autocast(self) -> AbstractContextManager[None]: ...
 
@@ -52,13 +50,14 @@ class Prefix:
     """Logits of the first completion token."""
     mask: Int[Tensor, "rows longest_prompt"]
     """0 at left padding."""
-    next_positions: Int[Tensor, "axes rows"]
+    next_positions: Int[Tensor, " rows"]
+    """The same on all axes."""
 
     def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
         """Row `row_index[n]` for completion n, with a cache of its own."""
         cache = copy.deepcopy(self.cache)
         cache.batch_select_indices(row_index)
-        return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[:, row_index])
+        return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[row_index])
 
 
 class HFEngine:
@@ -66,19 +65,18 @@ class HFEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        vision: VisionEncoder,
         tokenizer: Any,
-        family: Family,
         stop_token_ids: Sequence[int],
         max_num_seqs: int,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`max_num_seqs` is how many completions are decoded at once; `autocast` opens the context of forwards."""
-        self.model = model
+        self.model = vision.model
+        self.vision = vision
         self.tokenizer = tokenizer
-        self.family = family
         self.stop_token_ids = list(stop_token_ids)
-        self.banned_token_ids = family.banned_token_ids(model.config)
+        self.banned_token_ids = vision.family.banned_token_ids(vision.model.config)
         self.max_num_seqs = max_num_seqs
         self.autocast = autocast
         self.policy_version = 0
@@ -86,8 +84,8 @@ class HFEngine:
     @classmethod
     def for_policy(cls, policy: SampledPolicy, tokenizer: Any, max_num_seqs: int) -> HFEngine:
         """Sample from the weights that are trained, in their compute precision."""
-        model = policy.transformer
-        return cls(model, tokenizer, policy.family, stop_token_ids(model, tokenizer), max_num_seqs, policy.autocast)
+        stops = stop_token_ids(policy.vision.model, tokenizer)
+        return cls(policy.vision, tokenizer, stops, max_num_seqs, policy.autocast)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
@@ -119,19 +117,15 @@ class HFEngine:
 
     def prefill(self, prompts: list[Prompt]) -> Prefix:
         """One forward over prompts and images, left-padded so that all rows end together."""
-        device = self.model.device
-        positions = [self.family.prompt_positions(self.model, prompt).T for prompt in prompts]  # each (tokens, axes)
-        mask = _pad_left([torch.ones_like(prompt.token_ids) for prompt in prompts]).to(device)
-        output = self.model(
-            input_ids=_pad_left([prompt.token_ids for prompt in prompts]).to(device),
-            attention_mask=mask,
-            position_ids=_pad_left(positions).permute(2, 0, 1).to(device),  # (P, L, axes) -> (axes, P, L)
-            use_cache=True,
-            logits_to_keep=1,
-            **concatenate_images(prompts, device),
-        )
-        next_positions = torch.stack([(p.max() + 1).expand(p.shape[1]) for p in positions], dim=1).to(device)
-        return Prefix(output.past_key_values, output.logits[:, -1], mask, next_positions)
+        family, device = self.vision.family, self.model.device
+        names = token_input_names(prompts)
+        rows = [token_inputs(prompt, [], names, family, self.model) for prompt in prompts]
+        kwargs = batch_rows(rows, device, pad_left=True)
+        features = self.vision.encode(prompts)
+        with given_features(self.model, [features[p] for p in prompts if p in features]) as image_inputs:
+            output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
+        next_positions = torch.stack([row["position_ids"].amax() + 1 for row in rows]).to(device)
+        return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions)
 
     def decode(self, prefix: Prefix, keys_N: Int[Tensor, " completions"], sampling: Sampling) -> list[Completion]:
         """N completions of N prefix rows, one token of each per forward."""
@@ -156,11 +150,16 @@ class HFEngine:
             logits = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=mask[rows, : prefix.mask.shape[1] + step + 1],
-                position_ids=prefix.next_positions[:, rows, None] + step,
+                position_ids=self.positions(prefix.next_positions[rows] + step),
                 past_key_values=prefix.cache,
                 use_cache=True,
             ).logits[:, -1]
         return self.completions(tokens_NT.cpu(), logprobs_NT.cpu())
+
+    def positions(self, positions_N: Int[Tensor, " completions"]) -> Int[Tensor, ...]:
+        """Position ids of one token per completion, as the model takes them: (N, 1), or (axes, N, 1)."""
+        axes = self.vision.family.position_axes
+        return positions_N[:, None] if axes == 1 else positions_N[:, None].expand(axes, -1, -1)
 
     def completions(
         self, tokens_NT: Int[Tensor, "completions tokens"], logprobs_NT: Float[Tensor, "completions tokens"]
@@ -192,7 +191,3 @@ def generation_mode(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
         for module in checkpointing:
             module.gradient_checkpointing = True
-
-
-def _pad_left(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True, padding_side="left")

@@ -12,10 +12,13 @@ from pathlib import Path
 import torch
 
 from rl_vlm.tiny.family import TinyFamily
+from rl_vlm.tiny.glm import GLM
+from rl_vlm.tiny.llava import LLAVA
 from rl_vlm.tiny.qwen import QWEN
+from rl_vlm.tiny.tiles import TILES
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
 
-TINY_FAMILIES: dict[str, TinyFamily] = {**QWEN}
+TINY_FAMILIES: dict[str, TinyFamily] = {**QWEN, **GLM, **LLAVA, **TILES}
 
 
 def build_tiny(
@@ -38,7 +41,7 @@ def build_tiny(
     from transformers import AutoModelForImageTextToText
 
     parts = TINY_FAMILIES[family]
-    tokenizer = train_tokenizer(corpus, parts.special_tokens)
+    tokenizer = train_tokenizer(corpus, parts.special_tokens, model_specific_special_tokens=parts.token_names)
     tokenizer.add_tokens(list(whole_tokens))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -46,6 +49,8 @@ def build_tiny(
         for part in (config, config.text_config, config.vision_config):
             part.initializer_range = initializer_range
         model = AutoModelForImageTextToText.from_config(config)
+        if parts.after_init:
+            parts.after_init(model)
     model.save_pretrained(directory)
     parts.processor(tokenizer).save_pretrained(directory)
     return Path(directory)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, ProcessorMixin
+    from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,10 @@ class TinyFamily:
     special_tokens: tuple[str, ...]
     config: Callable[[Any, int], PreTrainedConfig]
     processor: Callable[[Any], ProcessorMixin]
+    token_names: dict[str, str] = field(default_factory=dict)
+    """Names under which the tokenizer itself knows special tokens, such as `{"image_token": "<image>"}`."""
+    after_init: Callable[[PreTrainedModel], None] | None = None
+    """Gives random values to weights that are zero at initialisation and would hide the image."""
 
 
 def chat_template(image: str) -> str:

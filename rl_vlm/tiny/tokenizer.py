@@ -19,8 +19,8 @@ CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def train_tokenizer(corpus: Iterable[str], special_tokens: Sequence[str], vocab_size: int = 400, **options: Any) -> Any:
     """A byte-level BPE tokenizer, its merges trained on `corpus`.
 
-    The first ids are `CHAT_TOKENS` and `special_tokens`; the 256 bytes follow. `options` go to
-    the tokenizer's class, for instance `extra_special_tokens={"image_token": "<image>"}`.
+    The first ids are `CHAT_TOKENS` and `special_tokens`; the 256 bytes follow. `options` go to the tokenizer's class,
+    for instance `model_specific_special_tokens={"image_token": "<image>"}`.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer

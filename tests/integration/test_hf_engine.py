@@ -28,6 +28,7 @@ from rl_vlm.types import (
     SubGroup,
     pad_rows,
 )
+from rl_vlm.vision import VisionEncoder
 
 NO_STOP = [399]
 MANY_STOPS = list(range(40, 80))
@@ -52,7 +53,7 @@ def load(directory: str, family: str) -> tuple[Any, dict[str, Prompt], Any]:
     build_tiny(family, directory)
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.model.language_model.layers.parameters():
+        for parameter in model.get_decoder().layers.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)
         # Tied to the input embeddings or not: logits that differ enough for greedy decoding to mean something.
@@ -89,7 +90,7 @@ def engine(tiny, model) -> HFEngine:
 
 
 def make_engine(model: Any, tokenizer: Any, stops: list[int] = NO_STOP, max_num_seqs: int = 64) -> HFEngine:
-    return HFEngine(model, tokenizer, family_of(model.config), stops, max_num_seqs)
+    return HFEngine(VisionEncoder(model, family_of(model.config)), tokenizer, stops, max_num_seqs)
 
 
 def make_sampling(
@@ -254,13 +255,15 @@ def test_the_checkpoints_generation_config_is_not_used(engine, prompts, monkeypa
 def test_a_prompt_and_its_images_are_computed_once_per_group(engine, prompts):
     requests = make_requests(prompts, "one", "two")
     patches = sum(len(prompts[name].mm_inputs["pixel_values"]) for name in ("one", "two"))
+    counters = engine.vision.counters
     for max_num_seqs, num_batches in ((64, 1), (3, 2), (2, 2)):  # the last decodes groups of 3 in slices
         engine.max_num_seqs = max_num_seqs
+        counters.clear()
         with recorded(engine.model) as calls:
             engine.generate(requests, make_sampling())
         prefills = [call for call in calls if "pixel_values" in call]
-        assert len(prefills) == num_batches
-        assert sum(len(call["pixel_values"]) for call in prefills) == patches
+        assert len(prefills) == num_batches == counters["vision_forwards"]
+        assert counters["vision_patches"] == patches
         assert {call["input_ids"].shape[1] for call in calls if "pixel_values" not in call} == {1}
 
 

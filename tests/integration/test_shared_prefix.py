@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_vlm.policy import ModelInputs, Policy
+from rl_vlm import policy as policy_module
+from rl_vlm.policy import Policy
+from rl_vlm.rows import Rows, shared_rows
 from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.integration.builders import (
@@ -61,11 +63,11 @@ def make_groups(checkpoint: Path, case: str) -> list[ScoredGroup]:
 
 
 def scores_and_gradients(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probs, entropies, and gradients of a random weighting of both."""
+    """Log-probs, entropies, and gradients of a random weighting of the log-probs."""
     scores = policy(batch)
-    weights = torch.randn(2, *scores.logprobs_NT.shape, generator=torch.Generator().manual_seed(0))
-    (weights * torch.stack([scores.logprobs_NT, scores.entropies_NT])).sum().backward()
-    return scores.logprobs_NT.detach(), scores.entropies_NT.detach(), take_gradients(policy)
+    weights = torch.randn(scores.logprobs_NT.shape, generator=torch.Generator().manual_seed(0))
+    (weights * scores.logprobs_NT).sum().backward()
+    return scores.logprobs_NT.detach(), scores.entropies_NT, take_gradients(policy)
 
 
 def assert_shared_equals_dense(policy: Policy, groups: list[ScoredGroup]) -> None:
@@ -108,35 +110,35 @@ def test_a_micro_batch_scores_as_its_groups_do_alone(checkpoint: Path, policy: P
         assert not row[len(expected) :].any()
 
 
-def see_each_other(inputs: ModelInputs) -> ModelInputs:
+def see_each_other(rows: Rows) -> Rows:
     """The same row and positions under a plain causal mask."""
-    return replace(inputs, layout=None)
+    return replace(rows, layout=None)
 
 
-def positions_go_on(inputs: ModelInputs) -> ModelInputs:
+def positions_go_on(rows: Rows) -> Rows:
     """Every completion starts where the row before it ends."""
-    positions, layout = inputs.kwargs["position_ids"].clone(), inputs.layout
+    positions, layout = rows.kwargs["position_ids"].clone(), rows.layout
     assert layout is not None
     prompt_tokens = layout.prefix_index.numel()
     num_after = positions.shape[-1] - prompt_tokens
     positions[..., prompt_tokens:] = positions[..., :prompt_tokens].max() + 1 + torch.arange(num_after)
-    return replace(inputs, kwargs=inputs.kwargs | {"position_ids": positions})
+    return replace(rows, kwargs=rows.kwargs | {"position_ids": positions})
 
 
-def another_image(inputs: ModelInputs) -> ModelInputs:
+def another_image(rows: Rows) -> Rows:
     """An image of the same size, hence the same tokens."""
-    pixels = inputs.kwargs["pixel_values"]
-    return replace(inputs, kwargs=inputs.kwargs | {"pixel_values": pixels.flip(0, 1)})
+    (prompt,) = rows.prompts
+    pixels = prompt.mm_inputs["pixel_values"].flip(0, -1)
+    return replace(rows, prompts=[replace(prompt, mm_inputs=prompt.mm_inputs | {"pixel_values": pixels})])
 
 
 @pytest.mark.parametrize("change", [see_each_other, positions_go_on, another_image])
 def test_what_must_not_happen_would_show(
-    checkpoint: Path, policy: Policy, change: Callable[[ModelInputs], ModelInputs], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = whole(make_groups(checkpoint, "one image"), shared=True)
     expected = policy(batch).logprobs_NT
-    changed = change(policy.shared_inputs(batch))
-    monkeypatch.setattr(policy, "shared_inputs", lambda _: changed)
+    monkeypatch.setattr(policy_module, "shared_rows", lambda *args: change(shared_rows(*args)))
     assert (policy(batch).logprobs_NT - expected).abs().max() >= 0.01
 
 
@@ -164,7 +166,7 @@ def test_the_vision_tower_sees_each_prompts_images_once(checkpoint: Path, policy
     assert patches == [num_patches(groups)]
     with counted_vision(policy) as patches:
         scores_and_gradients(policy, whole(groups, shared=False))
-    assert patches == [sum(num_patches([group]) * len(group.group.completions) for group in groups)]
+    assert patches == [num_patches(groups)]
 
 
 @pytest.mark.parametrize(

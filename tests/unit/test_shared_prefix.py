@@ -1,5 +1,12 @@
 import pytest
 import torch
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    or_masks,
+    sliding_window_overlay,
+)
 
 from rl_vlm.shared_prefix import RowLayout, shared_attention, shared_row
 
@@ -8,48 +15,81 @@ F, T = False, True
 
 @pytest.fixture
 def layout():
-    """Row: prefixes aaa bb, completions AA A of the first and B of the second."""
-    return RowLayout.build(prefix_lengths=[3, 2], completion_lengths=[2, 1, 1], prompt_of_completion=[0, 0, 1])
+    """Row: prefix aaa with completions AA and A, prefix bb with completion B."""
+    return RowLayout.build(prefix_lengths=[3, 2], completion_lengths=[[2, 1], [1]])
 
 
 def test_the_example_of_the_docstring(layout):
-    assert layout.prefix_index.tolist() == [[0, 1, 2], [3, 4, 0]]
-    assert layout.query_index.tolist() == [[5, 6], [7, 0], [8, 0]]
-    assert layout.key_index.tolist() == [[0, 1, 2, 5, 6], [0, 1, 2, 7, 0], [3, 4, 0, 8, 0]]
-    assert layout.predictor_index.tolist() == [2, 5, 6, 2, 7, 4, 8]
+    assert layout.prefix_index.tolist() == [[0, 1, 2], [6, 7, 0]]
+    assert layout.completion_index.tolist() == [[3, 4], [5, 0], [8, 0]]
+    assert layout.predictor_index.tolist() == [2, 3, 4, 2, 5, 7, 8]
 
 
 def test_a_completion_sees_its_prefix_and_its_own_past(layout):
-    assert layout.key_mask[:, 0].tolist() == [
+    masks = layout.with_masks(causal_mask_function).masks
+    assert masks.prefix is None
+    assert masks.completion[:, 0].tolist() == [
         # prefix   itself
         [[T, T, T, T, F], [T, T, T, T, T]],
         [[T, T, T, T, F], [T, T, T, T, T]],  # the second query is padding
-        [[T, T, F, T, F], [T, T, F, T, T]],
+        [[T, T, F, T, F], [T, T, T, T, T]],  # so it is here
     ]
+
+
+def test_a_models_own_rule_holds_where_each_completion_follows_its_prefix_at_once(layout):
+    window_of_two = and_masks(sliding_window_overlay(2), causal_mask_function)
+    masks = layout.with_masks(window_of_two).masks
+    assert masks.prefix[:, 0].tolist() == [
+        [[T, F, F], [T, T, F], [F, T, T]],
+        [[T, F, F], [T, T, F], [T, T, T]],  # the third query is padding
+    ]
+    assert masks.completion[:, 0].tolist() == [
+        [[F, F, T, T, F], [F, F, F, T, T]],
+        [[F, F, T, T, F], [T, T, T, T, T]],
+        [[F, T, F, T, F], [T, T, T, T, T]],
+    ]
+
+
+def test_rules_that_look_up_the_kind_of_a_token_find_that_of_the_row(layout):
+    is_image = torch.tensor([[F, T, T, F, F, F, T, F, F]])  # in the prefixes
+    within_image = or_masks(causal_mask_function, lambda b, h, q, k: is_image[b, q] & is_image[b, k])
+    masks = layout.with_masks(within_image).masks
+    assert masks.prefix[:, 0].tolist() == [
+        [[T, F, F], [T, T, T], [T, T, T]],
+        [[T, F, F], [T, T, F], [T, T, T]],
+    ]
+    assert masks.completion.equal(layout.with_masks(causal_mask_function).masks.completion)
 
 
 def test_outputs_of_both_attentions_come_back_in_the_order_of_the_row(layout):
     # places: prefixes 0 1 2 | 3 4 (5 padding), then completions 6 7 | 8 (9) | 10 (11)
-    assert layout.output_index.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 10]
+    assert layout.output_index.tolist() == [0, 1, 2, 6, 7, 8, 3, 4, 10]
 
 
 def test_completions_of_one_token_need_no_place_in_the_row():
-    layout = RowLayout.build([3, 2], [0, 0, 0], [0, 1, 1])
-    assert layout.query_index.shape == (3, 0)
+    layout = RowLayout.build([3, 2], [[0], [0, 0]])
+    assert layout.completion_index.shape == (3, 0)
     assert layout.predictor_index.tolist() == [2, 4, 4]
     row = torch.randn(2, 5, 4)
+    layout = layout.with_masks(causal_mask_function)
     assert shared_attention(row, row, row, layout, scale=0.5).shape == (5, 2, 4)
 
 
-def test_attention_is_that_of_the_whole_row_under_a_mask(layout):
+@pytest.mark.parametrize("rule", [causal_mask_function, or_masks(causal_mask_function, bidirectional_mask_function)])
+def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule):
     query, key, value = torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)  # two query heads a key head
-    owner = torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 1])
-    part = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 3])  # 0 is a prefix
-    sees = (owner[:, None] == owner) & ((part == 0) | (part[:, None] == part)).tril()
+    query.requires_grad_()
+    owner = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1])
+    part = torch.tensor([0, 0, 0, 1, 1, 2, 0, 0, 3])  # 0 is a prefix
+    sees = (owner[:, None] == owner) & ((part == 0) | (part[:, None] == part))
+    sees = sees & ~((part[:, None] == 0) & (part != 0))  # a prefix never sees a completion
+    sees = sees.tril() if rule is causal_mask_function else sees
     logits = query @ key.repeat_interleave(2, dim=0).mT * 0.3
     expected = logits.masked_fill(~sees, -torch.inf).softmax(-1) @ value.repeat_interleave(2, dim=0)
-    ours = shared_attention(query, key, value, layout, scale=0.3)
+    ours = shared_attention(query, key, value, layout.with_masks(rule), scale=0.3)
     torch.testing.assert_close(ours.transpose(0, 1), expected, rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(ours.sum(), query)
+    assert gradient.isfinite().all()
 
 
 def test_a_layout_is_active_only_inside(layout):

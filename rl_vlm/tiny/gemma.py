@@ -1,0 +1,170 @@
+"""PaliGemma 1 and 2, Gemma 3, and Gemma 4 in its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.tiny.family import TinyFamily, chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+
+SLIDING_WINDOW = 8
+"""Shorter than an image, so that the sliding layers' mask shows."""
+
+SIGLIP = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "patch_size": 4,
+    "vision_use_head": False,
+}  # fmt: skip
+
+
+def _text_sizes(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
+        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4, "max_position_embeddings": 4096, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+
+
+def _sliding_sizes(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> dict[str, Any]:
+    layer_types = ["sliding_attention", "full_attention"] * (num_layers // 2)
+    return _text_sizes(tokenizer, hidden_size, num_layers) | {
+        "layer_types": layer_types,
+        "sliding_window": SLIDING_WINDOW,
+    }
+
+
+def _gemma3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    from transformers import Gemma3Config
+
+    return Gemma3Config(
+        text_config=_sliding_sizes(tokenizer, hidden_size) | {"query_pre_attn_scalar": hidden_size // 4},
+        vision_config=SIGLIP | {"image_size": 32},
+        mm_tokens_per_image=16,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+        image_token_index=tokenizer.image_token_id,
+    )
+
+
+def _gemma3_processor(tokenizer: Any) -> ProcessorMixin:
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    return Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 32, "width": 32}),
+        tokenizer=tokenizer,
+        image_seq_length=16,
+        chat_template=chat_template("<start_of_image>"),
+    )
+
+
+def _random_projector(model: PreTrainedModel) -> None:
+    model.model.multi_modal_projector.mm_input_projection_weight.data.normal_(std=model.config.initializer_range)
+
+
+def _paligemma_config(
+    text_model: str, text_sizes: Callable[[Any, int], dict[str, Any]]
+) -> Callable[[Any, int], PreTrainedConfig]:
+    def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+        from transformers import PaliGemmaConfig
+
+        _paligemma_processor(tokenizer)  # adds a thousand tokens for locations and segments
+        return PaliGemmaConfig(
+            text_config=text_sizes(tokenizer, hidden_size) | {"model_type": text_model},
+            vision_config=SIGLIP | {"image_size": 16},
+            image_token_index=tokenizer.image_token_id,
+            projection_dim=hidden_size,
+            hidden_size=hidden_size,
+        )
+
+    return build
+
+
+def _paligemma_processor(tokenizer: Any) -> ProcessorMixin:
+    """As published, without a chat template."""
+    from transformers import PaliGemmaProcessor, SiglipImageProcessor
+
+    image_processor = SiglipImageProcessor(size={"height": 16, "width": 16}, image_seq_length=16)
+    return PaliGemmaProcessor(image_processor=image_processor, tokenizer=tokenizer)
+
+
+def _gemma4_config(num_layers: int, **text: Any) -> Callable[[Any, int], PreTrainedConfig]:
+    def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+        from transformers import Gemma4Config
+
+        vision = {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+            "position_embedding_size": 256,
+        }  # fmt: skip
+        sizes = {
+            "intermediate_size": 2 * hidden_size,
+            "global_head_dim": hidden_size // 2,
+            "vocab_size_per_layer_input": len(tokenizer),
+            "final_logit_softcapping": 30.0,
+        }
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("boi", "eoi", "image", "audio")}
+        return Gemma4Config(
+            text_config=_sliding_sizes(tokenizer, hidden_size, num_layers) | sizes | text,
+            vision_config=vision,
+            video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
+            boa_token_id=tokenizer.boa_token_id,
+            eoa_token_index=tokenizer.eoa_token_id,
+            **ids,
+        )
+
+    return build
+
+
+def _gemma4_processor(tokenizer: Any) -> ProcessorMixin:
+    import transformers
+
+    sizes: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    return transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=transformers.Gemma4VideoProcessor(**sizes),
+        chat_template=chat_template("<|image|>"),
+    )
+
+
+_PALIGEMMA_TOKENS = {"bos_token": "<bos>", "image_token": "<image>"}
+_GEMMA3_TOKENS = {
+    "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>",
+}  # fmt: skip
+_GEMMA4_TOKENS = {
+    "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>",
+    "boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>",
+}  # fmt: skip
+
+
+def _gemma4(num_layers: int, **text: Any) -> TinyFamily:
+    return TinyFamily(
+        (*_GEMMA4_TOKENS.values(), "<|video|>"),
+        _gemma4_config(num_layers, **text),
+        _gemma4_processor,
+        _GEMMA4_TOKENS,
+    )
+
+
+def _paligemma(text_model: str, text_sizes: Callable[[Any, int], dict[str, Any]]) -> TinyFamily:
+    config = _paligemma_config(text_model, text_sizes)
+    return TinyFamily(tuple(_PALIGEMMA_TOKENS.values()), config, _paligemma_processor, _PALIGEMMA_TOKENS)
+
+
+GEMMA: dict[str, TinyFamily] = {
+    "gemma3": TinyFamily(
+        tuple(_GEMMA3_TOKENS.values()), _gemma3_config, _gemma3_processor, _GEMMA3_TOKENS, _random_projector
+    ),
+    "paligemma": _paligemma("gemma", _text_sizes),
+    "paligemma2": _paligemma("gemma2", _sliding_sizes),
+    "gemma4": _gemma4(4, hidden_size_per_layer_input=8, num_kv_shared_layers=2),
+    "gemma4_bidirectional": _gemma4(2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+    "gemma4_moe": _gemma4(
+        2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision", attention_k_eq_v=True,
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64, num_global_key_value_heads=1,
+    ),
+}  # fmt: skip

@@ -1,0 +1,208 @@
+"""Image features: every distinct image goes through the vision tower once, whatever the number of completions.
+
+A frozen tower's features are kept as long as the prompt lives, so rollouts, old and reference log-probs and every
+update of a generation window share them. A trained tower runs once per micro-batch, and gradients flow through it.
+
+    prompts ─ encode ─► ImageFeatures of each prompt ─ given_features ─► the model's forward, which finds them in place
+                                                                         of its own call of the vision tower
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rl_vlm.errors import ModelError
+from rl_vlm.families import Family
+from rl_vlm.types import Prompt, Sample, concatenate_images
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+DEFAULT_PATCH_SIZE = 14
+"""Of towers whose config does not say."""
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """What the vision tower and its projector make of one prompt's images."""
+
+    embeddings: Float[Tensor, "*tiles tokens hidden"]
+    """One vector per placeholder token, in order; some families keep them by tile."""
+    deepstack: tuple[Float[Tensor, "tokens hidden"], ...]
+    """Features that deeper language layers add at the placeholders (Qwen3-VL)."""
+    indicators: Float[Tensor, "indicators hidden"] | None
+    """Embeddings of the tokens around images, where the vision tower makes these (Ovis2)."""
+    lists: tuple[bool, bool]
+    """Whether the model's own call returns embeddings, and each deepstack layer, as lists, which its forward joins."""
+
+
+@dataclass
+class VisionEncoder:
+    """The vision tower of a model, with the features of prompts that it has seen while it is frozen."""
+
+    model: PreTrainedModel
+    family: Family
+    counters: Counter[str] = field(default_factory=Counter)
+    features: WeakKeyDictionary[Prompt, ImageFeatures] = field(default_factory=WeakKeyDictionary)
+    spare: Prompt | None = None
+    """A prompt with an image, for runs without effect."""
+
+    @cached_property
+    def is_frozen(self) -> bool:
+        return not any(p.requires_grad for p in self.family.vision_parameters(self.model))
+
+    def tokens(self, prompt: Prompt) -> int:
+        """What a prompt's images cost in a micro-batch, in language tokens: nothing under a frozen tower."""
+        config = self.model.config
+        return 0 if self.is_frozen else math.ceil(patch_cost(config) * num_patches(config, prompt))
+
+    def encode(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
+        """Features of every prompt that has images.
+
+        Raises ModelError where features and placeholder tokens do not correspond.
+        """
+        kept = self.features if self.is_frozen else {}
+        calls = self.calls(prompts)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            found = {p: features for call in calls for p, features in self.run(call).items()}
+        if self.is_frozen:
+            self.features.update(found)
+        return {p: found.get(p) or kept[p] for p in prompts if p.mm_inputs}
+
+    def calls(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+        """The prompts of each run of the tower: all at once where their image inputs can be concatenated."""
+        new = [p for p in dict.fromkeys(prompts) if p.mm_inputs and not (self.is_frozen and p in self.features)]
+        return [new] if new and self.family.joins_images else [[prompt] for prompt in new]
+
+    def run(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
+        """One run of the tower on the images of all prompts."""
+        inputs = concatenate_images(prompts, self.model.device)
+        model: Any = self.model.base_model
+        output = model.get_image_features(**inputs, return_dict=True)
+        self.counters["vision_forwards"] += 1
+        self.counters["vision_patches"] += sum(num_patches(self.model.config, prompt) for prompt in prompts)
+        return dict(zip(prompts, split_features(output, prompts, self.placeholders(prompts)), strict=True))
+
+    def idle(self, num_calls: int) -> Tensor:
+        """0, after `num_calls` runs of the tower without effect, for ranks to run it equally often."""
+        assert self.spare is not None, "a run of several ranks sets a spare prompt"
+        runs = [self.run([self.spare])[self.spare] for _ in range(num_calls)]
+        return torch.stack([0.0 * features.embeddings.sum() for features in runs]).sum()
+
+    def placeholders(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Placeholder tokens of each prompt."""
+        image_token = self.family.image_token_id(self.model.config)
+        return [int((prompt.token_ids == image_token).sum()) for prompt in prompts]
+
+
+def spare_sample() -> Sample:
+    """A small grey image, for the `spare` prompt."""
+    from PIL import Image
+
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "."}]}]
+    return Sample("spare", messages, [Image.new("RGB", (64, 64), "gray")], {}, messages)
+
+
+def num_patches(config: PreTrainedConfig, prompt: Prompt) -> int:
+    """Patches that the vision tower sees of a prompt's images, padding included."""
+    if not prompt.mm_inputs:
+        return 0
+    vision = config.vision_config
+    patch_size = getattr(vision, "patch_size", DEFAULT_PATCH_SIZE)
+    side = patch_size if isinstance(patch_size, int) else patch_size[0]
+    values_per_patch = 3 * side**2 * getattr(vision, "temporal_patch_size", 1)
+    return prompt.mm_inputs["pixel_values"].numel() // values_per_patch
+
+
+def patch_cost(config: PreTrainedConfig) -> float:
+    """A patch's share of kept activations, in language tokens: depth times width of the tower by those of the model.
+
+    1 for a tower whose config does not say how deep and wide it is.
+    """
+    vision, text = config.vision_config, config.get_text_config()
+    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
+    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+    return depth * width / (text.num_hidden_layers * text.hidden_size) if depth and width else 1.0
+
+
+def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequence[int]) -> list[ImageFeatures]:
+    """The model's own output for the images of several prompts, by prompt.
+
+    Raises ModelError, naming both counts, where a prompt has other than one feature per placeholder token.
+    """
+    layers = [_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()]
+    embeddings = _joined(output.pooler_output)
+    check_counts(output.pooler_output, prompts, placeholders)
+    tile = embeddings.shape[1] if embeddings.ndim == 3 else 1
+    parts = embeddings.split([num // tile for num in placeholders])
+    deepstack = (
+        zip(*(layer.split(list(placeholders)) for layer in layers), strict=True) if layers else [()] * len(parts)
+    )
+    lists = (
+        not isinstance(output.pooler_output, Tensor),
+        bool(layers) and not isinstance(output.deepstack_features[0], Tensor),
+    )
+    indicators = getattr(output, "visual_indicator_features", None)
+    return [ImageFeatures(part, tuple(deep), indicators, lists) for part, deep in zip(parts, deepstack, strict=True)]
+
+
+def check_counts(embeddings: Tensor | Sequence[Tensor], prompts: Sequence[Prompt], placeholders: Sequence[int]) -> None:
+    """Raises ModelError unless there is one feature per placeholder: by prompt where features come by image."""
+    owners, expected, found = ["all prompts"], [sum(placeholders)], [sum(_num_rows(e) for e in embeddings)]
+    if len(prompts) == 1 or not isinstance(embeddings, Tensor):
+        owners, expected = [f"sample {prompt.sample.sample_id}" for prompt in prompts], list(placeholders)
+    if len(prompts) > 1 and not isinstance(embeddings, Tensor):
+        images = iter(embeddings)
+        found = [sum(_num_rows(next(images)) for _ in prompt.sample.images) for prompt in prompts]
+    for owner, num, num_features in zip(owners, expected, found, strict=True):
+        if num != num_features:
+            raise ModelError(
+                f"The tokens of {owner} have {num} image placeholders and the images became {num_features} features. "
+                "Pairing them anyway would show the model other pixels than the row's."
+            )
+
+
+def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
+    return parts if isinstance(parts, Tensor) else torch.cat(list(parts))
+
+
+def _num_rows(tensor: Tensor) -> int:
+    return tensor.numel() // tensor.shape[-1] if tensor.ndim > 1 else 1
+
+
+@contextmanager
+def given_features(model: PreTrainedModel, features: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
+    """Inside, forwards with the yielded arguments find these features instead of running the vision tower.
+
+    The features are those of the rows' images, in order of their placeholders. transformers takes them as an argument
+    (`mm_encoder_outputs`) from 5.18 on only.
+    """
+    if not features:
+        yield {}
+        return
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    embeddings_list, deepstack_list = features[0].lists
+    embeddings = torch.cat([f.embeddings for f in features])
+    deepstack = [torch.cat(layers) for layers in zip(*(f.deepstack for f in features), strict=True)]
+    output: Any = BaseModelOutputWithPooling()
+    output.pooler_output = [embeddings] if embeddings_list else embeddings
+    output.deepstack_features = [[layer] for layer in deepstack] if deepstack_list else deepstack
+    output.visual_indicator_features = features[0].indicators
+    inner: Any = model.base_model
+    inner.get_image_features = lambda *args, **kwargs: output
+    try:
+        yield {"pixel_values": embeddings}
+    finally:
+        del inner.get_image_features
