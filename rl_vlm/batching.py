@@ -22,12 +22,17 @@ VisionTokens = Callable[[Prompt], int]
 
 
 def make_micro_batches(
-    groups: Sequence[ScoredGroup], budget: int, sharing: Sharing, vision_tokens: VisionTokens = lambda prompt: 0
+    groups: Sequence[ScoredGroup],
+    budget: int,
+    sharing: Sharing,
+    vision_tokens: VisionTokens = lambda prompt: 0,
+    mixes_prompts: bool = True,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens; their union holds every completion that is valid, once.
 
     Tokens are those that the language model computes, padding included, and `vision_tokens` of each image that the
     vision tower computes. A single completion that is longer than the budget still gets a micro-batch of its own.
+    Without `mixes_prompts` every micro-batch holds one prompt.
     """
     by_reason: dict[str | None, list[ScoredGroup]] = {None: []}
     for group in groups:
@@ -36,7 +41,7 @@ def make_micro_batches(
     return [
         MicroBatch(subgroups, shared=reason is None, dense_reason=reason)
         for reason, some in by_reason.items()
-        for subgroups in Packer(budget, reason is None, vision_tokens).pack(some)
+        for subgroups in Packer(budget, reason is None, vision_tokens, mixes_prompts).pack(some)
     ]
 
 
@@ -93,6 +98,7 @@ class Packer:
     budget: int
     shared: bool
     vision_tokens: VisionTokens
+    mixes_prompts: bool
 
     def pack(self, groups: Sequence[ScoredGroup]) -> Iterator[list[SubGroup]]:
         """Fill micro-batches greedily, longest rows first so that padded rows are alike."""
@@ -101,7 +107,7 @@ class Packer:
         by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
         for piece in (piece for group in by_length for piece in self.split(group)):
             piece_size = self.size(piece.scored, piece.members)
-            if current and not self.fits(size + piece_size):
+            if current and not (self.mixes_prompts and self.fits(size + piece_size)):
                 yield current
                 current, size = [], Size()
             current.append(piece)

@@ -11,16 +11,16 @@ from torch import Tensor
 from rl_vlm.advantages import compute_advantages, reward_std, total_rewards
 from rl_vlm.config.batch_algebra import BatchPlan
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data import Rows
 from rl_vlm.engine import Engine
 from rl_vlm.generation import RolloutEngine
+from rl_vlm.generation.sampling import sampling_of
 from rl_vlm.metrics import StepMetrics
-from rl_vlm.prompts import PromptBuilder
+from rl_vlm.prefetch import Prefetcher, next_window
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_log import completion_rows, print_rows
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import Draw, PromptSampler
-from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
+from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 from rl_vlm.window import Window
 
 
@@ -32,10 +32,8 @@ class Collector:
     plan: BatchPlan
     engine: Engine
     directory: RunDirectory
-    rows: Rows
-    row_indices: list[int]
     sampler: PromptSampler
-    builder: PromptBuilder
+    prefetcher: Prefetcher
     generator: RolloutEngine
     rewards: RewardSuite
 
@@ -43,7 +41,7 @@ class Collector:
         """The next window of this rank. An error leaves the sampler where it was."""
         cursor = self.sampler.state_dict()
         try:
-            draws = [draw for _ in range(self.plan.steps_per_window) for draw in self.sampler.next_step()]
+            draws = next_window(self.sampler, self.plan.steps_per_window)
             groups, table = self.engine.together(lambda: self.sample(draws, state, metrics))
         except BaseException:
             self.sampler.load_state_dict(cursor)
@@ -52,35 +50,22 @@ class Collector:
         self.record(state.global_step, scored, table, metrics)
         return Window(draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
 
-    def sample(
-        self, draws: Sequence[Draw], state: TrainerState, metrics: StepMetrics
-    ) -> tuple[list[Group], RewardTable]:
+    def sample(self, draws: list[Draw], state: TrainerState, metrics: StepMetrics) -> tuple[list[Group], RewardTable]:
         """Groups for the drawn rows, and what the reward functions say of them."""
+        rollout = self.config.rollout
         with metrics.stage("data"):
             requests = [
                 RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt)
                 for draw, prompt in zip(draws, self.prompts(draws), strict=True)
             ]
         with metrics.stage("generation"):
-            groups = self.generator.generate(requests, self.sampling)
+            sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature)
+            groups = self.generator.generate(requests, sampling)
         with metrics.stage("rewards"):
             return groups, self.rewards.score(groups, state)
 
-    @property
-    def sampling(self) -> Sampling:
-        rollout = self.config.rollout
-        return Sampling(
-            num_generations=rollout.num_generations,
-            max_completion_length=rollout.max_completion_length,
-            temperature=rollout.temperature,
-            seed=self.config.train.seed,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-        )
-
-    def prompts(self, draws: Sequence[Draw]) -> list[Prompt]:
-        return [self.builder.build(self.rows.sample(self.row_indices[draw.row])) for draw in draws]
+    def prompts(self, draws: list[Draw]) -> list[Prompt]:
+        return self.prefetcher.prompts(draws)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
         """Rewards and advantages of each group; `scale_rewards: batch` spans the window over all ranks."""

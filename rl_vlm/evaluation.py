@@ -20,11 +20,12 @@ from rl_vlm.data import load_rows
 from rl_vlm.engine import Engine
 from rl_vlm.generation import RolloutEngine
 from rl_vlm.generation.hf import HFEngine
+from rl_vlm.generation.sampling import sampling_of
 from rl_vlm.loading import initial_checkpoint, load_policy
 from rl_vlm.prompts import PromptBuilder, load_processor
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_log import completion_rows, write_rows
-from rl_vlm.types import RolloutRequest, Sampling, ScoredGroup, TrainerState
+from rl_vlm.types import RolloutRequest, ScoredGroup, TrainerState
 
 BOOTSTRAP_RESAMPLES = 1000
 
@@ -51,15 +52,7 @@ class Evaluator:
         self.rows = load_rows(config.data, "eval")
         rewards.check_columns(self.rows.sample(0).columns)
         rollout = config.rollout
-        self.sampling = Sampling(
-            num_generations=rollout.num_generations_eval,
-            max_completion_length=rollout.max_completion_length,
-            temperature=rollout.eval_temperature,
-            seed=config.train.seed,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-        )
+        self.sampling = sampling_of(config, rollout.num_generations_eval, rollout.eval_temperature)
 
     def run(self, state: TrainerState, show_progress: bool = False) -> Evaluation:
         """Sample, score and summarise. Every rank returns the same result."""

@@ -29,11 +29,19 @@ def mrope_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 pr
 
     Computed once per prompt: rollout, old, reference and training passes all ask for them.
     """
+    return _rope_index(model, prompt, image_grid_thw=prompt.mm_inputs.get("image_grid_thw"))
+
+
+def canvas_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 prompt_tokens"]:
+    """M-RoPE positions on one canvas for the crops of an image (MiniCPM-V 4.7)."""
+    return _rope_index(model, prompt, target_sizes=prompt.mm_inputs.get("target_sizes"))
+
+
+def _rope_index(model: PreTrainedModel, prompt: Prompt, **sizes: Tensor | None) -> Int[Tensor, "3 prompt_tokens"]:
+    """The model's own position function, asked once per prompt."""
     if prompt not in _positions:
         positions, _ = model.model.get_rope_index(
-            prompt.token_ids[None],
-            prompt.token_inputs["mm_token_type_ids"][None],
-            image_grid_thw=prompt.mm_inputs.get("image_grid_thw"),
+            prompt.token_ids[None], prompt.token_inputs["mm_token_type_ids"][None], **sizes
         )
         _positions[prompt] = positions[:, 0]
     return _positions[prompt]
@@ -60,8 +68,6 @@ class Family:
     """Position ids of a prompt; each completion goes on at their maximum + 1, on every axis."""
     position_axes: int = 1
     """Axes of position ids: 3 for M-RoPE."""
-    image_token: str = "image_token_id"
-    """Config attribute with the id of the token that images are put in place of."""
     other_placeholders: tuple[str, ...] = ("video_token_id",)
     """Config attributes with ids of further placeholder tokens, where the config has them."""
     completion_inputs: Mapping[str, int] = field(default_factory=dict)
@@ -70,8 +76,9 @@ class Family:
     """Whether image inputs of several prompts, concatenated along dimension 0, are those of a batch."""
     softcaps_logits: bool = False
     """Whether the model bounds its logits by `final_logit_softcapping` (Gemma 2, arXiv:2408.00118, section 2)."""
-    pads_left: bool = True
-    """Whether left padding leaves a row's logits as they are, so that prompts can be prefilled together."""
+    cross_attends: bool = False
+    """Whether layers of their own attend to images, instead of image tokens in the row (Mllama). Text before an image
+    attends to all images of a forward, so a forward holds one prompt."""
     hybrid: bool = False
     """Whether some layers carry a state from token to token, so that completions in one row would see each other."""
 
@@ -80,12 +87,11 @@ class Family:
         """How the names of vision parameters begin."""
         return tuple(f"{name}." for name in self.vision_modules)
 
-    def image_token_id(self, config: PreTrainedConfig) -> int:
-        return getattr(config, self.image_token)
-
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
         """Placeholder tokens, which the policy must never sample: the completion could not be scored again."""
-        found = [getattr(config, name, None) for name in (self.image_token, *self.other_placeholders)]
+        if self.cross_attends:
+            return []  # its image token has no logit
+        found = [getattr(config, name, None) for name in ("image_token_id", *self.other_placeholders)]
         tokens = [ids if isinstance(ids, list) else [ids] for ids in found]
         return sorted({token for ids in tokens for token in ids if token is not None})
 
@@ -127,15 +133,27 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("gemma3", TOWER, joins_images=True),
         Family(
-            "gemma4",
-            ("model.vision_tower", "model.embed_vision"),
-            joins_images=True,
+            "gemma4", ("model.vision_tower", "model.embed_vision"), joins_images=True, softcaps_logits=True,
             other_placeholders=("video_token_id", "audio_token_id"),
-            softcaps_logits=True,
         ),
         Family(
-            "paligemma", TOWER, prompt_positions=positions_from_one, completion_inputs={"token_type_ids": 1},
-            joins_images=True,
+            "paligemma", TOWER, joins_images=True, prompt_positions=positions_from_one,
+            completion_inputs={"token_type_ids": 1},
+        ),
+        Family("aya_vision", TOWER, joins_images=True),
+        Family("cohere2_vision", TOWER, joins_images=True),
+        Family("deepseek_vl", ("model.vision_model", "model.aligner"), joins_images=True),
+        Family("kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True),
+        Family("got_ocr2", TOWER, joins_images=True),
+        Family("perception_lm", TOWER),
+        Family("mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True),
+        Family("qwen3_5", ("model.visual",), hybrid=True, **MROPE),
+        Family("qwen3_5_moe", ("model.visual",), hybrid=True, **MROPE),
+        Family("lfm2_vl", TOWER, hybrid=True),
+        Family("minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True),
+        Family(
+            "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True,
+            prompt_positions=canvas_positions, position_axes=3,
         ),
     )
 }  # fmt: skip

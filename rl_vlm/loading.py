@@ -23,7 +23,7 @@ from rl_vlm.functions import find_function
 from rl_vlm.policy import Policy, base_model
 from rl_vlm.shared_prefix import enable_shared_rows
 from rl_vlm.types import MicroBatch, TokenScores
-from rl_vlm.vision import VisionEncoder
+from rl_vlm.vision import VisionEncoder, use_linear_patches
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -51,6 +51,7 @@ def load_policy(config: RunConfig, initial: str, weights: Path | None = None) ->
             parameter.requires_grad_(False)
     if config.model.attn_implementation == "sdpa" and not family.hybrid:
         enable_shared_rows(transformer)
+    use_linear_patches(transformer)
     if config.memory.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
         transformer.disable_input_require_grads()  # for reentrant checkpointing; would train through a frozen tower
@@ -82,11 +83,13 @@ def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     """A transformers model in float32 with every weight accounted for."""
     from transformers import AutoModelForImageTextToText
 
+    # sdpa is what a model takes by itself in every part that has it; GOT-OCR2 refuses to be asked for it by name
+    attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         source,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
-        attn_implementation=config.attn_implementation,
+        attn_implementation=attention,
         dtype=torch.float32,
         output_loading_info=True,
     )

@@ -20,7 +20,7 @@ from rl_vlm.families import Family
 from rl_vlm.rows import Rows, dense_rows, shared_rows
 from rl_vlm.shared_prefix import shared_row
 from rl_vlm.types import MicroBatch, TokenScores, pad_rows
-from rl_vlm.vision import VisionEncoder, given_features
+from rl_vlm.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ class Policy(nn.Module):
             num_idle = num_vision_calls - len(self.vision.calls(rows.prompts))
             features = self.vision.encode(rows.prompts)
             images = [features[prompt] for prompt in rows.prompts if prompt in features]
-            with given_features(self.transformer, images) as image_inputs:
+            with self.vision.given(images) as image_inputs:
                 output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
             hidden = output.last_hidden_state.flatten(0, 1)[rows.score_index]
             if num_idle > 0:
@@ -97,7 +97,8 @@ class Policy(nn.Module):
         """Scores under the distribution that was sampled from: after temperature and the ban on placeholder tokens."""
         with self.autocast():
             logits = self.family.final_logits(head(hidden), self.transformer.config)
-        logits = logits.float() if self.temperature == 1 else logits.float() / self.temperature
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if self.temperature == 1 else logits / self.temperature
         banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=logits.device)
         logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
         log_normalizer = logits.logsumexp(-1)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BatchFeature, ProcessorMixin
 
+IMAGE_BECOMES = {"Ovis2Processor": "<IMG_ATOM>"}
+"""The token that stands for pixels in a prompt, by processor class, where it is not the processor's `image_token`."""
+
 
 def load_processor(path: str, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
     """The processor of a checkpoint, with the config's `min_pixels` and `max_pixels`.
@@ -55,6 +58,19 @@ def check_limits(image_processor: Any, limits: dict[str, int]) -> None:
         )
 
 
+def placeholder_tokens(processor: Any) -> list[str]:
+    """Tokens that a text must not hold: they stand for images and videos, before or after these are expanded."""
+    owners, names = (processor, processor.tokenizer), ("image_token", "video_token", "img_patch_token")
+    tokens = {getattr(owner, name, None) for owner in owners for name in names}
+    return sorted(filter(None, tokens | {IMAGE_BECOMES.get(type(processor).__name__)}))
+
+
+def image_token_id(processor: Any) -> int | None:
+    """A token that is in every prompt with images and in no other, if the processor has one."""
+    token = IMAGE_BECOMES.get(type(processor).__name__)
+    return processor.tokenizer.convert_tokens_to_ids(token) if token else getattr(processor, "image_token_id", None)
+
+
 class PromptBuilder:
     """Renders samples with a checkpoint's processor, one call per prompt, so that no image affects another's size."""
 
@@ -65,6 +81,7 @@ class PromptBuilder:
         if unused:
             raise ConfigError(f"data.chat_template_kwargs: the checkpoint's chat template has no {', '.join(unused)}.")
         self.processor: Any = processor  # its annotations leave out images and tensors
+        self.placeholders = placeholder_tokens(processor)
         self.template_kwargs = data.chat_template_kwargs
 
     def build(self, sample: Sample) -> Prompt:
@@ -78,7 +95,8 @@ class PromptBuilder:
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise DataError(f"Sample {sample.sample_id}: the model's processor refuses it: {error}") from error
         token_ids = features.pop("input_ids")  # (1, P)
-        features.pop("attention_mask", None)
+        for name in ("attention_mask", "labels"):  # PaliGemma's processor labels the prompt, for supervised training
+            features.pop(name, None)
         token_inputs = {name: value[0] for name, value in features.items() if value.shape == token_ids.shape}
         mm_inputs = {name: value for name, value in features.items() if name not in token_inputs}
         prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs)
@@ -93,7 +111,7 @@ class PromptBuilder:
             continue_final_message=continues,
             tokenize=True,
             return_dict=True,
-            return_tensors="pt",
+            processor_kwargs={"return_tensors": "pt"},
             **self.template_kwargs,
         )
 
@@ -101,14 +119,11 @@ class PromptBuilder:
         """For checkpoints without a chat template: a line per message, images where their blocks are."""
         image = {"text": getattr(self.processor, "image_token", "")}
         lines = ["".join((image | block)["text"] for block in message["content"]) for message in sample.messages]
-        return self.processor(
-            text=["\n".join(lines)], images=[sample.images] if sample.images else None, return_tensors="pt"
-        )
+        return self.processor(text=["\n".join(lines)], images=list(sample.images) or None, return_tensors="pt")
 
     def _refuse_placeholders(self, sample: Sample) -> None:
-        tokens = [getattr(self.processor, name, None) for name in ("image_token", "video_token")]
         texts = [block.get("text", "") for message in sample.messages for block in message["content"]]
-        for token in filter(None, tokens):
+        for token in self.placeholders:
             if any(token in text for text in texts):
                 raise DataError(
                     f"Sample {sample.sample_id}: the text holds {token}, which the model reads as a place for pixels. "
@@ -116,7 +131,7 @@ class PromptBuilder:
                 )
 
     def _check_images(self, prompt: Prompt) -> None:
-        placeholder = getattr(self.processor, "image_token_id", None)
+        placeholder = image_token_id(self.processor)
         num_tokens, num_images = int((prompt.token_ids == placeholder).sum()), len(prompt.sample.images)
         if placeholder is not None and (num_tokens > 0) != (num_images > 0):
             raise DataError(

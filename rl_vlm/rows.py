@@ -87,6 +87,10 @@ def token_inputs(
         )
         for name in names
     }
+    if "cross_attention_mask" in prompt.mm_inputs:
+        # (1, tokens, images, tiles); completions see what the prompt's end sees
+        mask = prompt.mm_inputs["cross_attention_mask"][0].movedim(0, -1)
+        extra["cross_attention_mask"] = torch.cat([mask, mask[..., -1:].expand(*mask.shape[:2], len(behind))], dim=-1)
     return {
         "input_ids": token_ids,
         "attention_mask": torch.ones_like(token_ids),
@@ -106,4 +110,6 @@ def batch_rows(rows: Sequence[dict[str, Tensor]], device: torch.device, pad_left
     kwargs = {name: torch.stack([padded(row[name]) for row in rows], dim=-2).to(device) for name in rows[0]}
     if len(kwargs["position_ids"]) == 1:  # one axis: (1, rows, tokens) -> (rows, tokens)
         kwargs["position_ids"] = kwargs["position_ids"][0]
+    if "cross_attention_mask" in kwargs:  # (images, tiles, rows, tokens) -> (rows, tokens, images, tiles)
+        kwargs["cross_attention_mask"] = kwargs["cross_attention_mask"].permute(2, 3, 0, 1)
     return kwargs

@@ -61,6 +61,12 @@ class RowLayout:
     """For each completion, the row positions of its prefix's last token and of its own tokens."""
     masks: RowMasks | None = None
     """What the layers of one type may attend to; set on the layout that travels to them."""
+    ndim = 4
+    """A layout travels as an attention mask of shape (batch, head, query, key)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (1, 1, len(self.output_index), len(self.output_index))
 
     @staticmethod
     def build(
@@ -156,7 +162,10 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
 
     def mask(*args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
         layout = _active_layout.get()
-        return sdpa_mask(*args, **kwargs) if layout is None else layout.with_masks(kwargs["mask_function"])
+        if layout is None:
+            return sdpa_mask(*args, **kwargs)
+        made = kwargs["attention_mask"]  # PaliGemma makes it, and its language model asks again
+        return made if isinstance(made, RowLayout) else layout.with_masks(kwargs["mask_function"])
 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -173,10 +182,10 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
 def shared_attention(
     query: Float[Tensor, "heads row dim"],
     key: Float[Tensor, "kv_heads row dim"],
-    value: Float[Tensor, "kv_heads row dim"],
+    value: Float[Tensor, "kv_heads row value_dim"],
     layout: RowLayout,
     scale: float,
-) -> Float[Tensor, "row heads dim"]:
+) -> Float[Tensor, "row heads value_dim"]:
     """Attention of a packed row: each prefix to itself, each completion to its prefix and itself."""
     assert layout.masks is not None
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))

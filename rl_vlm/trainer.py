@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,14 @@ from rl_vlm.engine import Engine
 from rl_vlm.errors import ConfigError, RLVLMError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.generation.hf import HFEngine
-from rl_vlm.loading import initial_checkpoint, load_policy, load_reference, load_weights, why_not_shared
+from rl_vlm.loading import (
+    Reference,
+    initial_checkpoint,
+    load_policy,
+    load_reference,
+    load_weights,
+    why_not_shared,
+)  # fmt: skip
 from rl_vlm.losses import (
     Denominators,
     LossInputs,
@@ -38,6 +45,8 @@ from rl_vlm.losses import (
     trained_completions,
 )  # fmt: skip
 from rl_vlm.metrics import StepMetrics, add_reward_metrics
+from rl_vlm.policy import Policy
+from rl_vlm.prefetch import Prefetcher, PromptSource
 from rl_vlm.progress import ProgressBar
 from rl_vlm.prompts import PromptBuilder, drop_long_prompts, load_processor
 from rl_vlm.report.curve import draw_curve
@@ -46,6 +55,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import PromptSampler
 from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask
+from rl_vlm.vision import VisionEncoder, spare_sample
 from rl_vlm.window import LogprobField, Window, keep, kept
 
 MAX_NONFINITE_STEPS = 3
@@ -84,6 +94,9 @@ class Trainer:
         self.policy = load_policy(config, initial, resumed).to(self.engine.device)
         self.reference = load_reference(config, initial, self.policy, resumed)
         builder = PromptBuilder(self.processor, config.data)
+        if self.engine.world_size > 1:
+            for scorer in filter(None, (self.policy, self.reference)):
+                scorer.vision.spare = builder.build(spare_sample())
         row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
         self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
         self.engine.prepare(self.policy.train(), train, self.total_steps)
@@ -96,15 +109,15 @@ class Trainer:
             self.engine.rank,
             self.engine.world_size,
         )
+        source = PromptSource(rows, row_indices, builder)
+        self.prefetcher = Prefetcher(source, self.sampler, self.plan.steps_per_window, config.data)
         self.collector = Collector(
             config,
             self.plan,
             self.engine,
             self.directory,
-            rows,
-            row_indices,
             self.sampler,
-            builder,
+            self.prefetcher,
             self.generator,
             self.rewards,
         )
@@ -133,12 +146,13 @@ class Trainer:
             groups = window.step_groups()
             denominators = self.denominators(groups)
             batches = self.micro_batches(groups)
+            vision_calls = self.vision_calls(batches, self.policy.vision)
             with metrics.stage("training"):
                 threshold = self.entropy_threshold(batches)
                 loss = torch.zeros((), device=self.engine.device)
                 for i, batch in enumerate(batches):
                     with self.engine.accumulating(last=i == len(batches) - 1):
-                        scores = self.engine.wrapped(batch)
+                        scores = self.engine.wrapped(batch, vision_calls[i])
                         batch_loss, sums = self.loss(batch, scores, denominators, threshold)
                         self.engine.backward(batch_loss)
                     loss += batch_loss.detach()
@@ -172,20 +186,33 @@ class Trainer:
     def micro_batches(self, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
         """The groups that have something to teach, cut to the token budget, equally many on every rank."""
         batches = self.packed(groups)
-        return pad_with_dummies(batches, self.engine.max(len(batches)), spare=groups[0])
+        return pad_with_dummies(batches, self.engine.max([len(batches)])[0], spare=groups[0])
 
     def packed(self, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
         needed = [group for group in groups if group.has_variance or self.reference is not None]
-        return make_micro_batches(needed, self.config.memory.micro_batch_tokens, self.sharing)
+        return make_micro_batches(
+            needed,
+            self.config.memory.micro_batch_tokens,
+            self.sharing,
+            self.policy.vision.tokens,
+            mixes_prompts=not self.policy.family.cross_attends,
+        )
+
+    def vision_calls(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[int]:
+        """How often the vision tower runs in each micro-batch: as often on every rank."""
+        return self.engine.max(vision.count_calls([[s.prompt for s in batch.subgroups] for batch in batches]))
 
     @torch.no_grad()
-    def score(
-        self, groups: Sequence[ScoredGroup], scorer: Callable[[MicroBatch], TokenScores], name: LogprobField
-    ) -> None:
+    def score(self, groups: Sequence[ScoredGroup], scorer: Policy | Reference, name: LogprobField) -> None:
         """Fill `old_logprobs` or `ref_logprobs` of the groups."""
+        if not groups:
+            return
         self.policy.eval()
-        for batch in self.packed(groups):
-            keep(batch, scorer(batch).logprobs_NT, name)
+        batches = self.micro_batches(groups)
+        for batch, num_vision_calls in zip(batches, self.vision_calls(batches, scorer.vision), strict=True):
+            scores = scorer(batch, num_vision_calls)
+            if batch.weight:
+                keep(batch, scores.logprobs_NT, name)
         self.policy.train()
 
     @torch.no_grad()
@@ -302,6 +329,7 @@ class Trainer:
         train, progress = self.config.train, self.progress
         progress.global_step += 1
         line = {"step": progress.global_step, "epoch": self.sampler.epoch} | metrics.reduce(self.engine.gather)
+        line["data_wait_fraction"] = line.get("time/data", 0.0) / line["time/step"]
         progress.train_seconds += line["time/step"]
         is_last = progress.global_step == self.total_steps
         try:
@@ -370,6 +398,7 @@ class Trainer:
         return "dense"
 
     def close(self) -> None:
+        self.prefetcher.close()
         self.rewards.close()
         self.engine.close()
 

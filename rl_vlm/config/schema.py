@@ -80,6 +80,11 @@ class DataConfig(Section):
     """An image file with more pixels than this is refused before it is decoded."""
     shuffle_dataset: bool = True
     """Draw rows in a new random order each epoch."""
+    dataloader_num_workers: int = Field(default=0, ge=0)
+    """Processes per device that read, decode and tokenize the next windows' rows during training; 0: the main process
+    does it when they are needed. Each worker takes seconds to start, so that small images are faster without."""
+    dataloader_prefetch_factor: int | None = Field(default=None, ge=1)
+    """Generation windows that are built ahead, per worker. Default: 1."""
 
 
 class RolloutConfig(Section):
@@ -337,6 +342,8 @@ def _train_conflicts(config: RunConfig) -> Iterator[str]:
     train, data = config.train, config.data
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
+    if data.dataloader_prefetch_factor is not None and data.dataloader_num_workers == 0:
+        yield "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0: no worker would build ahead"
     if train.eval_steps and data.eval_dataset_name is None:
         yield f"`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"
     if train.load_best_model_at_end:

@@ -15,6 +15,7 @@ SAME = frozenset(
     use_peft lora_r lora_alpha use_rslora
 
     dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs shuffle_dataset
+    dataloader_num_workers dataloader_prefetch_factor
 
     num_generations num_generations_eval max_completion_length temperature top_p top_k min_p
     reward_weights
@@ -149,8 +150,8 @@ NOT_HERE: dict[str, Settings] = {
         "liger_kernel_config": None,
     },
     "rows are read as they are needed, in an order that follows from `seed`": {
-        "dataset_streaming": False, "data_seed": None, "dataloader_drop_last": False, "dataloader_num_workers": 0,
-        "dataloader_pin_memory": True, "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
+        "dataset_streaming": False, "data_seed": None, "dataloader_drop_last": False,
+        "dataloader_pin_memory": True, "dataloader_persistent_workers": False,
         "dataloader_multiprocessing_context": None, "dataloader_in_order": True, "remove_unused_columns": False,
         "label_names": None, "train_sampling_strategy": "random", "length_column_name": "length",
     },

@@ -23,7 +23,7 @@ from rl_vlm.families import stop_token_ids
 from rl_vlm.generation.sampling import next_tokens, stream_keys
 from rl_vlm.rows import batch_rows, token_input_names, token_inputs
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sampling
-from rl_vlm.vision import VisionEncoder, given_features
+from rl_vlm.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -52,12 +52,15 @@ class Prefix:
     """0 at left padding."""
     next_positions: Int[Tensor, " rows"]
     """The same on all axes."""
+    cross_attention: dict[str, Tensor]
+    """What completion tokens see of the images, (rows, 1, images, tiles), in a model that cross-attends to them."""
 
     def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
         """Row `row_index[n]` for completion n, with a cache of its own."""
         cache = copy.deepcopy(self.cache)
-        cache.batch_select_indices(row_index)
-        return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[row_index])
+        cache.reorder_cache(row_index)
+        cross = {name: mask[row_index] for name, mask in self.cross_attention.items()}
+        return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[row_index], cross)
 
 
 class HFEngine:
@@ -92,6 +95,8 @@ class HFEngine:
         """One group per request, in order. Prompts of similar length share a batch, which saves padding."""
         by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt.token_ids))
         prompts_at_once = max(1, self.max_num_seqs // sampling.num_generations)
+        if self.vision.family.cross_attends:
+            prompts_at_once = 1
         groups: dict[int, Group] = {}
         with generation_mode(self.model), self.autocast():
             for start in range(0, len(requests), prompts_at_once):
@@ -122,10 +127,11 @@ class HFEngine:
         rows = [token_inputs(prompt, [], names, family, self.model) for prompt in prompts]
         kwargs = batch_rows(rows, device, pad_left=True)
         features = self.vision.encode(prompts)
-        with given_features(self.model, [features[p] for p in prompts if p in features]) as image_inputs:
+        with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
             output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
         next_positions = torch.stack([row["position_ids"].amax() + 1 for row in rows]).to(device)
-        return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions)
+        cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
+        return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions, cross)
 
     def decode(self, prefix: Prefix, keys_N: Int[Tensor, " completions"], sampling: Sampling) -> list[Completion]:
         """N completions of N prefix rows, one token of each per forward."""
@@ -145,7 +151,7 @@ class HFEngine:
                 break
             if finished.float().mean() >= COMPACT_FRACTION:
                 unfinished = (~finished).nonzero()[:, 0]
-                prefix.cache.batch_select_indices(unfinished)
+                prefix.cache.reorder_cache(unfinished)
                 rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
             logits = self.model(
                 input_ids=tokens[:, None],
@@ -153,6 +159,7 @@ class HFEngine:
                 position_ids=self.positions(prefix.next_positions[rows] + step),
                 past_key_values=prefix.cache,
                 use_cache=True,
+                **{name: mask[rows] for name, mask in prefix.cross_attention.items()},
             ).logits[:, -1]
         return self.completions(tokens_NT.cpu(), logprobs_NT.cpu())
 

@@ -16,7 +16,22 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.types import Sampling
+
+
+def sampling_of(config: RunConfig, num_generations: int, temperature: float) -> Sampling:
+    """The run's sampling settings; number and temperature are those of training or of evaluation."""
+    rollout = config.rollout
+    return Sampling(
+        num_generations=num_generations,
+        max_completion_length=rollout.max_completion_length,
+        temperature=temperature,
+        seed=config.train.seed,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
 
 
 def stream_keys(seed: int, group_id: str, num: int) -> Int64[Tensor, " num"]:

@@ -11,14 +11,22 @@ from pathlib import Path
 
 import torch
 
+from rl_vlm.tiny.cohere import COHERE
+from rl_vlm.tiny.deepseek import DEEPSEEK
 from rl_vlm.tiny.family import TinyFamily
+from rl_vlm.tiny.gemma import GEMMA
 from rl_vlm.tiny.glm import GLM
+from rl_vlm.tiny.hybrid import HYBRID
 from rl_vlm.tiny.llava import LLAVA
+from rl_vlm.tiny.mllama import MLLAMA
+from rl_vlm.tiny.ocr import OCR
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.tiny.tiles import TILES
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
 
-TINY_FAMILIES: dict[str, TinyFamily] = {**QWEN, **GLM, **LLAVA, **TILES}
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    **QWEN, **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID
+}  # fmt: skip
 
 
 def build_tiny(

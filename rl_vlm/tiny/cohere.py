@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.gemma import SIGLIP, sliding_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -16,29 +17,12 @@ _COHERE_TOKENS = {
 }  # fmt: skip
 
 
-def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    return {
-        "model_type": "cohere2", "vocab_size": len(tokenizer), "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 4096, "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"], "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-
-
-def _siglip(image_size: int) -> dict[str, Any]:
-    return {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "patch_size": 4, "image_size": image_size, "vision_use_head": False,
-    }  # fmt: skip
-
-
 def _aya_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import AyaVisionConfig
 
     return AyaVisionConfig(
-        text_config=_text_sizes(tokenizer, hidden_size),
-        vision_config=_siglip(image_size=16),
+        text_config=sliding_sizes(tokenizer, hidden_size, "cohere2"),
+        vision_config=SIGLIP,
         image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
     )
 
@@ -60,8 +44,8 @@ def _cohere2_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig
     from transformers import Cohere2VisionConfig
 
     return Cohere2VisionConfig(
-        text_config=_text_sizes(tokenizer, hidden_size),
-        vision_config=_siglip(image_size=32),
+        text_config=sliding_sizes(tokenizer, hidden_size, "cohere2"),
+        vision_config=SIGLIP | {"image_size": 32},
         alignment_intermediate_size=2 * hidden_size,
         image_token_id=tokenizer.image_token_id,
     )
@@ -71,8 +55,9 @@ def _cohere2_vision_processor(tokenizer: Any) -> ProcessorMixin:
     """A tile has `patch_size` squared tokens, as the processor counts them, if its side is twice that number."""
     from transformers import Cohere2VisionImageProcessor, Cohere2VisionProcessor
 
+    sizes: dict[str, Any] = {"size": {"height": 32, "width": 32}, "patch_size": 4, "max_patches": 3}
     return Cohere2VisionProcessor(
-        image_processor=Cohere2VisionImageProcessor(size={"height": 32, "width": 32}, patch_size=4, max_patches=3),
+        image_processor=Cohere2VisionImageProcessor(**sizes),
         tokenizer=tokenizer,
         chat_template=chat_template("<|IMG_PATCH|>"),
     )

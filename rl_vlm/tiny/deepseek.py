@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.gemma import SIGLIP
+from rl_vlm.tiny.llava import text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -14,24 +16,12 @@ _KIMI_TOKENS = (
 )  # fmt: skip
 
 
-def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 3 * hidden_size,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096, "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-
-
 def _deepseek_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import DeepseekVLConfig
 
-    vision = {
-        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "patch_size": 4, "image_size": 16, "vision_use_head": False,
-    }  # fmt: skip
     return DeepseekVLConfig(
-        text_config=_text_sizes(tokenizer, hidden_size) | {"num_key_value_heads": 2},
-        vision_config=vision,
+        text_config=text_sizes(tokenizer, hidden_size, "llama"),
+        vision_config=SIGLIP,
         image_token_id=tokenizer.image_token_id,
     )
 
@@ -52,6 +42,7 @@ def _kimi_k25_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
     latent = {
         "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "head_dim": 8, "num_key_value_heads": 4,
     }  # fmt: skip
     experts = {
         "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
@@ -63,7 +54,7 @@ def _kimi_k25_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     }  # fmt: skip
     ids = tokenizer.convert_tokens_to_ids
     return Kimi_K25Config(
-        text_config=_text_sizes(tokenizer, hidden_size) | latent | experts,
+        text_config=text_sizes(tokenizer, hidden_size, "deepseek_v3") | latent | experts,
         vision_config=vision,
         projection_hidden_size=32,
         image_token_id=ids("<|media_pad|>"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.llava import text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -13,25 +14,15 @@ if TYPE_CHECKING:
 SLIDING_WINDOW = 8
 """Shorter than an image, so that the sliding layers' mask shows."""
 
-SIGLIP = {
-    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "patch_size": 4,
-    "vision_use_head": False,
-}  # fmt: skip
+SIGLIP = vision_sizes(patch_size=4, image_size=16, num_layers=1) | {"vision_use_head": False}
+"""SigLIP without the pooling head, which no family uses."""
 
 
-def _text_sizes(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> dict[str, Any]:
-    return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
-        "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": hidden_size // 4, "max_position_embeddings": 4096, "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-
-
-def _sliding_sizes(tokenizer: Any, hidden_size: int, num_layers: int = 2) -> dict[str, Any]:
-    layer_types = ["sliding_attention", "full_attention"] * (num_layers // 2)
-    return _text_sizes(tokenizer, hidden_size, num_layers) | {
-        "layer_types": layer_types,
+def sliding_sizes(tokenizer: Any, hidden_size: int, model_type: str, num_layers: int = 2) -> dict[str, Any]:
+    """Layers with a sliding window and with full attention, in turn."""
+    return text_sizes(tokenizer, hidden_size, model_type) | {
+        "num_hidden_layers": num_layers,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
         "sliding_window": SLIDING_WINDOW,
     }
 
@@ -40,7 +31,7 @@ def _gemma3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Gemma3Config
 
     return Gemma3Config(
-        text_config=_sliding_sizes(tokenizer, hidden_size) | {"query_pre_attn_scalar": hidden_size // 4},
+        text_config=sliding_sizes(tokenizer, hidden_size, "gemma3_text") | {"query_pre_attn_scalar": hidden_size // 4},
         vision_config=SIGLIP | {"image_size": 32},
         mm_tokens_per_image=16,
         boi_token_index=tokenizer.boi_token_id,
@@ -65,15 +56,15 @@ def _random_projector(model: PreTrainedModel) -> None:
 
 
 def _paligemma_config(
-    text_model: str, text_sizes: Callable[[Any, int], dict[str, Any]]
+    text_model: str, sizes: Callable[[Any, int, str], dict[str, Any]]
 ) -> Callable[[Any, int], PreTrainedConfig]:
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         from transformers import PaliGemmaConfig
 
         _paligemma_processor(tokenizer)  # adds a thousand tokens for locations and segments
         return PaliGemmaConfig(
-            text_config=text_sizes(tokenizer, hidden_size) | {"model_type": text_model},
-            vision_config=SIGLIP | {"image_size": 16},
+            text_config=sizes(tokenizer, hidden_size, text_model),
+            vision_config=SIGLIP,
             image_token_index=tokenizer.image_token_id,
             projection_dim=hidden_size,
             hidden_size=hidden_size,
@@ -107,7 +98,7 @@ def _gemma4_config(num_layers: int, **text: Any) -> Callable[[Any, int], PreTrai
         }
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("boi", "eoi", "image", "audio")}
         return Gemma4Config(
-            text_config=_sliding_sizes(tokenizer, hidden_size, num_layers) | sizes | text,
+            text_config=sliding_sizes(tokenizer, hidden_size, "gemma4_text", num_layers) | sizes | text,
             vision_config=vision,
             video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
             boa_token_id=tokenizer.boa_token_id,
@@ -150,8 +141,8 @@ def _gemma4(num_layers: int, **text: Any) -> TinyFamily:
     )
 
 
-def _paligemma(text_model: str, text_sizes: Callable[[Any, int], dict[str, Any]]) -> TinyFamily:
-    config = _paligemma_config(text_model, text_sizes)
+def _paligemma(text_model: str, sizes: Callable[[Any, int, str], dict[str, Any]]) -> TinyFamily:
+    config = _paligemma_config(text_model, sizes)
     return TinyFamily(tuple(_PALIGEMMA_TOKENS.values()), config, _paligemma_processor, _PALIGEMMA_TOKENS)
 
 
@@ -159,8 +150,8 @@ GEMMA: dict[str, TinyFamily] = {
     "gemma3": TinyFamily(
         tuple(_GEMMA3_TOKENS.values()), _gemma3_config, _gemma3_processor, _GEMMA3_TOKENS, _random_projector
     ),
-    "paligemma": _paligemma("gemma", _text_sizes),
-    "paligemma2": _paligemma("gemma2", _sliding_sizes),
+    "paligemma": _paligemma("gemma", text_sizes),
+    "paligemma2": _paligemma("gemma2", sliding_sizes),
     "gemma4": _gemma4(4, hidden_size_per_layer_input=8, num_kv_shared_layers=2),
     "gemma4_bidirectional": _gemma4(2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
     "gemma4_moe": _gemma4(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny import qwen
 from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.gemma import SIGLIP
+from rl_vlm.tiny.llava import text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -22,7 +24,7 @@ _MINICPM_TOKENS = {
 }  # fmt: skip
 
 
-def _gated_delta_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
+def _gated_delta_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
     """One gated-delta layer and one of attention; half of each attention head's width is rotated."""
     frequencies = hidden_size // 16
     height_width = frequencies // 3
@@ -30,17 +32,13 @@ def _gated_delta_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
         "mrope_section": [frequencies - 2 * height_width, height_width, height_width],
     }  # fmt: skip
-    return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": hidden_size // 4, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "max_position_embeddings": 4096, "rope_parameters": rope, "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    return text_sizes(tokenizer, hidden_size, model_type) | {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rope_parameters": rope,
     }  # fmt: skip
 
 
-def _qwen3_5_config(config_class: str, **text: Any) -> Callable[[Any, int], PreTrainedConfig]:
+def _qwen3_5_config(config_class: str, text_model: str, **text: Any) -> Callable[[Any, int], PreTrainedConfig]:
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         import transformers
 
@@ -49,7 +47,7 @@ def _qwen3_5_config(config_class: str, **text: Any) -> Callable[[Any, int], PreT
             "out_hidden_size": hidden_size, "num_position_embeddings": 64,
         }  # fmt: skip
         return getattr(transformers, config_class)(
-            text_config=_gated_delta_sizes(tokenizer, hidden_size) | text,
+            text_config=_gated_delta_sizes(tokenizer, hidden_size, text_model) | text,
             vision_config=vision,
             **qwen._token_ids(tokenizer),
         )
@@ -60,17 +58,11 @@ def _qwen3_5_config(config_class: str, **text: Any) -> Callable[[Any, int], PreT
 def _lfm2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Lfm2VlConfig
 
-    text = {
-        "model_type": "lfm2", "vocab_size": len(tokenizer), "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 2,
-        "layer_types": ["conv", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-    vision = {
-        "model_type": "siglip2_vision_model", "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "patch_size": 4, "num_patches": 64, "vision_use_head": False,
-    }  # fmt: skip
+    text = text_sizes(tokenizer, hidden_size, "lfm2") | {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    }
+    vision = SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 64}
     return Lfm2VlConfig(
         text_config=text,
         vision_config=vision,
@@ -105,7 +97,7 @@ def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreT
             "patch_size": 4, "image_size": 32,
         }  # fmt: skip
         return getattr(transformers, config_class)(
-            text_config=_gated_delta_sizes(tokenizer, hidden_size) | {"model_type": "qwen3_5_text"},
+            text_config=_gated_delta_sizes(tokenizer, hidden_size, "qwen3_5_text"),
             vision_config=vision,
             insert_layer_id=0,
             image_size=32,
@@ -130,9 +122,9 @@ def _minicpm_processor(processor_class: str) -> Callable[[Any], ProcessorMixin]:
     return build
 
 
-def _qwen3_5(config_class: str, **text: Any) -> TinyFamily:
+def _qwen3_5(config_class: str, text_model: str, **text: Any) -> TinyFamily:
     processor = qwen._qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-    return TinyFamily(qwen.SPECIAL_TOKENS, _qwen3_5_config(config_class, **text), processor)
+    return TinyFamily(qwen.SPECIAL_TOKENS, _qwen3_5_config(config_class, text_model, **text), processor)
 
 
 def _minicpm(version: str, marks: bool) -> TinyFamily:
@@ -143,9 +135,9 @@ def _minicpm(version: str, marks: bool) -> TinyFamily:
 
 
 HYBRID: dict[str, TinyFamily] = {
-    "qwen3_5": _qwen3_5("Qwen3_5Config"),
+    "qwen3_5": _qwen3_5("Qwen3_5Config", "qwen3_5_text"),
     "qwen3_5_moe": _qwen3_5(
-        "Qwen3_5MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        "Qwen3_5MoeConfig", "qwen3_5_moe_text", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
     ),
     "lfm2_vl": TinyFamily(tuple(_LFM2_TOKENS.values()), _lfm2_vl_config, _lfm2_vl_processor, _LFM2_TOKENS),

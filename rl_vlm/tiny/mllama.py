@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.llava import text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -17,12 +18,12 @@ def _mllama_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import MllamaConfig
 
     tokenizer.add_tokens([_IMAGE_TOKEN], special_tokens=True)
-    text = {
-        "vocab_size": len(tokenizer) - 1, "hidden_size": hidden_size, "intermediate_size": 3 * hidden_size,
-        "num_hidden_layers": 3, "cross_attention_layers": [1], "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 4096, "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
+    text = text_sizes(tokenizer, hidden_size, "mllama_text_model") | {
+        "vocab_size": len(tokenizer) - 1,
+        "num_hidden_layers": 3,
+        "cross_attention_layers": [1],
+        "bos_token_id": tokenizer.bos_token_id,
+    }
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1,
         "attention_heads": 2, "intermediate_layers_indices": [0], "vision_output_dim": 64, "image_size": 16,
@@ -46,7 +47,7 @@ def _mllama_processor(tokenizer: Any) -> ProcessorMixin:
 def _open_gates(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if "gate" in name.rsplit(".", 1)[-1]:
-            parameter.data.uniform_(0.5, 1.0)
+            parameter.data.uniform_(1.0, 2.0)
 
 
 MLLAMA: dict[str, TinyFamily] = {

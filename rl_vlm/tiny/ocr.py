@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.llava import text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
 _PERCEPTION_TOKENS = {"image_token": "<|image|>", "video_token": "<|video|>"}
-
-
-def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
 
 
 def _got_ocr2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
@@ -29,7 +22,7 @@ def _got_ocr2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "image_size": 128, "patch_size": 2, "window_size": 8, "global_attn_indexes": [], "initializer_range": 0.02,
     }  # fmt: skip
     return GotOcr2Config(
-        text_config=_text_sizes(tokenizer, hidden_size),
+        text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
         vision_config=vision,
         image_seq_length=256,
         image_token_index=tokenizer.convert_tokens_to_ids("<imgpad>"),
@@ -52,7 +45,7 @@ def _perception_lm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
     }  # fmt: skip
     return PerceptionLMConfig(
-        text_config=_text_sizes(tokenizer, hidden_size),
+        text_config=text_sizes(tokenizer, hidden_size, "llama"),
         vision_config={"architecture": "vit_pe_core_large_patch14_336", "model_args": encoder},
         projector_pooling_ratio=2,
         image_token_id=tokenizer.image_token_id,

@@ -16,9 +16,10 @@ LAYERS = [
     "errors",
     "config functions images types",
     "families shared_prefix sources",
+    "rows vision",
     "data prompts generation reward advantages batching losses policy",  # the stages of a batch
     "checkpoint engine metrics rollout_log sampler tiny",
-    "loading progress report run_directory window",
+    "loading prefetch progress report run_directory window",
     "collector evaluation examples resume",
     "trainer",
 ]

@@ -13,6 +13,7 @@ from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data import load_rows
 from rl_vlm.families import FAMILIES
+from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.reward import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
 
@@ -71,8 +72,13 @@ def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         suite.check_columns(sample.columns)
 
 
-def test_it_names_every_family_module_and_link():
-    assert [family for family in FAMILIES if f"`{family}`" not in README] == []
+def test_the_page_of_families_names_each_and_its_table_holds_what_is_built():
+    page = (ROOT / "docs" / "families.md").read_text()
+    assert [family for family in FAMILIES if f"`{family}`" not in page] == []
+    assert [name for name in TINY_FAMILIES if f"| {name} |" not in page] == []
+
+
+def test_it_names_every_module_and_link():
     modules = {path.name for path in (ROOT / "rl_vlm").glob("*.py")} - {"__init__.py"}
     folders = {f"{path.parent.name}/" for path in (ROOT / "rl_vlm").glob("*/__init__.py")}
     assert [name for name in sorted(modules | folders) if name not in README] == []

@@ -1,4 +1,7 @@
-"""The group-shared row against one padded row per completion, and what would make them differ."""
+"""The group-shared row against one padded row per completion, and what would make them differ, for the Qwen-VL line.
+
+The other families are in test_families.py.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +15,7 @@ from torch import Tensor
 from rl_vlm import policy as policy_module
 from rl_vlm.policy import Policy
 from rl_vlm.rows import Rows, shared_rows
-from rl_vlm.tiny.build import TINY_FAMILIES
+from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.integration.builders import (
     gradient_error,
@@ -44,7 +47,7 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(TINY_FAMILIES))
+@pytest.fixture(scope="module", params=sorted(QWEN))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sharp_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -91,9 +91,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def metric_lines(output_dir: Path) -> list[dict[str, Any]]:
-    """`metrics.jsonl` without times."""
+    """`metrics.jsonl` without times and what is computed from them."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+    timed = ("time/", "data_wait_fraction")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
 def completions(output_dir: Path) -> dict[str, list[dict[str, Any]]]:

@@ -1,0 +1,38 @@
+"""FLOPs as torch counts them while a pass runs, to hold the arithmetic of `flops.py` against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def counted_flops(run: Callable[[], Any]) -> float:
+    """Matrix products, convolutions and attention of `run`, by torch's own formulas.
+
+    torch has none for the attention kernel of CPUs. Here causal attention counts the pairs that see each other, masked
+    attention all pairs, and a backward twice its forward: the kernel's own recomputation of scores is left out.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mapping: dict[Any, Any] = {
+        kernel: _attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        run()
+    return float(counter.get_total_flops())
+
+
+def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> float:
+    batch, heads, queries, dim = query
+    keys = key[2]
+    pairs = queries * (queries + 1) / 2 if is_causal else queries * keys
+    return 2 * batch * heads * pairs * (dim + value[3])
+
+
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool, **_: Any
+) -> float:
+    return 2 * _attention(query, key, value, dropout_p, is_causal)

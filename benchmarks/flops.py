@@ -1,0 +1,200 @@
+"""Floating point operations of one training pass over a group, from a Qwen2.5-VL config: plain arithmetic.
+
+A matrix product of (m, k) and (k, n) counts 2 m k n. Norms, activations, rotations and softmax are left out. Causal
+attention counts the pairs of tokens that see each other, which is also what the CPU kernels compute, block by block.
+
+    part        forward once per                    backward, in forwards
+    vision      image patch                         2 if trained; 1 (attention 2) where only passed through
+    language    token of the row(s)                 2; with LoRA 1 for frozen matrices, 2 for attention and adapters
+    head        scored completion token             2 (LoRA 1), and 1 for logits that chunked heads compute again
+
+Checkpointing adds one forward of every layer that has a backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One group: a prompt of an image and text, and equally long completions."""
+
+    image_tokens: int = 1000
+    text_tokens: int = 40
+    completion_tokens: int = 200
+    num_generations: int = 8
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.image_tokens + self.text_tokens
+
+    @property
+    def token_ratio(self) -> float:
+        """rho = k (P + R) / (P + k R): language tokens of one row per completion over those of the shared row."""
+        k, prompt, completion = self.num_generations, self.prompt_tokens, self.completion_tokens
+        return k * (prompt + completion) / (prompt + k * completion)
+
+    @property
+    def image_grid(self) -> tuple[int, int]:
+        """Rows and columns of image tokens, as square as their number allows."""
+        rows = next(n for n in range(isqrt(self.image_tokens), 0, -1) if self.image_tokens % n == 0)
+        return rows, self.image_tokens // rows
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained and how; `lora_r` above 0 means adapters on a frozen model with a frozen vision tower."""
+
+    lora_r: int = 0
+    gradient_checkpointing: bool = False
+    beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often each kind of product is computed in one training pass, in forwards."""
+
+    linear: int
+    attention: int
+    adapter: int = 0
+
+
+FULL, LORA, FROZEN, FORWARD_ONLY = Passes(3, 3), Passes(2, 3, 3), Passes(2, 3), Passes(1, 1)
+"""FROZEN: nothing is trained, but gradients pass through."""
+
+
+def plus_forward(passes: Passes) -> Passes:
+    """With one more forward of everything: recomputation."""
+    return Passes(passes.linear + 1, passes.attention + 1, passes.adapter and passes.adapter + 1)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs by part of the model."""
+
+    vision: float
+    language: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.vision + self.language + self.head
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.vision + other.vision, self.language + other.language, self.head + other.head)
+
+
+def causal_pairs(tokens: int) -> float:
+    return tokens * (tokens + 1) / 2
+
+
+def vision_flops(vision: Any, grid: tuple[int, int], passes: Passes = FORWARD_ONLY) -> float:
+    """Vision tower and merger on one image of `grid` image tokens."""
+    merge, hidden = vision.spatial_merge_size, vision.hidden_size
+    height, width = (side * merge for side in grid)
+    patches = height * width
+    window = vision.window_size // vision.patch_size
+    window_pairs = _sum_of_squares(height, window) * _sum_of_squares(width, window)
+    num_full = len(vision.fullatt_block_indexes)
+    pairs = num_full * patches**2 + (vision.depth - num_full) * window_pairs
+
+    merged = hidden * merge**2
+    patch_embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * hidden
+    block = 4 * hidden**2 + 3 * hidden * vision.intermediate_size
+    merger = (merged**2 + merged * vision.out_hidden_size) / merge**2
+    linear = 2 * patches * (patch_embed + vision.depth * block + merger)
+    return passes.linear * linear + passes.attention * 4 * pairs * hidden
+
+
+def _sum_of_squares(side: int, window: int) -> int:
+    """Of the lengths of the windows along one side of the image."""
+    return side // window * window**2 + (side % window) ** 2
+
+
+def language_flops(text: Any, tokens: float, pairs: float, passes: Passes = FORWARD_ONLY, lora_r: int = 0) -> float:
+    """Decoder layers on `tokens` tokens of which `pairs` pairs see each other."""
+    head_dim = text.hidden_size // text.num_attention_heads
+    kv, hidden, mlp = text.num_key_value_heads * head_dim, text.hidden_size, text.intermediate_size
+    shapes = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, mlp)] * 3
+    linear = 2 * tokens * sum(m * n for m, n in shapes)
+    adapter = 2 * tokens * sum(lora_r * (m + n) for m, n in shapes)
+    attention = 4 * pairs * hidden
+    return text.num_hidden_layers * (passes.linear * linear + passes.adapter * adapter + passes.attention * attention)
+
+
+def head_flops(text: Any, tokens: float, passes: int = 1) -> float:
+    return passes * 2 * tokens * text.hidden_size * text.vocab_size
+
+
+def dense_flops(config: Any, work: Workload, training: Training, vision_once: bool = False) -> Flops:
+    """One row `[prompt][completion]` per completion, and one image per completion unless `vision_once`."""
+    count, row = work.num_generations, work.prompt_tokens + work.completion_tokens
+    rows = RowFlops(count * row, count * causal_pairs(row), count * work.completion_tokens)
+    if vision_once:
+        return _pass_flops(config, work, training, rows)
+    return _pass_flops(config, work, training, rows, num_images=count, passed_through=training.gradient_checkpointing)
+
+
+def shared_flops(config: Any, work: Workload, training: Training) -> Flops:
+    """Each token and each image once."""
+    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
+    pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
+    return _pass_flops(config, work, training, RowFlops(prefix + count * completion, pairs, count * completion))
+
+
+def floor_flops(config: Any, work: Workload, training: Training) -> Flops:
+    """A row of P tokens and k rows of R tokens that do not see it; a plain head, which computes logits once."""
+    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
+    pairs = causal_pairs(prefix) + count * causal_pairs(completion)
+    rows = RowFlops(prefix + count * completion, pairs, count * completion)
+    return _pass_flops(config, work, training, rows, head_again=0)
+
+
+def flop_ceiling(config: Any, work: Workload, training: Training, vision_once: bool = False) -> float:
+    """How much faster sharing can be at equal FLOPs per second."""
+    return dense_flops(config, work, training, vision_once).total / shared_flops(config, work, training).total
+
+
+@dataclass(frozen=True)
+class RowFlops:
+    """What of the language model's rows costs FLOPs."""
+
+    tokens: int
+    pairs: float
+    """Of tokens that see each other."""
+    scored: int
+
+
+def _pass_flops(
+    config: Any,
+    work: Workload,
+    training: Training,
+    rows: RowFlops,
+    num_images: int = 1,
+    passed_through: bool = False,
+    head_again: int = 1,
+) -> Flops:
+    """Forward, backward, and the reference's forward for `beta` > 0.
+
+    `passed_through`: a frozen tower is recomputed and back-propagated all the same, and runs for the reference again.
+    """
+    text, lora_r = config.text_config, training.lora_r
+    again = plus_forward if training.gradient_checkpointing else lambda passes: passes
+    vision = (again(FROZEN) if passed_through else FORWARD_ONLY) if lora_r else again(FULL)
+    one_image = vision_flops(config.vision_config, work.image_grid, vision)
+    flops = Flops(
+        num_images * one_image,
+        language_flops(text, rows.tokens, rows.pairs, again(LORA if lora_r else FULL), lora_r),
+        head_flops(text, rows.scored, (2 if lora_r else 3) + head_again),
+    )
+    if training.beta > 0:
+        num_reference_images = num_images if passed_through or not lora_r else 0
+        flops += Flops(
+            num_reference_images * vision_flops(config.vision_config, work.image_grid),
+            language_flops(text, rows.tokens, rows.pairs),
+            head_flops(text, rows.scored),
+        )
+    return flops

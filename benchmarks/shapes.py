@@ -1,0 +1,160 @@
+"""The model and the group that benchmarks measure: Qwen2.5-VL-3B in small, with random weights.
+
+40 million parameters whose FLOPs on a prompt of 1,000 image and 40 text tokens and a completion of 200 divide among
+vision tower, language layers and LM head as those of Qwen2.5-VL-3B do (`proportions`; head dimensions 80 and 128, one
+vision layer of eight with full attention, and the MLPs' ratios are the 3B's too):
+
+                 vision   language   head
+    3B           0.431    0.559      0.010
+    SMALL        0.434    0.556      0.010
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from benchmarks.flops import Flops, Workload, causal_pairs, head_flops, language_flops, vision_flops
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.prompts import PromptBuilder
+from rl_vlm.tiny.family import chat_template
+from rl_vlm.tiny.qwen import SPECIAL_TOKENS
+from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
+
+Shape = tuple[dict[str, Any], dict[str, Any]]
+"""Sizes of the language model and of the vision tower."""
+
+QWEN2_5_VL_3B: Shape = (
+    {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+     "intermediate_size": 11008, "vocab_size": 151936, "mrope_section": [16, 24, 24]},
+    {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "patch_size": 14,
+     "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+)  # fmt: skip
+SMALL: Shape = (
+    {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "num_key_value_heads": 1,
+     "intermediate_size": 3440, "vocab_size": 5632, "mrope_section": [16, 24, 24]},
+    {"depth": 8, "hidden_size": 240, "num_heads": 3, "intermediate_size": 640, "patch_size": 7,
+     "window_size": 56, "fullatt_block_indexes": [7]},
+)  # fmt: skip
+TOY: Shape = (
+    {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+     "intermediate_size": 128, "vocab_size": 512, "mrope_section": [2, 3, 3]},
+    {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 4,
+     "window_size": 32, "fullatt_block_indexes": [1]},
+)  # fmt: skip
+"""For tests of the benchmarks themselves."""
+
+SHAPES = {"small": SMALL, "toy": TOY}
+LORA_R = 5
+"""Of SMALL; as large a part of its width as rank 16 is of the 3B's."""
+FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 32, 256
+"""Completions are drawn from these ids: bytes, no special tokens."""
+
+
+def model_config(shape: Shape, tokenizer: Any = None) -> Any:
+    """A `Qwen2_5_VLConfig`; without a tokenizer the special tokens keep the ids of the class."""
+    from transformers import Qwen2_5_VLConfig
+
+    text, vision = (dict(part) for part in shape)
+    text["rope_parameters"] = {
+        "rope_type": "default", "rope_theta": 1e6, "mrope_section": text.pop("mrope_section"),
+    }  # fmt: skip
+    vision["out_hidden_size"] = text["hidden_size"]
+    ids: dict[str, Any] = {}
+    if tokenizer is not None:
+        text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        names = ("vision_start", "vision_end", "image", "video")
+        ids = {
+            f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+            for name, token in zip(names, SPECIAL_TOKENS, strict=True)
+        }
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+
+
+def proportions(shape: Shape, work: Workload) -> Flops:
+    """Share of each part in one forward of one padded row, as the dense path computes it."""
+    config = model_config(shape)
+    row = work.prompt_tokens + work.completion_tokens
+    flops = Flops(
+        vision_flops(config.vision_config, work.image_grid),
+        language_flops(config.text_config, row, causal_pairs(row)),
+        head_flops(config.text_config, work.completion_tokens),
+    )
+    return Flops(flops.vision / flops.total, flops.language / flops.total, flops.head / flops.total)
+
+
+def build_checkpoint(shape: Shape, directory: Path, seed: int = 0) -> Path:
+    """Write random weights and a processor to `directory`."""
+    from transformers import (
+        AutoModelForImageTextToText,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    tokenizer = train_tokenizer(DEFAULT_CORPUS, SPECIAL_TOKENS)
+    torch.manual_seed(seed)
+    AutoModelForImageTextToText.from_config(model_config(shape, tokenizer)).save_pretrained(directory)
+    sizes: dict[str, Any] = {"patch_size": shape[1]["patch_size"], "merge_size": 2}
+    images = Qwen2VLImageProcessor(**sizes, min_pixels=1, max_pixels=2**26)
+    videos = Qwen2VLVideoProcessor(**sizes)
+    template = chat_template("<|vision_start|><|image_pad|><|vision_end|>")
+    Qwen2_5_VLProcessor(
+        image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=template
+    ).save_pretrained(directory)
+    return directory
+
+
+def make_image(work: Workload, shape: Shape, seed: int = 0) -> Image.Image:
+    """Noise that the processor turns into exactly `work.image_tokens` tokens."""
+    height, width = (2 * shape[1]["patch_size"] * side for side in work.image_grid)
+    generator = torch.Generator().manual_seed(seed)
+    return Image.fromarray(torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8).numpy())
+
+
+def make_prompt(checkpoint: Path, work: Workload, shape: Shape) -> Prompt:
+    """An image and text of exactly `work.prompt_tokens` tokens; raises ValueError if the template alone has more."""
+    from transformers import AutoProcessor
+
+    builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
+    image = make_image(work, shape)
+
+    def build(num_characters: int) -> Prompt:
+        text = "~" * num_characters  # a token each: no merge has it
+        messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+        return builder.build(Sample("sample", messages, [image], {}, messages))
+
+    missing = work.prompt_tokens - len(build(0).token_ids)
+    if missing < 0:
+        raise ValueError(f"text_tokens is {work.text_tokens}; the chat template alone needs {-missing} more")
+    return build(missing)
+
+
+def make_group(prompt: Prompt, work: Workload, seed: int = 0) -> ScoredGroup:
+    """A group of random completions with rewards 0, 1, 2, … and TRL's advantages of them."""
+    from rl_vlm.advantages import compute_advantages
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = (work.num_generations, work.completion_tokens)
+    ids = torch.randint(FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN, shape, generator=generator)
+    rewards = torch.arange(work.num_generations, dtype=torch.float32)
+    valid = torch.ones_like(rewards, dtype=torch.bool)
+    completions = [Completion(row, torch.zeros(len(row)), "length", "") for row in ids]
+    return ScoredGroup(
+        Group("group", prompt, completions, policy_version=0),
+        scores_GF=rewards[:, None],
+        rewards_G=rewards,
+        advantages_G=compute_advantages(rewards[None], valid[None], "group").advantages_PG[0],
+        valid_G=valid,
+        has_variance=True,
+    )
+
+
+def micro_batch(groups: Sequence[ScoredGroup], shared: bool) -> MicroBatch:
+    """Whole groups in one micro-batch."""
+    return MicroBatch([SubGroup(group, list(range(len(group.group.completions)))) for group in groups], shared)

@@ -1,0 +1,278 @@
+"""One training pass over one group, done four ways: shared, dense, by TRL, and as the floor.
+
+A training pass is: reference log-probs where `beta` > 0, policy log-probs, loss, backward. Every side starts from the
+same weights and completions and leaves gradients under the same parameter names (the floor's mean nothing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.flops import Training, Workload
+from benchmarks.shapes import Shape, build_checkpoint, make_group, make_image, make_prompt, micro_batch
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.loading import load_policy, load_reference, lora_config
+from rl_vlm.losses import LossInputs, count_denominators, policy_loss
+from rl_vlm.types import Prompt, ScoredGroup, length_mask
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns at every use
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all sides have in common."""
+
+    shape: Shape
+    work: Workload
+    training: Training
+    checkpoint: Path
+    group: ScoredGroup
+
+    @staticmethod
+    def build(shape: Shape, work: Workload, training: Training, directory: Path) -> Setup:
+        """A fresh checkpoint in `directory`."""
+        checkpoint = build_checkpoint(shape, directory)
+        group = make_group(make_prompt(checkpoint, work, shape), work)
+        return Setup(shape, work, training, checkpoint, group)
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of a run of ours."""
+        lora = self.training.lora_r
+        model: dict[str, Any] = {"model_name_or_path": str(self.checkpoint)}
+        if lora:
+            model |= {"use_peft": True, "lora_r": lora, "lora_alpha": 2 * lora, "freeze_vision_tower": True}
+        return RunConfig.model_validate(
+            {
+                "model": model,
+                "algorithm": {"beta": self.training.beta, "loss_type": "dapo"},
+                "rollout": {
+                    "num_generations": self.work.num_generations,
+                    "max_completion_length": self.work.completion_tokens,
+                },
+                "memory": {"gradient_checkpointing": self.training.gradient_checkpointing},
+            }
+        )
+
+    def new_group(self) -> ScoredGroup:
+        """The group around a new prompt: features and positions that were kept for the old one do not count."""
+        group = dataclasses.replace(self.group.group, prompt=dataclasses.replace(self.group.group.prompt))
+        return dataclasses.replace(self.group, group=group)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to do the pass."""
+
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    """Everything up to the backward pass."""
+
+    def run(self) -> float:
+        """The whole pass; gradients stay until the next one."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss()
+        loss.backward()
+        return loss.item()
+
+
+def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
+    """This system, on the group-shared row or on one padded row per completion.
+
+    Without `bans` placeholder tokens keep their probability, as with TRL, for gradients to be equal.
+    """
+    config, work = setup.config, setup.work
+    policy = load_policy(config, str(setup.checkpoint)).train()
+    reference = load_reference(config, str(setup.checkpoint), policy, resumed=None)
+    for own in [policy, *([reference.frozen] if reference and reference.frozen else [])]:
+        own.banned_token_ids = own.banned_token_ids if bans else []
+    give_adapters_weights(policy.model)
+    mask_NT = length_mask([work.completion_tokens] * work.num_generations)
+
+    def loss() -> Tensor:
+        group = setup.new_group()
+        batch = micro_batch([group], shared)
+        ref_logprobs = reference(batch).logprobs_NT if reference else None
+        scores = policy(batch)
+        inputs = LossInputs(
+            policy_logprobs_NT=scores.logprobs_NT,
+            old_logprobs_NT=None,
+            ref_logprobs_NT=ref_logprobs,
+            advantages_N=group.advantages_G,
+            mask_NT=mask_NT,
+            entropies_NT=scores.entropies_NT,
+        )
+        denominators = count_denominators([group], mask_truncated_completions=False)
+        return policy_loss(inputs, config.algorithm, denominators, work.completion_tokens)[0]
+
+    return Side(policy.model, loss)
+
+
+def trl_side(setup: Setup, output_dir: Path) -> Side:
+    """TRL's `GRPOTrainer` on sdpa with its chunked LM head on completions only, the group in one micro-batch.
+
+    The batch is the trainer's own, made of the same completions and rewards; the reference pass is the call that
+    `_generate_and_score_completions` makes.
+    """
+    from transformers import PreTrainedModel
+
+    trainer = make_trainer(setup, output_dir)
+    model: Any = trainer.model
+    give_adapters_weights(model)
+    image, content = make_image(setup.work, setup.shape), setup.group.group.prompt.sample.messages[0]["content"]
+    row = {"prompt": [{"role": "user", "content": content[-1]["text"]}], "image": image}
+    batch = trainer._generate_and_score_completions([row] * setup.work.num_generations)
+    reference: PreTrainedModel | None = trainer.ref_model
+
+    def loss() -> Tensor:
+        with head_on_completions_only():
+            if setup.training.beta:
+                batch["ref_per_token_logps"] = trl_reference_logprobs(trainer, reference or model, batch)
+            return trainer.compute_loss(model, batch)
+
+    return Side(model, loss)
+
+
+def make_trainer(setup: Setup, output_dir: Path) -> Any:
+    """A `GRPOTrainer` in the state that `train()` brings it to, with the group's completions as its rollouts."""
+    from datasets import Dataset
+    from transformers import AutoModelForImageTextToText
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    work, training = setup.work, setup.training
+    completion_ids = [c.token_ids.tolist() for c in setup.group.group.completions]
+
+    def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
+        prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+    args = GRPOConfig(
+        output_dir=str(output_dir), use_cpu=True, bf16=False, report_to=[], num_generations=work.num_generations,
+        per_device_train_batch_size=work.num_generations, max_completion_length=work.completion_tokens,
+        beta=training.beta, loss_type="dapo", gradient_checkpointing=training.gradient_checkpointing,
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_pretrained(
+        setup.checkpoint, attn_implementation="sdpa", dtype=torch.float32
+    )
+    trainer: Any = GRPOTrainer(
+        model=model,
+        reward_funcs=[lambda **_: setup.group.rewards_G.tolist()],
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "unused"}]),
+        rollout_func=rollout,
+        peft_config=lora_config(model, setup.config.model) if training.lora_r else None,
+    )
+    if training.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def head_on_completions_only() -> AbstractContextManager[Any]:
+    """TRL's head scores prompts too where there is no Triton, as on CPUs: six times the work at 1,040 + 200 tokens.
+
+    Inside, it selects positions as on a GPU, in TRL's favour; the kernel stays its own for CPUs.
+    """
+    import trl.trainer.utils
+
+    return mock.patch.object(trl.trainer.utils, "_use_triton", return_value=True)
+
+
+@torch.no_grad()
+def trl_reference_logprobs(trainer: Any, reference: Any, batch: dict[str, Any]) -> Tensor:
+    """Log-probs of the reference model, or of the policy without its adapter."""
+    from trl.models.utils import disable_gradient_checkpointing
+    from trl.trainer.utils import use_adapter
+
+    names = "pixel_values image_grid_thw num_images mm_token_type_ids".split()
+    adapter = use_adapter(reference, adapter_name=None) if trainer.ref_model is None else nullcontext()
+    with adapter, disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
+            reference,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].shape[1],
+            batch_size=trainer.args.per_device_train_batch_size,
+            **{name: batch[name] for name in names},
+        )
+    return logprobs
+
+
+def floor_side(setup: Setup) -> Side:
+    """What the same unique tokens cost in stock calls: one row of P, k rows of R that see no prompt, vision once,
+    a plain cross entropy on completions only."""
+    policy = load_policy(setup.config, str(setup.checkpoint)).train()
+    policy.transformer.set_attn_implementation("sdpa")
+    reference = load_reference(setup.config, str(setup.checkpoint), policy, resumed=None)
+    prompt = setup.group.group.prompt
+    completions = torch.stack([c.token_ids for c in setup.group.group.completions])
+
+    def loss() -> Tensor:
+        features = None
+        if reference is not None:
+            model = (reference.frozen or policy).transformer
+            with torch.no_grad(), reference.initial_adapter() if setup.training.lora_r else nullcontext():
+                features = stock_features(model, prompt)
+                stock_loss(model, prompt, completions, features)
+        if features is None or not setup.training.lora_r:  # a frozen tower's features serve both passes
+            features = stock_features(policy.transformer, prompt)
+        return stock_loss(policy.transformer, prompt, completions, features)
+
+    return Side(policy.model, loss)
+
+
+def stock_features(model: Any, prompt: Prompt) -> Tensor:
+    """Image features (image tokens, hidden), without gradients where the tower is frozen."""
+    trained = any(p.requires_grad for p in model.model.visual.parameters())
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+        pixels, grid = prompt.mm_inputs["pixel_values"], prompt.mm_inputs["image_grid_thw"]
+        return model.model.visual(pixels, grid_thw=grid).pooler_output
+
+
+def stock_loss(model: Any, prompt: Prompt, completions: Tensor, features: Tensor) -> Tensor:
+    """A loss that all unique tokens take part in."""
+    embeddings = model.get_input_embeddings()(prompt.token_ids)
+    places = (prompt.token_ids == model.config.image_token_id).nonzero()[:, 0]
+    row = embeddings.index_copy(0, places, features)[None]
+    prefix = model.model.language_model(inputs_embeds=row, use_cache=False).last_hidden_state
+    hidden = model.model.language_model(input_ids=completions, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden.flatten(0, 1))
+    return nn.functional.cross_entropy(logits, completions.flatten()) + prefix.mean()
+
+
+def give_adapters_weights(model: nn.Module) -> None:
+    """The same small random LoRA weights on every side: as initialised, half of an adapter has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def differences(ours: Side, peer: Side) -> dict[str, float]:
+    """Of one pass of both: |loss - loss'| and the largest relative difference of a parameter's gradient.
+
+    The latter is norm(g - g') / max(norm(g'), 1e-3 of the largest norm), as in the parity tests. Raises AssertionError
+    if other parameters have gradients.
+    """
+    losses = [side.run() for side in (ours, peer)]
+    found, expected = (
+        {name: p.grad for name, p in side.model.named_parameters() if p.grad is not None} for side in (ours, peer)
+    )
+    if found.keys() != expected.keys():
+        raise AssertionError(f"other parameters have gradients: {sorted(found.keys() ^ expected.keys())[:5]}")
+    floor = 1e-3 * max(float(g.norm()) for g in expected.values())
+    errors = [float((found[name] - g).norm() / g.norm().clamp(min=floor)) for name, g in expected.items()]
+    return {"loss": abs(losses[0] - losses[1]), "gradient": max(errors)}

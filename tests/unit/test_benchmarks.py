@@ -1,0 +1,175 @@
+"""The arithmetic behind the benchmarks' ceilings, on literal values and against what torch counts."""
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import patch_embed, report, scaling, train_step
+from benchmarks.common import peak_growth, ratio
+from benchmarks.counting import counted_flops
+from benchmarks.flops import (
+    FORWARD_ONLY,
+    Passes,
+    Training,
+    Workload,
+    causal_pairs,
+    dense_flops,
+    floor_flops,
+    flop_ceiling,
+    head_flops,
+    language_flops,
+    shared_flops,
+    vision_flops,
+)
+from benchmarks.shapes import QWEN2_5_VL_3B, SMALL, TOY, model_config, proportions
+from benchmarks.sides import Setup, Side, differences, floor_side, own_side
+
+WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
+
+
+def test_token_ratio_is_dense_over_shared_tokens():
+    assert Workload(1000, 40, 200, 8).token_ratio == 8 * 1240 / (1040 + 1600)
+    assert Workload(num_generations=1).token_ratio == 1
+
+
+@pytest.mark.parametrize(("tokens", "grid"), [(1000, (25, 40)), (1024, (32, 32)), (7, (1, 7))])
+def test_the_image_is_as_square_as_its_tokens_allow(tokens, grid):
+    assert Workload(image_tokens=tokens).image_grid == grid
+
+
+def test_language_flops_by_hand():
+    text = SimpleNamespace(
+        hidden_size=4, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8, num_hidden_layers=3
+    )
+    matrices = 2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 8  # q and o, k and v, the MLP
+    assert language_flops(text, tokens=5, pairs=0) == 3 * 2 * 5 * matrices
+    assert language_flops(text, tokens=0, pairs=15) == 3 * 15 * (2 * 4 + 2 * 4)  # scores, and the sum of values
+    adapters = 2 * (4 + 4) + 2 * (4 + 2) + 3 * (4 + 8)
+    assert language_flops(text, 5, 0, Passes(0, 0, 1), lora_r=6) == 3 * 2 * 5 * 6 * adapters
+    assert head_flops(SimpleNamespace(hidden_size=4, vocab_size=10), tokens=5, passes=3) == 3 * 2 * 5 * 4 * 10
+
+
+def test_vision_flops_by_hand():
+    vision = SimpleNamespace(
+        spatial_merge_size=2, hidden_size=4, patch_size=1, window_size=4, depth=3, fullatt_block_indexes=[2],
+        in_channels=3, temporal_patch_size=2, intermediate_size=8, out_hidden_size=16,
+    )  # fmt: skip
+    num_patches = 4 * 6  # of 2 x 3 image tokens, in windows of 4 x 4 and 4 x 2
+    blocks, embed, merger = 3 * (4 * 16 + 3 * 32), 6 * 4, (16 * 16 + 16 * 16) / 4
+    linear = 2 * num_patches * (blocks + embed + merger)
+    pairs = 2 * (16**2 + 8**2) + num_patches**2
+    assert vision_flops(vision, (2, 3), FORWARD_ONLY) == linear + 4 * 4 * pairs
+
+
+def test_ceilings_of_the_real_model():
+    """Qwen2.5-VL-3B at the sizes that the documentation states."""
+    config = model_config(QWEN2_5_VL_3B)
+    lora = Training(lora_r=16, gradient_checkpointing=True)
+    assert flop_ceiling(config, Workload(), Training()) == pytest.approx(4.61, abs=0.01)
+    assert flop_ceiling(config, Workload(num_generations=16), Training()) == pytest.approx(6.21, abs=0.01)
+    assert flop_ceiling(config, Workload(num_generations=16), lora) == pytest.approx(7.10, abs=0.01)
+
+
+def test_the_small_shape_has_the_real_models_proportions():
+    ours, real = proportions(SMALL, Workload()), proportions(QWEN2_5_VL_3B, Workload())
+    for part in ("vision", "language", "head"):
+        assert getattr(ours, part) == pytest.approx(getattr(real, part), abs=0.01), part
+
+
+@pytest.fixture(scope="module", params=["full", "lora", "beta"])
+def setup(request, tmp_path_factory):
+    training = {
+        "full": Training(),
+        "lora": Training(lora_r=4, gradient_checkpointing=True),
+        "beta": Training(beta=0.1),
+    }[request.param]
+    return Setup.build(TOY, WORK, training, tmp_path_factory.mktemp("toy") / "model")
+
+
+def test_flops_are_those_that_torch_counts(setup):
+    config = model_config(TOY)
+    work, training = setup.work, setup.training
+    sides = {
+        "shared": (own_side(setup, True), shared_flops(config, work, training)),
+        "dense": (own_side(setup, False), dense_flops(config, work, training, vision_once=True)),
+        "floor": (floor_side(setup), floor_flops(config, work, training)),
+    }
+    for name, (side, expected) in sides.items():
+        assert counted_flops(side.run) == pytest.approx(expected.total, rel=0.06), name
+
+
+def test_both_paths_have_the_same_gradients(setup):
+    found = differences(own_side(setup, True), own_side(setup, False))
+    assert found["loss"] < 1e-5
+    assert found["gradient"] < 1e-4
+
+
+def test_other_gradients_are_an_error():
+    def side(bias: bool) -> Side:
+        model = torch.nn.Linear(2, 2, bias=bias)
+        return Side(model, lambda: model(torch.ones(1, 2)).sum())
+
+    with pytest.raises(AssertionError, match="bias"):
+        differences(side(bias=True), side(bias=False))
+
+
+def test_ratios_are_medians_over_rounds():
+    assert ratio({"peer": [4.0, 9.0, 20.0], "ours": [2.0, 3.0, 2.0]}, "peer", "ours") == 3.0
+
+
+def test_peak_growth_sees_what_was_freed_again():
+    grown = peak_growth(lambda: torch.ones(2**24).sum())  # 64 MiB
+    assert 60 * 2**20 < grown < 100 * 2**20
+
+
+def test_little_to_share_has_a_ratio_below_1_15():
+    assert 1 < scaling.LITTLE_TO_SHARE.token_ratio < 1.15
+
+
+@pytest.mark.parametrize("case", [(5, 3 * 2 * 4 * 4), (2, 3, 11, 8)])
+def test_linear_patch_embedding_equals_the_convolution(case):
+    conv = torch.nn.Conv3d(3, 6, (2, 4, 4), (2, 4, 4)) if len(case) == 2 else torch.nn.Conv2d(3, 6, 4, 4)
+    values = torch.randn(case)
+    torch.testing.assert_close(patch_embed.linear(conv, values), patch_embed.convolution(conv, values))
+
+
+def test_tables_go_between_their_marks():
+    text = "before\n<!-- scaling -->\nold\n<!-- end -->\nafter"
+    assert report.fill(text, "scaling", "new") == "before\n<!-- scaling -->\nnew\n<!-- end -->\nafter"
+    with pytest.raises(ValueError, match="rollout"):
+        report.fill(text, "rollout", "new")
+
+
+def test_the_page_has_a_place_and_a_chart_for_each_benchmark():
+    page = report.PAGE.read_text()
+    for name in report.REPORTS:
+        assert f"<!-- {name} -->" in page
+        assert f"images/benchmark_{name}.png" in page
+
+
+def test_memory_is_measured_on_the_same_case():
+    args = train_step.parse("--num-generations 4 --image-tokens 64 --completion-tokens 9 --lora --beta 0.1".split())
+    again = train_step.parse(train_step.memory_arguments(args, "trl"))
+    assert isinstance(again, argparse.Namespace)
+    assert again.memory_of == "trl"
+    assert train_step.workload(again) == train_step.workload(args)
+    assert train_step.training(again) == train_step.training(args)
+
+
+@pytest.mark.slow
+def test_train_step_against_trl(tmp_path: Path):
+    arguments = "--shape toy --image-tokens 24 --completion-tokens 8 --num-generations 2 --repeats 1".split()
+    result = train_step.measure(train_step.parse(arguments))
+    assert result["differences"]["gradient"] < 1e-4
+    assert result["counted_flops"]["trl"] == pytest.approx(result["flops"]["trl"], rel=0.1)
+    assert {"speedup_vs_peer", "flop_ceiling", "peak_memory_vs_peer", "time_vs_floor", "versions", "machine"} <= set(
+        result
+    )
+    assert "flop_ceiling" in train_step.table(result)
+
+
+def test_causal_pairs():
+    assert [causal_pairs(n) for n in (1, 2, 3)] == [1, 3, 6]
