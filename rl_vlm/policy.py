@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.families import Family
-from rl_vlm.rows import Rows, dense_rows, shared_rows
+from rl_vlm.rows import Rows, check_completions, dense_rows, shared_rows
 from rl_vlm.shared_prefix import shared_row
 from rl_vlm.types import MicroBatch, TokenScores, pad_rows
 from rl_vlm.vision import VisionEncoder
@@ -62,8 +62,10 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch, num_vision_calls: int = 0) -> TokenScores:
         """Score the completions of a micro-batch under the policy at the sampling temperature. Entropies are detached.
 
-        The vision tower runs at least `num_vision_calls` times, so that ranks can run it equally often.
+        The vision tower runs at least `num_vision_calls` times, so that ranks can run it equally often. Raises
+        ModelError for completions that cannot be scored, and where images and placeholder tokens do not correspond.
         """
+        check_completions(batch, self.banned_token_ids)
         rows = (shared_rows if batch.shared else dense_rows)(batch, self.family, self.transformer)
         with self.autocast(), shared_row(rows.layout):
             num_idle = num_vision_calls - len(self.vision.calls(rows.prompts))

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rl_vlm.errors import ModelError
 from rl_vlm.families import Family
 from rl_vlm.shared_prefix import RowLayout
 from rl_vlm.types import MicroBatch, Prompt
@@ -36,6 +37,19 @@ class Rows:
     prompts: list[Prompt]
     """The prompts in order of their placeholders in the rows."""
     layout: RowLayout | None = None
+
+
+def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
+    """Raises ModelError for a completion that no forward can score: an empty one, or one with a placeholder token."""
+    for subgroup in batch.subgroups:
+        for member, completion in zip(subgroup.members, subgroup.completions, strict=True):
+            held = sorted(set(completion.token_ids.tolist()) & set(placeholders))
+            if held or not len(completion.token_ids):
+                found = f"holds placeholder tokens {held}, for which there are no images" if held else "is empty"
+                raise ModelError(
+                    f"Completion {member} of sample {subgroup.prompt.sample.sample_id} {found}. The rollout engine must "
+                    "ban placeholder tokens and return at least one token."
+                )
 
 
 def shared_rows(batch: MicroBatch, family: Family, model: PreTrainedModel) -> Rows:

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -58,7 +58,7 @@ class Prefix:
     def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
         """Row `row_index[n]` for completion n, with a cache of its own."""
         cache = copy.deepcopy(self.cache)
-        cache.reorder_cache(row_index)
+        cache.reorder_cache(cast(Any, row_index))
         cross = {name: mask[row_index] for name, mask in self.cross_attention.items()}
         return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[row_index], cross)
 
@@ -151,7 +151,7 @@ class HFEngine:
                 break
             if finished.float().mean() >= COMPACT_FRACTION:
                 unfinished = (~finished).nonzero()[:, 0]
-                prefix.cache.reorder_cache(unfinished)
+                prefix.cache.reorder_cache(cast(Any, unfinished))
                 rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
             logits = self.model(
                 input_ids=tokens[:, None],

@@ -13,8 +13,8 @@ from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data import load_rows
 from rl_vlm.families import FAMILIES
-from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.reward import RewardSuite
+from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
 
 ROOT = Path(__file__).parents[2]

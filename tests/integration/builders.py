@@ -30,7 +30,8 @@ def sharpen(checkpoint: Path) -> Path:
     """Scale the language model's matrices by 4: at its initial weights a tiny model attends almost evenly."""
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.get_decoder().layers.parameters():
+        decoder: Any = model.get_decoder()
+        for parameter in decoder.layers.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)
     model.save_pretrained(checkpoint)

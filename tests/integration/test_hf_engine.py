@@ -54,7 +54,8 @@ def load(directory: str, family: str) -> tuple[Any, dict[str, Prompt], Any]:
     build_tiny(family, directory)
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.get_decoder().layers.parameters():
+        decoder: Any = model.get_decoder()
+        for parameter in decoder.layers.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4)
         # Tied to the input embeddings or not: logits that differ enough for greedy decoding to mean something.

@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 import pytest
 import torch
 from transformers.masking_utils import (
@@ -11,6 +13,7 @@ from transformers.masking_utils import (
 from rl_vlm.shared_prefix import RowLayout, shared_attention, shared_row
 
 F, T = False, True
+CAUSAL = cast(Any, causal_mask_function)
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def test_the_example_of_the_docstring(layout):
 
 
 def test_a_completion_sees_its_prefix_and_its_own_past(layout):
-    masks = layout.with_masks(causal_mask_function).masks
+    masks = layout.with_masks(CAUSAL).masks
     assert masks.prefix is None
     assert masks.completion[:, 0].tolist() == [
         # prefix   itself
@@ -58,7 +61,7 @@ def test_rules_that_look_up_the_kind_of_a_token_find_that_of_the_row(layout):
         [[T, F, F], [T, T, T], [T, T, T]],
         [[T, F, F], [T, T, F], [T, T, T]],
     ]
-    assert masks.completion.equal(layout.with_masks(causal_mask_function).masks.completion)
+    assert masks.completion.equal(layout.with_masks(CAUSAL).masks.completion)
 
 
 def test_outputs_of_both_attentions_come_back_in_the_order_of_the_row(layout):
@@ -71,11 +74,11 @@ def test_completions_of_one_token_need_no_place_in_the_row():
     assert layout.completion_index.shape == (3, 0)
     assert layout.predictor_index.tolist() == [2, 4, 4]
     row = torch.randn(2, 5, 4)
-    layout = layout.with_masks(causal_mask_function)
+    layout = layout.with_masks(CAUSAL)
     assert shared_attention(row, row, row, layout, scale=0.5).shape == (5, 2, 4)
 
 
-@pytest.mark.parametrize("rule", [causal_mask_function, or_masks(causal_mask_function, bidirectional_mask_function)])
+@pytest.mark.parametrize("rule", [CAUSAL, or_masks(CAUSAL, bidirectional_mask_function)])
 def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule):
     query, key, value = torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)  # two query heads a key head
     query.requires_grad_()
@@ -83,7 +86,7 @@ def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule):
     part = torch.tensor([0, 0, 0, 1, 1, 2, 0, 0, 3])  # 0 is a prefix
     sees = (owner[:, None] == owner) & ((part == 0) | (part[:, None] == part))
     sees = sees & ~((part[:, None] == 0) & (part != 0))  # a prefix never sees a completion
-    sees = sees.tril() if rule is causal_mask_function else sees
+    sees = sees.tril() if rule is CAUSAL else sees
     logits = query @ key.repeat_interleave(2, dim=0).mT * 0.3
     expected = logits.masked_fill(~sees, -torch.inf).softmax(-1) @ value.repeat_interleave(2, dim=0)
     ours = shared_attention(query, key, value, layout.with_masks(rule), scale=0.3)
