@@ -47,8 +47,8 @@ def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
             if held or not len(completion.token_ids):
                 found = f"holds placeholder tokens {held}, for which there are no images" if held else "is empty"
                 raise ModelError(
-                    f"Completion {member} of sample {subgroup.prompt.sample.sample_id} {found}. The rollout engine must "
-                    "ban placeholder tokens and return at least one token."
+                    f"Completion {member} of sample {subgroup.prompt.sample.sample_id} {found}. "
+                    "The rollout engine must ban placeholder tokens and return at least one token."
                 )
 
 

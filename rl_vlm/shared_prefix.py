@@ -7,6 +7,9 @@ itself is not patched:
     attention over prefixes      (B, longest prefix)                       causal, or by the model's rule
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
 
+That is two calls of SDPA. On CUDA it is one of FlexAttention over the whole row, which skips the blocks that no token
+may see and needs no gathered keys.
+
 The layout of the row travels to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
 same layout. Outside of `shared_row` the registered function is transformers' own sdpa attention.
 """
@@ -17,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +64,13 @@ class RowLayout:
     """For each token of the row, its place among the outputs of both attentions, flattened and concatenated."""
     predictor_index: Int[Tensor, " predictors"]
     """For each completion, the row positions of its prefix's last token and of its own tokens."""
-    masks: RowMasks | None = None
+    row_owner: Int[Tensor, " row"]
+    """The prompt of each token of the row."""
+    row_part: Int[Tensor, " row"]
+    """0 for tokens of a prefix, and a number of its own for each completion."""
+    row_logical: Int[Tensor, " row"]
+    """Where each token would lie if its completion followed its prefix at once."""
+    masks: RowMasks | BlockMask | None = None
     """What the layers of one type may attend to; set on the layout that travels to them."""
     ndim = 4
     """A layout travels as an attention mask of shape (batch, head, query, key)."""
@@ -89,6 +100,11 @@ class RowLayout:
         output_index = torch.empty_like(row_index).scatter_(0, row_index, places)
         predictors = torch.cat([prefix_ends[:, None] - 1, completion_index], dim=1)
         predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
+        is_completion = (~is_prefix).long()
+        row_part = (is_completion.cumsum(0) * is_completion).repeat_interleave(lengths)
+        row_owner = (is_prefix.long().cumsum(0) - 1).repeat_interleave(lengths)
+        row_logical = torch.arange(len(row_index))
+        row_logical[completion_index[completion_valid]] = logical_index[completion_valid]
         return RowLayout(
             prefix_index.to(device),
             prefix_valid.to(device),
@@ -98,6 +114,9 @@ class RowLayout:
             logical_index.to(device),
             output_index.to(device),
             predictor_index.to(device),
+            row_owner.to(device),
+            row_part.to(device),
+            row_logical.to(device),
         )
 
     def with_masks(self, mask_function: MaskFunction) -> RowLayout:
@@ -107,6 +126,11 @@ class RowLayout:
         within a prefix, from a completion to its prefix, and within a completion. Rules may look up what kind of token
         lies at a position (image or text); as other completions of the same prompt lie there, the answer is right.
         """
+        masks = self.block_mask(mask_function) if self.owner_N.is_cuda else self.dense_masks(mask_function)
+        return replace(self, masks=masks)
+
+    def dense_masks(self, mask_function: MaskFunction) -> RowMasks:
+        """For SDPA: what prefixes see of themselves, and completions of their prefix and themselves."""
         from transformers.masking_utils import causal_mask_function
 
         zero = self.owner_N.new_zeros(())
@@ -120,9 +144,21 @@ class RowLayout:
         # padded queries see something, since a softmax over nothing is NaN
         completion = torch.cat([to_prefix, to_itself], dim=-1) | ~self.completion_valid[:, None, :, None]
         if mask_function is causal_mask_function:
-            return replace(self, masks=RowMasks(None, completion))
+            return RowMasks(None, completion)
         within_prefix = allowed(self.prefix_index, self.prefix_index, self.prefix_valid)
-        return replace(self, masks=RowMasks(within_prefix | ~self.prefix_valid[:, None, :, None], completion))
+        return RowMasks(within_prefix | ~self.prefix_valid[:, None, :, None], completion)
+
+    def block_mask(self, mask_function: MaskFunction) -> BlockMask:
+        """For FlexAttention: which blocks of the row see which."""
+        owner, part, logical = self.row_owner, self.row_part, self.row_logical
+
+        def same_text(query: Tensor, key: Tensor) -> Tensor:
+            return (owner[query] == owner[key]) & ((part[key] == 0) | (part[query] == part[key]))
+
+        return create_block_mask(
+            lambda b, h, q, k: same_text(q, k) & mask_function(b, h, logical[q], logical[k]),
+            None, None, len(owner), len(owner), device=str(owner.device),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -187,7 +223,8 @@ def shared_attention(
     scale: float,
 ) -> Float[Tensor, "row heads value_dim"]:
     """Attention of a packed row: each prefix to itself, each completion to its prefix and itself."""
-    assert layout.masks is not None
+    if not isinstance(layout.masks, RowMasks):
+        return block_attention(query, key, value, layout.masks, scale)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
     def attend(queries: Tensor, keys: Tensor, **mask: Any) -> Tensor:
@@ -201,3 +238,15 @@ def shared_attention(
         keys = torch.cat([layout.prefix_index[layout.owner_N], layout.completion_index], dim=1)
         outputs.append(attend(layout.completion_index, keys, attn_mask=layout.masks.completion))
     return torch.cat(outputs)[layout.output_index]
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float) -> Tensor:
+    """The same as one FlexAttention over the row."""
+    attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
+    return attend(query[None], key[None], value[None], block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Compiled once for all lengths: a new length would otherwise take some 15 s."""
+    return torch.compile(flex_attention, dynamic=True)

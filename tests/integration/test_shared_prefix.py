@@ -17,7 +17,7 @@ from rl_vlm.errors import ModelError
 from rl_vlm.policy import Policy
 from rl_vlm.rows import Rows, shared_rows
 from rl_vlm.tiny.qwen import QWEN
-from rl_vlm.types import MicroBatch, ScoredGroup
+from rl_vlm.types import Completion, MicroBatch, ScoredGroup
 from tests.integration.builders import (
     gradient_error,
     make_group,
@@ -185,17 +185,22 @@ def test_only_a_trained_vision_tower_is_recomputed(checkpoint: Path, variant: st
     assert patches == [num_patches(groups)] * num_forwards
 
 
+PLACEHOLDER = -1
+
+
 @pytest.mark.parametrize(
-    ("token_ids", "found"), [([40, -1, 50], r"holds placeholder tokens \[\d+\]"), ([], "is empty")]
+    ("token_ids", "found"), [([40, PLACEHOLDER, 50], r"holds placeholder tokens \[\d+\]"), ([], "is empty")]
 )
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_completion_that_cannot_be_scored_is_an_error(
     checkpoint: Path, token_ids: list[int], found: str, shared: bool
 ) -> None:
     policy = make_policy(checkpoint)
-    (placeholder, *_) = policy.banned_token_ids = policy.family.banned_token_ids(policy.transformer.config)
+    policy.banned_token_ids = policy.family.banned_token_ids(policy.transformer.config)
     group = make_groups(checkpoint, "one image")[0]
-    tokens = torch.tensor([placeholder if token == -1 else token for token in token_ids], dtype=torch.int64)
-    group.group.completions[2] = replace(group.group.completions[2], token_ids=tokens)
+    tokens = [policy.banned_token_ids[0] if token == PLACEHOLDER else token for token in token_ids]
+    group.group.completions[2] = Completion(
+        torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), "length", ""
+    )
     with pytest.raises(ModelError, match=f"Completion 2 of sample s {found}"):
         policy(whole([group], shared))

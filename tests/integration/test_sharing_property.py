@@ -57,7 +57,8 @@ def scores(policy: Policy, batches: list[MicroBatch]) -> tuple[dict[tuple[str, i
     for batch in batches:
         names = [(s.scored.group.group_id, member) for s in batch.subgroups for member in s.members]
         rows = policy(batch).logprobs_NT
-        sum(row.sum() * (-1) ** (int(name[0]) + name[1]) for name, row in zip(names, rows, strict=True)).backward()
+        signs = torch.tensor([(-1.0) ** (int(group) + member) for group, member in names])
+        (signs @ rows.sum(dim=1)).backward()
         logprobs |= {
             name: row.detach()[: len(completion.token_ids)]
             for name, row, completion in zip(names, rows, batch.completions, strict=True)

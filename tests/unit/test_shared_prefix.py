@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -93,6 +94,14 @@ def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule):
     torch.testing.assert_close(ours.transpose(0, 1), expected, rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(ours.sum(), query)
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("rule", [CAUSAL, or_masks(CAUSAL, bidirectional_mask_function)])
+def test_one_flex_attention_over_the_row_is_the_same(layout, rule):
+    query, key, value = torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    expected = shared_attention(query, key, value, layout.with_masks(rule), scale=0.3)
+    blocks = replace(layout, masks=layout.block_mask(rule))
+    torch.testing.assert_close(shared_attention(query, key, value, blocks, scale=0.3), expected)
 
 
 def test_a_layout_is_active_only_inside(layout):
