@@ -152,11 +152,12 @@ class RowLayout:
         """For FlexAttention: which blocks of the row see which."""
         owner, part, logical = self.row_owner, self.row_part, self.row_logical
 
-        def same_text(query: Tensor, key: Tensor) -> Tensor:
-            return (owner[query] == owner[key]) & ((part[key] == 0) | (part[query] == part[key]))
-
         return create_block_mask(
-            lambda b, h, q, k: same_text(q, k) & mask_function(b, h, logical[q], logical[k]),
+            lambda b, h, q, k: (
+                (owner[q] == owner[k])
+                & ((part[k] == 0) | (part[q] == part[k]))
+                & mask_function(b, h, logical[q], logical[k])
+            ),
             None, None, len(owner), len(owner), device=str(owner.device),
         )  # fmt: skip
 

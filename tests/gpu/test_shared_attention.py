@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "internvl"]
-"""Causal rows, deepstack features, a sliding window with bidirectional images, a bidirectional prefix, 1-D positions."""
+"""Causal rows, deepstack features, sliding windows with bidirectional images, a bidirectional prefix, 1-D positions."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
