@@ -20,6 +20,11 @@ from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.types import ScoredGroup
 
 
+ENTROPY_ROUNDING = 1e-5
+"""Tokens this far below an entropy threshold still reach it. Siblings' first tokens have one entropy, up to rounding:
+without this, how a step is cut would decide which of them train."""
+
+
 class MetricSum(NamedTuple):
     """A mean in two parts that add over micro-batches and ranks."""
 
@@ -203,4 +208,5 @@ def top_entropy_threshold(entropies: Float[Tensor, " tokens"], top_entropy_quant
     if entropies.numel() == 0:
         return torch.inf
     rank_from_below = entropies.numel() - int(top_entropy_quantile * (entropies.numel() - 1))
-    return entropies.kthvalue(rank_from_below).values.item()  # torch.quantile refuses more than 2**24 values
+    # torch.quantile refuses more than 2**24 values
+    return entropies.kthvalue(rank_from_below).values.item() - ENTROPY_ROUNDING

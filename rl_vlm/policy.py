@@ -110,14 +110,17 @@ class Policy(nn.Module):
         return logits.gather(-1, targets[:, None])[:, 0] - log_normalizer, entropies
 
     def count(self, batch: MicroBatch, rows: Rows) -> None:
-        """Keep account of what forwards computed: `computed_tokens` of the language model, and what rows would take."""
+        """Keep account of what the language model computed, and of what it would without and with sharing."""
         prefixes = sum(len(prompt.token_ids) for prompt in rows.prompts)
-        dense = sum(len(s.prompt.token_ids) + len(c.token_ids) for s in batch.subgroups for c in s.completions)
+        completions = sum(len(c.token_ids) for c in batch.completions)
+        unique = sum(len(subgroup.prompt.token_ids) for subgroup in batch.subgroups) + completions
+        dense = sum(len(s.prompt.token_ids) * len(s.members) for s in batch.subgroups) + completions
         self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
         if batch.dense_reason:
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
         self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
         self.counters["prefix_tokens"] += prefixes
+        self.counters["unique_tokens"] += unique
         self.counters["dense_tokens"] += dense
 
 

@@ -141,14 +141,16 @@ def start_worker(pickled_source: Tensor) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     multiprocessing.set_sharing_strategy("file_system")  # the other one takes a file descriptor for every tensor
-    keep_descriptors()
+    keep_descriptors_here()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted main process ends its workers itself
     threading.Thread(target=end_with_parent, daemon=True).start()
     worker_source = pickle.loads(pickled_source.numpy().data)
 
 
-def keep_descriptors() -> None:
-    """Programs started here get none: torch's, which outlives a killed worker, would keep open what tells of its end."""
+def keep_descriptors_here() -> None:
+    """Programs started here inherit none: torch's shared memory manager outlives a killed worker, and would hold open
+    the pipe whose end tells the main process of it.
+    """
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
             os.set_inheritable(int(name), name in "012")

@@ -141,6 +141,9 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One optimizer step: the algorithm."""
         metrics = StepMetrics()
+        self.policy.counters.clear()  # of an evaluation
+        for scorer in filter(None, (self.policy, self.reference)):
+            scorer.vision.features.clear()  # kept for a step, so that memory does not depend on a window's length
         with metrics.stage("step"):
             window = self.current_window(metrics)
             groups = window.step_groups()
@@ -299,7 +302,6 @@ class Trainer:
         add_reward_metrics(metrics, groups, self.rewards.names)
         for name, value in self.policy.counters.items():
             metrics.add_sum(f"compute/{name}", value)
-        self.policy.counters.clear()
 
     # The run around the steps
 

@@ -1,7 +1,7 @@
 """Image features: every distinct image goes through the vision tower once, whatever the number of completions.
 
-A frozen tower's features are kept as long as the prompt lives, so rollouts, old and reference log-probs and every
-update of a generation window share them. A trained tower runs once per micro-batch, and gradients flow through it.
+A frozen tower's features are kept for an optimizer step, whose rollout, old and reference log-probs and training share
+them. A trained tower runs once per micro-batch, and gradients flow through it.
 
     prompts ─ encode ─► ImageFeatures of each prompt ─ given ─► the model's forward, which finds them in place
                                                                of its own call of the vision tower
@@ -97,6 +97,8 @@ class VisionEncoder:
         """One run of the tower on the images of all prompts."""
         inputs = concatenate_images(prompts, self.model.device)
         self.counters["vision_forwards"] += 1
+        if torch.is_grad_enabled() and self.model.is_gradient_checkpointing:
+            self.counters["vision_recomputations"] += 1
         self.counters["vision_patches"] += sum(num_patches(self.model.config, prompt) for prompt in prompts)
         if self.family.cross_attends:
             return {prompts[0]: cross_attention_features(self.model, inputs)}

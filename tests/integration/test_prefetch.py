@@ -185,7 +185,8 @@ def is_running(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to list processes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_or_killed_run_leaves_no_worker(number, tiny_checkpoint, tmp_path):
+def test_an_interrupted_or_killed_run_leaves_no_worker_and_no_memory(number, tiny_checkpoint, tmp_path):
+    blocks = shared_memory()
     config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=10_000, save_steps=0, dataloader_num_workers=2)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-m", "launch.train", str(tmp_path / "run.yaml")]
@@ -195,8 +196,10 @@ def test_an_interrupted_or_killed_run_leaves_no_worker(number, tiny_checkpoint, 
         wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3)  # the second window's workers
         workers = children_of(process.pid)
         assert len(workers) >= 2
-        process.send_signal(number)
+        send = os.killpg if number == signal.SIGINT else os.kill  # a terminal interrupts the whole group
+        send(process.pid, number)
         assert process.wait(60) != 0
         wait_until(lambda: not any(map(is_running, workers)))
+        wait_until(lambda: shared_memory() <= blocks)
     finally:
         process.kill()

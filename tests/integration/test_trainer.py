@@ -21,6 +21,8 @@ from tests.integration import tiny_run
 from tests.integration.tiny_run import completions, make_config, metric_lines, model_weights, weights
 
 PATCHES_PER_IMAGE = 16
+IN_ROLLOUTS = ("forwards", "patches")
+"""What is counted where nothing is trained."""
 
 
 def constant_for_odd(completion_ids: list[list[int]], solution: list[str], **_: Any) -> list[float]:
@@ -63,7 +65,8 @@ def test_groups_without_variance_cost_no_forward_and_are_counted(tiny_checkpoint
     (line,) = metric_lines(tmp_path)
     num_odd = sum(int(row["solution"]) % 2 for row in tiny_run.rows())
     assert line["frac_reward_zero_std"] == num_odd / 12
-    assert line["compute/vision_patches"] == (12 - num_odd) * PATCHES_PER_IMAGE
+    in_rollouts = 12
+    assert line["compute/vision_patches"] == (in_rollouts + 12 - num_odd) * PATCHES_PER_IMAGE
     assert line["skipped_updates/no_variance"] == 0
 
 
@@ -71,7 +74,7 @@ def test_step_without_any_variance_makes_no_update(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, reward_funcs=[tiny_run.CONSTANT], weight_decay=0.1, max_steps=2))
     for line in metric_lines(tmp_path):
         assert (line["skipped_updates/no_variance"], line["frac_reward_zero_std"], line["grad_norm"]) == (1, 1, 0)
-        assert not [name for name in line if name.startswith("compute/")]
+        assert {name for name in line if name.startswith("compute/")} == {f"compute/vision_{n}" for n in IN_ROLLOUTS}
     assert [line["learning_rate"] for line in metric_lines(tmp_path)] == [0.01, 0.005]
     assert all(same(weights(tmp_path / "checkpoint-2"), weights(tiny_checkpoint)).values())
 
@@ -79,7 +82,9 @@ def test_step_without_any_variance_makes_no_update(tiny_checkpoint, tmp_path):
 def test_kl_term_needs_groups_without_variance(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, reward_funcs=[tiny_run.CONSTANT], beta=0.1, max_steps=1))
     (line,) = metric_lines(tmp_path)
-    assert (line["skipped_updates/no_variance"], line["compute/vision_patches"]) == (0, 2 * PATCHES_PER_IMAGE)
+    in_rollouts = 2
+    assert line["skipped_updates/no_variance"] == 0
+    assert line["compute/vision_patches"] == (in_rollouts + 2) * PATCHES_PER_IMAGE
 
 
 def script_evaluations(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:

@@ -246,6 +246,11 @@ def test_top_entropy_threshold_keeps_the_share_with_the_highest_entropy(share, k
     assert (entropies >= top_entropy_threshold(entropies, share)).tolist() == kept
 
 
+def test_tokens_of_one_entropy_up_to_rounding_train_together():
+    entropies = torch.tensor([1.0, 2.0, 2.000001, 1.999999, 3.0])
+    assert (entropies >= top_entropy_threshold(entropies, 0.5)).tolist() == [F, T, T, T, T]
+
+
 def test_top_entropy_threshold_of_a_step_without_a_token_that_trains():
     assert top_entropy_threshold(torch.tensor([]), 0.2) == torch.inf
 

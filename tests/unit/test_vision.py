@@ -29,6 +29,7 @@ class Tower(nn.Module):
         self.as_list, self.extra, self.calls = as_list, extra, 0
         self.config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=1))
         self.device = torch.device("cpu")
+        self.is_gradient_checkpointing = False
 
     @property
     def base_model(self) -> nn.Module:
@@ -66,6 +67,17 @@ def test_a_frozen_tower_sees_an_image_once_and_a_trained_one_every_time():
             features = encoder.encode(prompts)
         assert encoder.model.calls == calls
         assert features[prompts[0]].embeddings.requires_grad == requires_grad
+
+
+@pytest.mark.parametrize(("frozen", "checkpointing", "count"), [(False, True, 1), (False, False, 0), (True, True, 0)])
+def test_what_checkpointing_computes_again_is_counted_apart(frozen, checkpointing, count):
+    encoder = make_encoder(frozen=frozen)
+    encoder.model.is_gradient_checkpointing = checkpointing
+    encoder.encode([make_prompt("a", [2])])
+    with torch.no_grad():
+        encoder.encode([make_prompt("b", [2])])
+    assert encoder.counters["vision_recomputations"] == count
+    assert encoder.counters["vision_forwards"] == 2
 
 
 def test_features_go_with_their_prompt():
