@@ -69,7 +69,9 @@ def load_model(initial: str, weights: Path | None, config: ModelConfig) -> PreTr
     source = str(weights or initial)
     if is_adapter(source):
         base = json.loads((Path(source) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
-        return load_adapter(load_transformer(base, config), source)
+        model = load_adapter(load_transformer(base, config), source)
+        check_adapter_settings(model.peft_config["default"], config, source)
+        return model
     model = load_transformer(source, config)
     return add_lora(model, config) if config.use_peft else model
 
@@ -147,6 +149,17 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
     return peft_model
 
 
+def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
+    """Raises ConfigError where settings of an adapter are asked for that the checkpoint's own adapter does not have."""
+    own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
+    for name, value in own.items():
+        if config.use_peft and getattr(config, name) != value:
+            raise ConfigError(
+                f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
+                "use_peft to false to take the adapter as it is"
+            )
+
+
 def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
     """Raises ConfigError where `prefix_sharing: shared` cannot be exact; `auto` falls back to the dense path."""
     reason = why_not_shared(model)
@@ -163,6 +176,8 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
         return "model.attn_implementation is not sdpa"
     if getattr(text, "attention_dropout", 0) > 0:
         return f"the checkpoint has attention_dropout {text.attention_dropout}, which a shared row cannot repeat"
+    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.get_decoder().modules()):
+        return "the checkpoint has dropout in its language model, which a shared row cannot repeat"
     unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
     if unknown:
         return f"the checkpoint has {', '.join(sorted(unknown))} layers, which nobody has checked"
@@ -225,8 +240,9 @@ def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Pat
         return Reference(policy, frozen=None)
     weights = resumed / "reference" if resumed and config.algorithm.sync_ref_model else None
     frozen = load_policy(config, initial, weights).requires_grad_(False).eval().to(policy.device)
+    frozen.counters = frozen.vision.counters = policy.counters
     if policy.vision.is_frozen:
-        frozen.vision = policy.vision  # the same weights: an image's features serve both
+        frozen.vision.features = policy.vision.features  # the same weights: an image's features serve both
     return Reference(policy, frozen)
 
 

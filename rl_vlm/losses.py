@@ -19,7 +19,6 @@ from torch import Tensor
 from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.types import ScoredGroup
 
-
 ENTROPY_ROUNDING = 1e-5
 """Tokens this far below an entropy threshold still reach it. Siblings' first tokens have one entropy, up to rounding:
 without this, how a step is cut would decide which of them train."""

@@ -1,8 +1,8 @@
 """The group-shared row: `[prefix][completion]…[completion]` of B prompts in one packed row, each token computed once.
 
 A completion attends to its own prompt's prefix and to itself, by the model's own rule. Two functions registered with
-transformers (`AttentionMaskInterface`, `AttentionInterface`) do this for every layer of the language model; the model
-itself is not patched:
+transformers (`AttentionMaskInterface`, `AttentionInterface`) do this for every layer of the language model, whose code
+stays as it is:
 
     attention over prefixes      (B, longest prefix)                       causal, or by the model's rule
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
@@ -244,10 +244,14 @@ def shared_attention(
 def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float) -> Tensor:
     """The same as one FlexAttention over the row."""
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     return attend(query[None], key[None], value[None], block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Compiled once for all lengths: a new length would otherwise take some 15 s."""
-    return torch.compile(flex_attention, dynamic=True)
+    """Compiled once for all lengths: a new length would otherwise take some 15 s.
+
+    `fullgraph` makes it an error, not a silent fall back to unfused attention, if it had to be compiled too often.
+    """
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

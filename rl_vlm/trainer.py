@@ -143,15 +143,15 @@ class Trainer:
         metrics = StepMetrics()
         self.policy.counters.clear()  # of an evaluation
         for scorer in filter(None, (self.policy, self.reference)):
-            scorer.vision.features.clear()  # kept for a step, so that memory does not depend on a window's length
+            scorer.vision.features.clear()  # those of an earlier step
         with metrics.stage("step"):
             window = self.current_window(metrics)
             groups = window.step_groups()
             denominators = self.denominators(groups)
             batches = self.micro_batches(groups)
-            vision_calls = self.vision_calls(batches, self.policy.vision)
             with metrics.stage("training"):
                 threshold = self.entropy_threshold(batches)
+                vision_calls = self.vision_calls(batches, self.policy.vision)
                 loss = torch.zeros((), device=self.engine.device)
                 for i, batch in enumerate(batches):
                     with self.engine.accumulating(last=i == len(batches) - 1):
@@ -224,7 +224,9 @@ class Trainer:
         quantile = self.config.algorithm.top_entropy_quantile
         if quantile == 1.0:
             return None
-        entropies = [self.policy(batch).entropies_NT[self.trained_tokens(batch)] for batch in batches if batch.weight]
+        vision_calls = self.vision_calls(batches, self.policy.vision)
+        scores = [self.policy(batch, calls).entropies_NT for batch, calls in zip(batches, vision_calls, strict=True)]
+        entropies = [s[self.trained_tokens(b)] for s, b in zip(scores, batches, strict=True) if b.weight]
         gathered = self.engine.gather([torch.cat(entropies).cpu()] if entropies else [])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 

@@ -128,7 +128,8 @@ class VisionEncoder:
     def idle(self, num_calls: int) -> Tensor:
         """0, after `num_calls` runs of the tower without effect, for ranks to run it equally often."""
         assert self.spare is not None, "a run of several ranks sets a spare prompt"
-        runs = [self.run([self.spare])[self.spare] for _ in range(num_calls)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            runs = [self.run([self.spare])[self.spare] for _ in range(num_calls)]
         return torch.stack([0.0 * features.embeddings.sum() for features in runs]).sum()
 
     def placeholders(self, prompts: Sequence[Prompt]) -> list[int]:
@@ -195,6 +196,12 @@ def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequenc
     embeddings = _joined(output.pooler_output)
     check_counts(output.pooler_output, prompts, placeholders)
     tile = embeddings.shape[1] if embeddings.ndim == 3 else 1
+    for prompt, num in zip(prompts, placeholders, strict=True):
+        if num % tile:
+            raise ModelError(
+                f"The tokens of sample {prompt.sample.sample_id} have {num} image placeholders, and images become "
+                f"{tile} features per tile."
+            )
     parts = embeddings.split([num // tile for num in placeholders])
     deepstack = (
         zip(*(layer.split(list(placeholders)) for layer in layers), strict=True) if layers else [()] * len(parts)

@@ -42,11 +42,11 @@ class ModelConfig(Section):
     lora_alpha: int = Field(default=32, ge=1)
     """LoRA scale: the update is multiplied by `lora_alpha / lora_r`."""
     lora_target_modules: list[str] | str = "all-linear"
-    """Modules that get an adapter: a list of names, `all-linear`, or a regular expression for whole module paths."""
+    """Modules that get a new adapter: a list of names, `all-linear`, or a regular expression for whole module paths."""
     lora_exclude_modules: list[str] | str | None = None
     """Modules that get none: a list of names or a regular expression. Default: the vision tower and its projector."""
     init_lora_weights: bool | Literal["gaussian", "pissa", "olora", "orthogonal"] = True
-    """PEFT's initialisation of the adapter; `true` starts at the base model exactly."""
+    """PEFT's initialisation of a new adapter; `true` starts at the base model exactly."""
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(lora_r)` instead."""
 

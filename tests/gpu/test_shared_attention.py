@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_vlm.policy import Policy
+from rl_vlm.shared_prefix import compiled_flex_attention
 from rl_vlm.types import ScoredGroup
 from tests.integration.builders import (
     gradient_error,
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "internvl"]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "paligemma", "internvl"]
 """Causal rows, deepstack features, sliding windows with bidirectional images, a bidirectional prefix, 1-D positions."""
 
 
@@ -33,8 +34,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(autouse=True)
-def no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_compiler_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch._dynamo.reset()
+    compiled_flex_attention.cache_clear()
 
 
 def make_groups(checkpoint: Path) -> list[ScoredGroup]:

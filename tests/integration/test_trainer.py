@@ -82,9 +82,9 @@ def test_step_without_any_variance_makes_no_update(tiny_checkpoint, tmp_path):
 def test_kl_term_needs_groups_without_variance(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, reward_funcs=[tiny_run.CONSTANT], beta=0.1, max_steps=1))
     (line,) = metric_lines(tmp_path)
-    in_rollouts = 2
+    in_rollouts, in_reference = 2, 2
     assert line["skipped_updates/no_variance"] == 0
-    assert line["compute/vision_patches"] == (in_rollouts + 2) * PATCHES_PER_IMAGE
+    assert line["compute/vision_patches"] == (in_rollouts + in_reference + 2) * PATCHES_PER_IMAGE
 
 
 def script_evaluations(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
@@ -150,7 +150,8 @@ def test_top_entropy_quantile_trains_that_share_of_the_steps_tokens(quantile, ti
     assert len(loss_calls) > 3
     (threshold,) = {inputs.entropy_threshold for inputs, _ in loss_calls}
     entropies = torch.cat([inputs.entropies_NT[inputs.mask_NT] for inputs, _ in loss_calls])
-    assert int((entropies >= threshold).sum()) == pytest.approx(quantile * len(entropies), abs=1)
+    num_siblings = 3  # of the token at the threshold, if it is a first one: they have its entropy
+    assert -1 <= int((entropies >= threshold).sum()) - quantile * len(entropies) <= 1 + num_siblings
 
 
 def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, loss_calls):
@@ -235,3 +236,21 @@ def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path
     dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, weight=0.0)
     loss, sums = trainer.loss(dummy, trainer.policy(dummy), Denominators(1.0, 1.0), None)
     assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})
+
+
+def test_settings_that_the_adapter_of_a_checkpoint_does_not_have_are_refused(tiny_checkpoint, tmp_path):
+    run(make_config(tiny_checkpoint, tmp_path / "first", use_peft=True, lora_r=4, max_steps=1))
+    adapter = tmp_path / "first" / "checkpoint-1"
+    with pytest.raises(ConfigError, match=r"model\.lora_r is 8, and the adapter .*checkpoint-1 has 4"):
+        run(make_config(adapter, tmp_path / "second", use_peft=True, lora_r=8, max_steps=1))
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_a_frozen_vision_tower_sees_each_image_once_in_a_step(tiny_checkpoint, tmp_path, use_peft, num_iterations):
+    """Rollout, reference, the pass for the entropy threshold and training share its features."""
+    settings = {"freeze_vision_tower": True, "use_peft": use_peft, "beta": 0.1, "top_entropy_quantile": 0.5}
+    train(make_config(tiny_checkpoint, tmp_path, **settings, num_iterations=num_iterations, max_steps=2))
+    lines = metric_lines(tmp_path)
+    assert [line["compute/vision_patches"] for line in lines] == [2 * PATCHES_PER_IMAGE] * 2
+    assert all("compute/vision_recomputations" not in line for line in lines)
