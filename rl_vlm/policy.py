@@ -1,6 +1,7 @@
 """The policy as a function from micro-batches to token scores: log-probs and entropies of N completions.
 
 MicroBatch ─ shared_rows | dense_rows, image features ─► forward of the language model ─► hidden states
+           ─ hybrid families, without gradients ─► prompt, its cache for each completion ─► hidden states
            ─ those that predict completion tokens ─► LM head in chunks ─► TokenScores
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.families import Family
-from rl_vlm.rows import Rows, check_completions, dense_rows, shared_rows
+from rl_vlm.rows import check_completions, dense_rows, shared_rows
 from rl_vlm.shared_prefix import shared_row
 from rl_vlm.types import MicroBatch, TokenScores, pad_rows
 from rl_vlm.vision import VisionEncoder
@@ -66,21 +68,53 @@ class Policy(nn.Module):
         ModelError for completions that cannot be scored, and where images and placeholder tokens do not correspond.
         """
         check_completions(batch, self.banned_token_ids)
-        rows = (shared_rows if batch.shared else dense_rows)(batch, self.family, self.transformer)
-        with self.autocast(), shared_row(rows.layout):
-            num_idle = num_vision_calls - len(self.vision.calls(rows.prompts))
-            features = self.vision.encode(rows.prompts)
-            images = [features[prompt] for prompt in rows.prompts if prompt in features]
-            with self.vision.given(images) as image_inputs:
-                output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
-            hidden = output.last_hidden_state.flatten(0, 1)[rows.score_index]
+        num_idle = num_vision_calls - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
+        by_cache = batch.shared and self.family.hybrid
+        with self.autocast():
+            hidden = self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)
             if num_idle > 0:
                 hidden = hidden + self.vision.idle(num_idle)
-        self.count(batch, rows)
+        self.count(batch)
         targets = torch.cat([c.token_ids for c in batch.completions]).to(self.device)
         logprobs, entropies = self.score(hidden, targets)
         lengths = [len(c.token_ids) for c in batch.completions]
         return TokenScores(pad_rows(logprobs.split(lengths)), pad_rows(entropies.split(lengths)))
+
+    def hidden_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
+        """The states that predict completion tokens, of one forward."""
+        rows = (shared_rows if batch.shared else dense_rows)(batch, self.family, self.transformer)
+        features = self.vision.encode(rows.prompts)
+        images = [features[prompt] for prompt in rows.prompts if prompt in features]
+        with shared_row(rows.layout), self.vision.given(images) as image_inputs:
+            output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
+        self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
+        self.counters["prefix_tokens"] += sum(len(prompt.token_ids) for prompt in rows.prompts)
+        return output.last_hidden_state.flatten(0, 1)[rows.score_index]
+
+    def hidden_behind_cache(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
+        """The same, where layers carry a state: each prompt once, and its completions behind copies of its cache.
+
+        Without gradients only: the backward pass does not go through a cache.
+        """
+        assert not torch.is_grad_enabled()
+        features, hidden = self.vision.encode([subgroup.prompt for subgroup in batch.subgroups]), []
+        for subgroup in batch.subgroups:
+            rows = dense_rows(replace(batch, subgroups=[subgroup]), self.family, self.transformer)
+            num_prompt, num_rows = len(subgroup.prompt.token_ids), len(subgroup.members)
+            prefix = {name: value[..., :1, :num_prompt] for name, value in rows.kwargs.items()}
+            images = [features[subgroup.prompt]] if subgroup.prompt in features else []
+            with self.vision.given(images) as image_inputs:
+                output = self.transformer.base_model(**prefix, **image_inputs, use_cache=True)
+            prompt_states, cache = output.last_hidden_state.expand(num_rows, -1, -1), output.past_key_values
+            cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=self.device))
+            behind = {name: value[..., num_prompt:] for name, value in rows.kwargs.items()}
+            behind["attention_mask"] = rows.kwargs["attention_mask"]
+            output = self.transformer.base_model(**behind, past_key_values=cache, use_cache=True)
+            states = torch.cat([prompt_states, output.last_hidden_state], dim=1)
+            hidden.append(states.flatten(0, 1)[rows.score_index])
+            self.counters["computed_tokens"] += num_prompt + behind["input_ids"].numel()
+            self.counters["prefix_tokens"] += num_prompt
+        return torch.cat(hidden)
 
     def score(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
@@ -109,17 +143,14 @@ class Policy(nn.Module):
             entropies = log_normalizer - expected_logit
         return logits.gather(-1, targets[:, None])[:, 0] - log_normalizer, entropies
 
-    def count(self, batch: MicroBatch, rows: Rows) -> None:
-        """Keep account of what the language model computed, and of what it would without and with sharing."""
-        prefixes = sum(len(prompt.token_ids) for prompt in rows.prompts)
+    def count(self, batch: MicroBatch) -> None:
+        """Keep account of what the language model would compute without and with sharing."""
         completions = sum(len(c.token_ids) for c in batch.completions)
         unique = sum(len(subgroup.prompt.token_ids) for subgroup in batch.subgroups) + completions
         dense = sum(len(s.prompt.token_ids) * len(s.members) for s in batch.subgroups) + completions
         self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
         if batch.dense_reason:
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
-        self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
-        self.counters["prefix_tokens"] += prefixes
         self.counters["unique_tokens"] += unique
         self.counters["dense_tokens"] += dense
 

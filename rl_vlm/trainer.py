@@ -58,6 +58,8 @@ from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, len
 from rl_vlm.vision import VisionEncoder, spare_sample
 from rl_vlm.window import LogprobField, Window, keep, kept
 
+Sharing = Literal["auto", "shared", "dense"]
+
 MAX_NONFINITE_STEPS = 3
 
 logger = logging.getLogger(__name__)
@@ -94,9 +96,11 @@ class Trainer:
         self.policy = load_policy(config, initial, resumed).to(self.engine.device)
         self.reference = load_reference(config, initial, self.policy, resumed)
         builder = PromptBuilder(self.processor, config.data)
+        self.encoders = [scorer.vision for scorer in (self.policy, self.reference) if scorer]
         if self.engine.world_size > 1:
-            for scorer in filter(None, (self.policy, self.reference)):
-                scorer.vision.spare = builder.build(spare_sample())
+            spare = builder.build(spare_sample())
+            for vision in self.encoders:
+                vision.spare = spare
         row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
         self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
         self.engine.prepare(self.policy.train(), train, self.total_steps)
@@ -124,7 +128,9 @@ class Trainer:
         self.evaluator = None
         if config.data.eval_dataset_name:
             self.evaluator = Evaluator(config, self.engine, builder, self.generator, self.rewards)
-        self.sharing: Literal["auto", "shared", "dense"] = self.usable_sharing()
+        self.sharing: Sharing = self.usable_sharing()
+        by_cache = self.policy.family.hybrid  # which needs no rows, and takes no gradients
+        self.scoring_sharing: Sharing = config.memory.prefix_sharing if by_cache else self.sharing
         self.progress = Progress()
         self.window: Window | None = None
         if resumed:
@@ -142,13 +148,13 @@ class Trainer:
         """One optimizer step: the algorithm."""
         metrics = StepMetrics()
         self.policy.counters.clear()  # of an evaluation
-        for scorer in filter(None, (self.policy, self.reference)):
-            scorer.vision.features.clear()  # those of an earlier step
+        for vision in self.encoders:
+            vision.features.clear()  # those of an earlier step
         with metrics.stage("step"):
             window = self.current_window(metrics)
             groups = window.step_groups()
             denominators = self.denominators(groups)
-            batches = self.micro_batches(groups)
+            batches = self.micro_batches(groups, self.sharing)
             with metrics.stage("training"):
                 threshold = self.entropy_threshold(batches)
                 vision_calls = self.vision_calls(batches, self.policy.vision)
@@ -186,20 +192,17 @@ class Trainer:
         local = count_denominators(groups, self.config.algorithm.mask_truncated_completions)
         return Denominators(*self.engine.sum([local.tokens, local.completions]))
 
-    def micro_batches(self, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
+    def micro_batches(self, groups: Sequence[ScoredGroup], sharing: Sharing) -> list[MicroBatch]:
         """The groups that have something to teach, cut to the token budget, equally many on every rank."""
-        batches = self.packed(groups)
-        return pad_with_dummies(batches, self.engine.max([len(batches)])[0], spare=groups[0])
-
-    def packed(self, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
         needed = [group for group in groups if group.has_variance or self.reference is not None]
-        return make_micro_batches(
+        batches = make_micro_batches(
             needed,
             self.config.memory.micro_batch_tokens,
-            self.sharing,
+            sharing,
             self.policy.vision.tokens,
             mixes_prompts=not self.policy.family.cross_attends,
         )
+        return pad_with_dummies(batches, self.engine.max([len(batches)])[0], spare=groups[0])
 
     def vision_calls(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[int]:
         """How often the vision tower runs in each micro-batch: as often on every rank."""
@@ -211,7 +214,7 @@ class Trainer:
         if not groups:
             return
         self.policy.eval()
-        batches = self.micro_batches(groups)
+        batches = self.micro_batches(groups, self.scoring_sharing)
         for batch, num_vision_calls in zip(batches, self.vision_calls(batches, scorer.vision), strict=True):
             scores = scorer(batch, num_vision_calls)
             if batch.weight:
@@ -393,12 +396,12 @@ class Trainer:
             draw_curve(self.directory.metrics.read(), self.directory.path / "reward.png")
         return summary
 
-    def usable_sharing(self) -> Literal["auto", "shared", "dense"]:
+    def usable_sharing(self) -> Sharing:
         """`prefix_sharing`, or `dense` with the reason logged where this model cannot share."""
         reason = why_not_shared(self.policy.transformer)
         if reason is None:
             return self.config.memory.prefix_sharing
-        logger.warning("prefixes are not shared: %s", reason)
+        logger.warning("prefixes are not shared in training passes: %s", reason)
         return "dense"
 
     def close(self) -> None:
