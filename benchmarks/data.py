@@ -28,7 +28,7 @@ from transformers import Qwen2VLImageProcessor
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data import load_rows
-from rl_vlm.prefetch import Prefetcher, PromptSource, next_window
+from rl_vlm.prefetch import Prefetcher, PromptSource
 from rl_vlm.prompts import PromptBuilder, load_processor
 from rl_vlm.sampler import PromptSampler
 from rl_vlm.tiny.build import build_tiny
@@ -87,7 +87,7 @@ def measure(source: PromptSource, data: DataConfig, num_workers: int, num_steps:
     try:
         for _ in range(NUM_FIRST + num_steps):
             start = time.perf_counter()
-            fresh = prefetcher.prompts(next_window(sampler, 1))
+            fresh = prefetcher.prompts(sampler.next_step())
             received = time.perf_counter()
             prompts = fresh  # as in training, the last window's memory goes once the next window is there
             waits.append(received - start)

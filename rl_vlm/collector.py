@@ -15,12 +15,12 @@ from rl_vlm.engine import Engine
 from rl_vlm.generation import RolloutEngine
 from rl_vlm.generation.sampling import sampling_of
 from rl_vlm.metrics import StepMetrics
-from rl_vlm.prefetch import Prefetcher, next_window
+from rl_vlm.prefetch import Prefetcher
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_log import completion_rows, print_rows
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import Draw, PromptSampler
-from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
+from rl_vlm.types import Group, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 from rl_vlm.window import Window
 
 
@@ -41,7 +41,7 @@ class Collector:
         """The next window of this rank. An error leaves the sampler where it was."""
         cursor = self.sampler.state_dict()
         try:
-            draws = next_window(self.sampler, self.plan.steps_per_window)
+            draws = self.sampler.next_window(self.plan.steps_per_window)
             groups, table = self.engine.together(lambda: self.sample(draws, state, metrics))
         except BaseException:
             self.sampler.load_state_dict(cursor)
@@ -56,16 +56,13 @@ class Collector:
         with metrics.stage("data"):
             requests = [
                 RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt)
-                for draw, prompt in zip(draws, self.prompts(draws), strict=True)
+                for draw, prompt in zip(draws, self.prefetcher.prompts(draws), strict=True)
             ]
         with metrics.stage("generation"):
             sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature)
             groups = self.generator.generate(requests, sampling)
         with metrics.stage("rewards"):
             return groups, self.rewards.score(groups, state)
-
-    def prompts(self, draws: list[Draw]) -> list[Prompt]:
-        return self.prefetcher.prompts(draws)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
         """Rewards and advantages of each group; `scale_rewards: batch` spans the window over all ranks."""

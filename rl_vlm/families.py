@@ -66,8 +66,6 @@ class Family:
     """Names, from the model's root, of the vision tower, its projector, and vectors put between image tokens."""
     prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]] = text_positions
     """Position ids of a prompt; each completion goes on at their maximum + 1, on every axis."""
-    position_axes: int = 1
-    """Axes of position ids: 3 for M-RoPE."""
     other_placeholders: tuple[str, ...] = ("video_token_id",)
     """Config attributes with ids of further placeholder tokens, where the config has them."""
     completion_inputs: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +105,7 @@ class Family:
 
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
-MROPE: dict[str, Any] = {"prompt_positions": mrope_positions, "position_axes": 3, "joins_images": True}
+MROPE: dict[str, Any] = {"prompt_positions": mrope_positions, "joins_images": True}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -153,7 +151,7 @@ FAMILIES: dict[str, Family] = {
         Family("minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True),
         Family(
             "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True,
-            prompt_positions=canvas_positions, position_axes=3,
+            prompt_positions=canvas_positions,
         ),
     )
 }  # fmt: skip

@@ -107,16 +107,11 @@ class Prefetcher:
         self.ahead.clear()
 
 
-def next_window(sampler: PromptSampler, steps: int) -> list[Draw]:
-    """The draws of the next window, which moves the sampler on."""
-    return [draw for _ in range(steps) for draw in sampler.next_step()]
-
-
 def upcoming_windows(sampler: PromptSampler, steps: int) -> Iterator[list[Draw]]:
     """The windows that the sampler will draw, which it does not notice."""
     ahead = copy.copy(sampler)
     while True:
-        yield next_window(ahead, steps)
+        yield ahead.next_window(steps)
 
 
 def pickle_source(source: PromptSource) -> Tensor:

@@ -91,5 +91,5 @@ def restore_run(trainer: Trainer, path: Path) -> None:
     rank = torch.load(path / f"rank_{trainer.engine.rank}.pt", weights_only=True)
     if rank["window"] is not None:
         draws = [Draw(*draw) for draw in rank["window"]["draws"]]
-        trainer.window = Window.from_state(rank["window"], trainer.collector.prompts(draws))
+        trainer.window = Window.from_state(rank["window"], trainer.prefetcher.prompts(draws))
     checkpoint.restore_random_states(rank["random"])

@@ -55,6 +55,10 @@ class PromptSampler:
         self.cursor += self.prompts_per_step
         return [self._draw(position) for position in range(start, start + self.share)]
 
+    def next_window(self, num_steps: int) -> list[Draw]:
+        """This rank's draws of the next `num_steps` optimizer steps."""
+        return [draw for _ in range(num_steps) for draw in self.next_step()]
+
     @property
     def epoch(self) -> float:
         """Passes over the data that all steps so far amount to."""

@@ -64,12 +64,6 @@ class RowLayout:
     """For each token of the row, its place among the outputs of both attentions, flattened and concatenated."""
     predictor_index: Int[Tensor, " predictors"]
     """For each completion, the row positions of its prefix's last token and of its own tokens."""
-    row_owner: Int[Tensor, " row"]
-    """The prompt of each token of the row."""
-    row_part: Int[Tensor, " row"]
-    """0 for tokens of a prefix, and a number of its own for each completion."""
-    row_logical: Int[Tensor, " row"]
-    """Where each token would lie if its completion followed its prefix at once."""
     masks: RowMasks | BlockMask | None = None
     """What the layers of one type may attend to; set on the layout that travels to them."""
     ndim = 4
@@ -100,11 +94,6 @@ class RowLayout:
         output_index = torch.empty_like(row_index).scatter_(0, row_index, places)
         predictors = torch.cat([prefix_ends[:, None] - 1, completion_index], dim=1)
         predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
-        is_completion = (~is_prefix).long()
-        row_part = (is_completion.cumsum(0) * is_completion).repeat_interleave(lengths)
-        row_owner = (is_prefix.long().cumsum(0) - 1).repeat_interleave(lengths)
-        row_logical = torch.arange(len(row_index))
-        row_logical[completion_index[completion_valid]] = logical_index[completion_valid]
         return RowLayout(
             prefix_index.to(device),
             prefix_valid.to(device),
@@ -114,9 +103,6 @@ class RowLayout:
             logical_index.to(device),
             output_index.to(device),
             predictor_index.to(device),
-            row_owner.to(device),
-            row_part.to(device),
-            row_logical.to(device),
         )
 
     def with_masks(self, mask_function: MaskFunction) -> RowLayout:
@@ -150,8 +136,11 @@ class RowLayout:
 
     def block_mask(self, mask_function: MaskFunction) -> BlockMask:
         """For FlexAttention: which blocks of the row see which."""
-        owner, part, logical = self.row_owner, self.row_part, self.row_logical
-
+        prompts = torch.arange(len(self.prefix_index), device=self.owner_N.device)
+        completions = torch.arange(len(self.owner_N), device=self.owner_N.device)
+        owner = self.along_row(prompts[:, None], self.owner_N[:, None])
+        part = self.along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])
+        logical = self.along_row(self.prefix_index, self.logical_index)
         return create_block_mask(
             lambda b, h, q, k: (
                 (owner[q] == owner[k])
@@ -160,6 +149,14 @@ class RowLayout:
             ),
             None, None, len(owner), len(owner), device=str(owner.device),
         )  # fmt: skip
+
+    def along_row(self, of_prefixes: Tensor, of_completions: Tensor) -> Int[Tensor, " row"]:
+        """What prefix tokens, and completion tokens, have of something, in the order of the row."""
+        row = torch.empty_like(self.output_index)
+        row[self.prefix_index[self.prefix_valid]] = of_prefixes.expand_as(self.prefix_index)[self.prefix_valid]
+        valid = self.completion_valid
+        row[self.completion_index[valid]] = of_completions.expand_as(self.completion_index)[valid]
+        return row
 
 
 @dataclass(frozen=True)

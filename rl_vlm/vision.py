@@ -216,13 +216,15 @@ def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequenc
 
 def check_counts(embeddings: Tensor | Sequence[Tensor], prompts: Sequence[Prompt], placeholders: Sequence[int]) -> None:
     """Raises ModelError unless there is one feature per placeholder: by prompt where features come by image."""
-    owners, expected, found = ["all prompts"], [sum(placeholders)], [sum(_num_rows(e) for e in embeddings)]
-    if len(prompts) == 1 or not isinstance(embeddings, Tensor):
-        owners, expected = [f"sample {prompt.sample.sample_id}" for prompt in prompts], list(placeholders)
+    owners = [f"sample {prompt.sample.sample_id}" for prompt in prompts]
     if len(prompts) > 1 and not isinstance(embeddings, Tensor):
         images = iter(embeddings)
         found = [sum(_num_rows(next(images)) for _ in prompt.sample.images) for prompt in prompts]
-    for owner, num, num_features in zip(owners, expected, found, strict=True):
+        counts = zip(owners, placeholders, found, strict=True)
+    else:
+        owner = owners[0] if len(prompts) == 1 else "all prompts"
+        counts = [(owner, sum(placeholders), sum(_num_rows(e) for e in embeddings))]
+    for owner, num, num_features in counts:
         if num != num_features:
             raise ModelError(
                 f"The tokens of {owner} have {num} image placeholders and the images became {num_features} features. "

@@ -50,8 +50,8 @@ class Prefix:
     """Logits of the first completion token."""
     mask: Int[Tensor, "rows longest_prompt"]
     """0 at left padding."""
-    next_positions: Int[Tensor, " rows"]
-    """The same on all axes."""
+    next_positions: Int[Tensor, "*axes rows 1"]
+    """Position ids of the first completion token, as the model takes them: the same on all axes."""
     cross_attention: dict[str, Tensor]
     """What completion tokens see of the images, (rows, 1, images, tiles), in a model that cross-attends to them."""
 
@@ -60,7 +60,9 @@ class Prefix:
         cache = copy.deepcopy(self.cache)
         cache.reorder_cache(cast(Any, row_index))
         cross = {name: mask[row_index] for name, mask in self.cross_attention.items()}
-        return Prefix(cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[row_index], cross)
+        return Prefix(
+            cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[..., row_index, :], cross
+        )
 
 
 class HFEngine:
@@ -129,7 +131,8 @@ class HFEngine:
         features = self.vision.encode(prompts)
         with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
             output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
-        next_positions = torch.stack([row["position_ids"].amax() + 1 for row in rows]).to(device)
+        next_positions = torch.stack([row["position_ids"].max() + 1 for row in rows]).to(device)[:, None]
+        next_positions = next_positions.expand(*kwargs["position_ids"].shape[:-1], 1)
         cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
         return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions, cross)
 
@@ -156,17 +159,12 @@ class HFEngine:
             logits = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=mask[rows, : prefix.mask.shape[1] + step + 1],
-                position_ids=self.positions(prefix.next_positions[rows] + step),
+                position_ids=prefix.next_positions[..., rows, :] + step,
                 past_key_values=prefix.cache,
                 use_cache=True,
                 **{name: mask[rows] for name, mask in prefix.cross_attention.items()},
             ).logits[:, -1]
         return self.completions(tokens_NT.cpu(), logprobs_NT.cpu())
-
-    def positions(self, positions_N: Int[Tensor, " completions"]) -> Int[Tensor, ...]:
-        """Position ids of one token per completion, as the model takes them: (N, 1), or (axes, N, 1)."""
-        axes = self.vision.family.position_axes
-        return positions_N[:, None] if axes == 1 else positions_N[:, None].expand(axes, -1, -1)
 
     def completions(
         self, tokens_NT: Int[Tensor, "completions tokens"], logprobs_NT: Float[Tensor, "completions tokens"]

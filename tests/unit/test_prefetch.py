@@ -12,7 +12,7 @@ from PIL import Image
 from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.data import Rows
 from rl_vlm.errors import ConfigError
-from rl_vlm.prefetch import Prefetcher, PromptSource, next_window, upcoming_windows
+from rl_vlm.prefetch import Prefetcher, PromptSource, upcoming_windows
 from rl_vlm.prompts import PromptBuilder
 from rl_vlm.sampler import PromptSampler
 from rl_vlm.types import Prompt, Sample
@@ -53,7 +53,7 @@ def make_prefetcher(folder: Path, num_workers: int = 1, kill: int | None = None,
 
 
 def step(prefetcher: Prefetcher) -> list[Prompt]:
-    return prefetcher.prompts(next_window(prefetcher.sampler, 1))
+    return prefetcher.prompts(prefetcher.sampler.next_step())
 
 
 def facts(prompts: list[Prompt]) -> list[list[int]]:
@@ -65,12 +65,12 @@ def facts(prompts: list[Prompt]) -> list[list[int]]:
 
 def test_upcoming_windows_are_those_that_the_sampler_will_draw():
     sampler = PromptSampler(num_rows=5, prompts_per_step=4, seed=3, rank=1, world_size=2)
-    next_window(sampler, 3)
+    sampler.next_window(3)
     upcoming = upcoming_windows(sampler, steps=2)
     expected_cursor = sampler.cursor
     ahead = [next(upcoming) for _ in range(4)]
     assert sampler.cursor == expected_cursor
-    assert ahead == [next_window(sampler, 2) for _ in range(4)]
+    assert ahead == [sampler.next_window(2) for _ in range(4)]
     assert len(ahead[0]) == 4
 
 
