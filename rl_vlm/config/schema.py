@@ -88,6 +88,14 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: Literal["hf", "vllm", "vllm_server"] = "hf"
+    """What samples: `hf`, the trained model itself; `vllm`, vLLM in this process; `vllm_server`, one or several servers
+    on this or other machines. `docs/rollouts.md` compares them."""
+    weight_sync_steps: int = Field(default=1, ge=1)
+    """Optimizer steps after which vLLM is due new weights; it gets them before the next rollout or evaluation."""
+    lora_sync: Literal["adapter", "merge"] = "adapter"
+    """What vLLM is sent of a LoRA run: the adapter, or base weights freshly merged with it. Merging is for adapters
+    that vLLM cannot load: on the vision tower, with DoRA, or with fully trained modules."""
     num_generations: int = Field(default=8, ge=1)
     """G: completions sampled per prompt in training."""
     num_generations_eval: int = Field(default=1, ge=1)
@@ -106,6 +114,32 @@ class RolloutConfig(Section):
     """Sample from tokens with at least this share of the best token's probability."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Completions that the engine decodes at once on one device."""
+
+
+class VLLMConfig(Section):
+    vllm_model_impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """Model code: vLLM's own, or that of transformers."""
+    vllm_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
+    """Share of a GPU's memory for vLLM's weights and cache."""
+    vllm_max_model_length: int | None = Field(default=None, ge=1)
+    """Longest prompt with its completion, in tokens. Default: `max_prompt_length` + `max_completion_length`, or what the
+    model allows."""
+    vllm_tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one model of vLLM is spread over."""
+    vllm_enforce_eager: bool = False
+    """Run without CUDA graphs: a quicker start and slower rollouts."""
+    vllm_enable_sleep_mode: bool = False
+    """Free vLLM's memory while the trainer trains (engine `vllm`, on GPUs)."""
+    vllm_server_base_url: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Running servers to join, as `http://host:port`; none: the run starts its own."""
+    vllm_num_servers: int = Field(default=1, ge=1)
+    """Servers that the run starts, where it joins none."""
+    vllm_server_devices: list[str] = []
+    """`CUDA_VISIBLE_DEVICES` of each server that is started. Default: that of the trainer."""
+    vllm_server_timeout: float = Field(default=240.0, gt=0)
+    """Seconds that a server may take to start, or to answer, before it counts as lost."""
+    vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"
+    """How servers get weights: `nccl` between GPUs, or files in the run directory. `auto`: `nccl` where there are GPUs."""
 
 
 class RewardSpec(Section):
@@ -273,6 +307,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    vllm: VLLMConfig = VLLMConfig()
     rewards: RewardsConfig = RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()

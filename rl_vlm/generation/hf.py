@@ -92,6 +92,14 @@ class HFEngine:
         stops = stop_token_ids(policy.vision.model, tokenizer)
         return cls(policy.vision, tokenizer, stops, max_num_seqs, policy.autocast)
 
+    def sync(self, policy: SampledPolicy, version: int) -> int:
+        """The weights are the policy's own: nothing moves."""
+        self.policy_version = version
+        return 0
+
+    def close(self) -> None:
+        """Nothing is held but the policy's own weights."""
+
     @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """One group per request, in order. Prompts of similar length share a batch, which saves padding."""
