@@ -122,8 +122,8 @@ class VLLMConfig(Section):
     vllm_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory for vLLM's weights and cache."""
     vllm_max_model_length: int | None = Field(default=None, ge=1)
-    """Longest prompt with its completion, in tokens. Default: `max_prompt_length` + `max_completion_length`, or what the
-    model allows."""
+    """Longest prompt with its completion, in tokens. Default: `max_prompt_length` + `max_completion_length`, or what
+    the model allows."""
     vllm_tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one model of vLLM is spread over."""
     vllm_enforce_eager: bool = False
@@ -139,7 +139,8 @@ class VLLMConfig(Section):
     vllm_server_timeout: float = Field(default=240.0, gt=0)
     """Seconds that a server may take to start, or to answer, before it counts as lost."""
     vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"
-    """How servers get weights: `nccl` between GPUs, or files in the run directory. `auto`: `nccl` where there are GPUs."""
+    """How servers get weights: `nccl` between GPUs, or files in the run directory. `auto`: `nccl` where there are
+    GPUs."""
 
 
 class RewardSpec(Section):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
 from rl_vlm.tiny.gemma import SIGLIP
-from rl_vlm.tiny.llava import text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
-from rl_vlm.tiny.llava import text_sizes, vision_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin

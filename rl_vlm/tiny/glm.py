@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, mrope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -40,17 +40,10 @@ def _glm_config(config_class: str) -> Callable[[Any, int], PreTrainedConfig]:
 
 
 def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    num_frequencies = hidden_size // 4 // 4  # half of a head's dimensions rotate, in pairs
-    height_width = 3 * num_frequencies // 8
-    sections = [num_frequencies - 2 * height_width, height_width, height_width]
-    return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": sections,
-        },
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
+    return layer_sizes(tokenizer, hidden_size) | {
+        "intermediate_size": 2 * hidden_size,
+        "rope_parameters": mrope(hidden_size // 16, partial_rotary_factor=0.5),  # half of a head's dimensions rotate
+    }
 
 
 def _glm_processor(version: str) -> Callable[[Any], ProcessorMixin]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny import qwen
-from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
 from rl_vlm.tiny.gemma import SIGLIP
-from rl_vlm.tiny.llava import text_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -49,7 +48,7 @@ def _qwen3_5_config(config_class: str, text_model: str, **text: Any) -> Callable
         return getattr(transformers, config_class)(
             text_config=_gated_delta_sizes(tokenizer, hidden_size, text_model) | text,
             vision_config=vision,
-            **qwen._token_ids(tokenizer),
+            **qwen.token_ids(tokenizer),
         )
 
     return build
@@ -123,7 +122,7 @@ def _minicpm_processor(processor_class: str) -> Callable[[Any], ProcessorMixin]:
 
 
 def _qwen3_5(config_class: str, text_model: str, **text: Any) -> TinyFamily:
-    processor = qwen._qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+    processor = qwen.qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
     return TinyFamily(qwen.SPECIAL_TOKENS, _qwen3_5_config(config_class, text_model, **text), processor)
 
 

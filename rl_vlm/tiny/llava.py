@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -14,24 +14,6 @@ PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 TILE = {"height": 16, "width": 16}
 GRIDS = [[16, 32], [32, 16], [32, 32]]
 """Heights and widths to which an image may be enlarged; it is cut into tiles."""
-
-
-def text_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
-    """Two layers of a causal language model such as Llama, Mistral or Qwen2."""
-    return {
-        "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": hidden_size // 4, "max_position_embeddings": 4096,
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-
-
-def vision_sizes(patch_size: int, image_size: int, num_layers: int = 2) -> dict[str, Any]:
-    """A vision transformer; where the last layer but one gives the features, the last one is idle, as in LLaVA."""
-    return {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 4,
-        "patch_size": patch_size, "image_size": image_size,
-    }  # fmt: skip
 
 
 def _llava_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:

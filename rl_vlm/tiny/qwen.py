@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
+from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, mrope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def _token_ids(tokenizer: Any) -> dict[str, Any]:
+def token_ids(tokenizer: Any) -> dict[str, Any]:
     ids = tokenizer.convert_tokens_to_ids
     return {
         "image_token_id": ids("<|image_pad|>"),
@@ -24,22 +24,14 @@ def _token_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    half_head_dim = hidden_size // 4 // 2
-    height_width = 3 * half_head_dim // 8
-    sections = [half_head_dim - 2 * height_width, height_width, height_width]
-    return {
-        "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
+    return layer_sizes(tokenizer, hidden_size) | {"rope_parameters": mrope(hidden_size // 8), "bos_token_id": None}
 
 
 def _qwen2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Qwen2VLConfig
 
     vision = {"depth": 2, "embed_dim": 64, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2, "hidden_size": hidden_size}
-    return Qwen2VLConfig(text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **_token_ids(tokenizer))
+    return Qwen2VLConfig(text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer))
 
 
 def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
@@ -50,7 +42,7 @@ def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         "out_hidden_size": hidden_size, "fullatt_block_indexes": [1],
     }  # fmt: skip
     return Qwen2_5_VLConfig(
-        text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **_token_ids(tokenizer)
+        text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer)
     )
 
 
@@ -65,7 +57,7 @@ def _qwen3_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
 
     text = _text_sizes(tokenizer, hidden_size) | {"head_dim": hidden_size // 4}
-    return Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **_token_ids(tokenizer))
+    return Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **token_ids(tokenizer))
 
 
 def _qwen3_vl_moe_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
@@ -73,10 +65,10 @@ def _qwen3_vl_moe_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     text = _text_sizes(tokenizer, hidden_size) | {"head_dim": hidden_size // 4} | experts
-    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **_token_ids(tokenizer))
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **token_ids(tokenizer))
 
 
-def _qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], ProcessorMixin]:
+def qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], ProcessorMixin]:
     def build(tokenizer: Any) -> ProcessorMixin:
         import transformers
 
@@ -93,15 +85,15 @@ def _qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], P
 
 QWEN: dict[str, TinyFamily] = {
     "qwen2_vl": TinyFamily(
-        SPECIAL_TOKENS, _qwen2_vl_config, _qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")
+        SPECIAL_TOKENS, _qwen2_vl_config, qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")
     ),
     "qwen2_5_vl": TinyFamily(
-        SPECIAL_TOKENS, _qwen2_5_vl_config, _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")
+        SPECIAL_TOKENS, _qwen2_5_vl_config, qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")
     ),
     "qwen3_vl": TinyFamily(
-        SPECIAL_TOKENS, _qwen3_vl_config, _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+        SPECIAL_TOKENS, _qwen3_vl_config, qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
     ),
     "qwen3_vl_moe": TinyFamily(
-        SPECIAL_TOKENS, _qwen3_vl_moe_config, _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+        SPECIAL_TOKENS, _qwen3_vl_moe_config, qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
     ),
 }

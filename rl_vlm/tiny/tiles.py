@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template
-from rl_vlm.tiny.llava import TILE, text_sizes, vision_sizes
+from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.llava import TILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin

@@ -85,6 +85,14 @@ def make_group(prompt: Prompt, lengths: Sequence[int], seed: int = 0) -> ScoredG
     )
 
 
+def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], Sequence[int]]]) -> list[ScoredGroup]:
+    """A group for each pair of images and completion lengths, with questions of different lengths."""
+    return [
+        make_group(make_prompt(checkpoint, images, text=f"{QUESTION} {'no ' * i}"), lengths, seed=i)
+        for i, (images, lengths) in enumerate(shapes)
+    ]
+
+
 def whole(groups: Sequence[ScoredGroup], shared: bool) -> MicroBatch:
     """All groups in one micro-batch."""
     return MicroBatch([SubGroup(group, list(range(len(group.group.completions)))) for group in groups], shared)

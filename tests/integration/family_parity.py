@@ -12,7 +12,6 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest import mock
 
 import torch
@@ -21,17 +20,17 @@ from torch import Tensor
 
 from rl_vlm.policy import Policy
 from rl_vlm.tiny.build import TINY_FAMILIES
-from rl_vlm.types import Group, MicroBatch, ScoredGroup
+from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.integration.builders import (
     gradient_error,
-    make_group,
+    make_groups,
     make_policy,
-    make_prompt,
     noise_image,
     sharp_checkpoint,
     take_gradients,
     whole,
 )
+from tests.integration.stock import stock_logprobs
 
 TABLE_BEGINS, TABLE_ENDS = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -61,33 +60,14 @@ def scores(policy: Policy, groups: Sequence[ScoredGroup], shared: bool) -> Score
 def stock_scores(policy: Policy, groups: Sequence[ScoredGroup]) -> Scores:
     """Of the family's own forward on one unpadded row at a time, which chooses its positions and masks itself."""
     logprobs = torch.cat(
-        [stock_row(policy, group.group, index) for group in groups for index in range(len(group.group.completions))]
+        [
+            stock_logprobs(policy.transformer, policy.family, group.group.prompt, completion)
+            for group in groups
+            for completion in group.group.completions
+        ]
     )
     weighted_sum(logprobs).backward()
     return Scores(logprobs.detach(), take_gradients(policy))
-
-
-def stock_row(policy: Policy, group: Group, index: int, banned: Sequence[int] = ()) -> Tensor:
-    """Log-probs of one completion without the banned tokens."""
-    prompt, completion = group.prompt, group.completions[index]
-    width = len(completion.token_ids)
-    model: Any = policy.transformer
-    values = policy.family.completion_inputs
-    extra = {
-        name: torch.cat([ids, torch.full((width,), values.get(name, 0))])[None]
-        for name, ids in prompt.token_inputs.items()
-    }
-    token_ids = torch.cat([prompt.token_ids, completion.token_ids])[None]
-    mm_inputs = dict(prompt.mm_inputs)
-    if "cross_attention_mask" in mm_inputs:  # as `generate` extends it
-        mask = mm_inputs["cross_attention_mask"]
-        mm_inputs["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, width, -1, -1)], dim=1)
-    if hasattr(model.base_model, "rope_deltas"):
-        model.base_model.rope_deltas = None
-    output = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), **extra, **mm_inputs)
-    logits = output.logits[0, -width - 1 : -1]
-    logits[:, list(banned)] = -torch.inf
-    return logits.log_softmax(-1).gather(-1, completion.token_ids[:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -135,11 +115,8 @@ NOT_THIS = {
 """What a family cannot do, and why."""
 
 
-def make_groups(checkpoint: Path, case: str, dtype: torch.dtype = torch.float32) -> list[ScoredGroup]:
-    groups = [
-        make_group(make_prompt(checkpoint, images, text=f"Which digit is this? {'no ' * i}"), lengths, seed=i)
-        for i, (images, lengths) in enumerate(CASES[case])
-    ]
+def case_groups(checkpoint: Path, case: str, dtype: torch.dtype = torch.float32) -> list[ScoredGroup]:
+    groups = make_groups(checkpoint, CASES[case])
     for group in groups:
         inputs = group.group.prompt.mm_inputs
         inputs |= {name: value.to(dtype) for name, value in inputs.items() if value.is_floating_point()}
@@ -184,7 +161,7 @@ def compare(policy: Policy, checkpoint: Path, names: Sequence[str], dtype: torch
     """Dense rows against the model's own forward, and the shared row against dense rows."""
     dense, shared = [], []
     for case in names:
-        groups = make_groups(checkpoint, case, dtype)
+        groups = case_groups(checkpoint, case, dtype)
         by_row = scores(policy, groups, shared=False)
         dense.append(Parity.of(by_row, stock_scores(policy, groups)))
         if not policy.family.hybrid:

@@ -115,10 +115,11 @@ def test_missing_column_of_held_out_rows(tiny_checkpoint, tmp_path):
         evaluate_run(config)
 
 
-def test_unreadable_image_in_mid_run_leaves_a_checkpoint_to_go_on_from(tiny_checkpoint, tmp_path):
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_unreadable_image_in_mid_run_leaves_a_checkpoint_to_go_on_from(num_workers, tiny_checkpoint, tmp_path):
     data = write_images(tmp_path / "data")
     settings = {"dataset_name": str(data), "shuffle_dataset": False, "save_steps": 0, "max_steps": 5}
-    config = make_config(tiny_checkpoint, tmp_path / "run", **settings)
+    config = make_config(tiny_checkpoint, tmp_path / "run", **settings, dataloader_num_workers=num_workers)
     with pytest.raises(DataError, match=r"rows\.jsonl, row 7, column image, 7\.png: the image cannot be read"):
         train(config)
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3]

@@ -1,7 +1,6 @@
 """Every family: training passes against the model's own forward, and rollouts against its own `generate`."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rl_vlm import policy as policy_module
 from rl_vlm.families import FAMILIES
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.policy import Policy
-from rl_vlm.rows import Rows, shared_rows
+from rl_vlm.rows import Rows
 from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.types import Prompt, RolloutRequest, Sampling
-from tests.integration.builders import make_policy, sharp_checkpoint, whole
-from tests.integration.family_parity import Parity, cases, make_groups, measure, scores, stock_row
+from tests.integration.builders import make_policy, sharp_checkpoint
+from tests.integration.family_parity import Parity, case_groups, cases, measure, scores
+from tests.integration.stock import generate_with_transformers, stock_logprobs
+from tests.integration.wrong_rows import WRONG_ROWS, effect
 
 FP32_ROUNDING = {
     "gemma4": 5e-5,
@@ -75,7 +75,7 @@ def test_training_passes_are_those_of_the_models_own_forward(family: str, checkp
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shared_equals_dense_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
-    groups = make_groups(checkpoint, "several prompts" if "several prompts" in cases(family) else "one image")
+    groups = case_groups(checkpoint, "several prompts" if "several prompts" in cases(family) else "one image")
     dense = scores(policy, groups, shared=False)
     assert any("lora_" in name for name in dense.gradients) == variant.startswith("LoRA")
     trains_vision = any(
@@ -88,43 +88,15 @@ def test_shared_equals_dense_for_each_way_to_train(family: str, checkpoint: Path
         assert parity.gradients <= FP32_ROUNDING.get(family, 1e-5)
 
 
-def see_each_other(rows: Rows) -> Rows:
-    """The same row and positions under the model's mask for one long completion."""
-    return replace(rows, layout=None)
-
-
-def positions_go_on(rows: Rows) -> Rows:
-    """Every completion starts where the row before it ends."""
-    positions, layout = rows.kwargs["position_ids"].clone(), rows.layout
-    assert layout is not None
-    prefix = layout.prefix_index.numel()
-    positions[..., prefix:] = positions[..., :prefix].max() + 1 + torch.arange(positions.shape[-1] - prefix)
-    return replace(rows, kwargs=rows.kwargs | {"position_ids": positions})
-
-
-def another_image(rows: Rows) -> Rows:
-    """An image of the same size, hence the same tokens."""
-    (prompt,) = rows.prompts
-    pixels = prompt.mm_inputs["pixel_values"]
-    order = torch.randperm(pixels.numel(), generator=torch.Generator().manual_seed(0))
-    mixed = 2 * pixels.flatten()[order].view_as(pixels)
-    return replace(rows, prompts=[replace(prompt, mm_inputs=prompt.mm_inputs | {"pixel_values": mixed})])
-
-
-@pytest.mark.parametrize("change", [see_each_other, positions_go_on, another_image])
-def test_what_must_not_happen_would_show(
-    checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", WRONG_ROWS)
+def test_what_must_not_happen_would_show(checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows]) -> None:
     if policy.family.hybrid:
         pytest.skip("its rows are not shared")
-    batch = whole(make_groups(checkpoint, "one image"), shared=True)
-    expected = policy(batch).logprobs_NT
-    monkeypatch.setattr(policy_module, "shared_rows", lambda *args: change(shared_rows(*args)))
-    assert (policy(batch).logprobs_NT - expected).abs().max() >= 0.01
+    assert effect(policy, case_groups(checkpoint, "one image"), change) >= 0.01
 
 
 def prompts_of(family: str, checkpoint: Path) -> list[Prompt]:
-    return [group.group.prompt for case in cases(family) for group in make_groups(checkpoint, case)]
+    return [group.group.prompt for case in cases(family) for group in case_groups(checkpoint, case)]
 
 
 def make_engine(policy: Policy, checkpoint: Path) -> HFEngine:
@@ -133,30 +105,17 @@ def make_engine(policy: Policy, checkpoint: Path) -> HFEngine:
     return engine
 
 
-def generate_with_transformers(policy: Policy, prompt: Prompt, stops: list[int]) -> list[int]:
-    """Greedy decoding by the library, one prompt at a time and positions left to the model."""
-    output: Any = policy.transformer.generate(  # pyright: ignore[reportCallIssue]
-        input_ids=prompt.token_ids[None],
-        attention_mask=torch.ones_like(prompt.token_ids[None]),
-        **{name: value[None] for name, value in prompt.token_inputs.items()},
-        **prompt.mm_inputs,
-        do_sample=False,
-        max_new_tokens=8,
-        suppress_tokens=policy.family.banned_token_ids(policy.transformer.config) or None,
-        eos_token_id=stops,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt.token_ids) :].tolist()
-
-
 def test_rollouts_are_those_of_the_models_own_generate(family: str, checkpoint: Path, policy: Policy) -> None:
     engine, prompts = make_engine(policy, checkpoint), prompts_of(family, checkpoint)
     requests = [RolloutRequest(str(i), prompt) for i, prompt in enumerate(prompts)]
     greedy = Sampling(num_generations=2, max_completion_length=8, temperature=0.0, seed=0)
     groups = engine.generate(requests, greedy)
+    banned = policy.family.banned_token_ids(policy.transformer.config)
     policy.eval()
     for group in groups:
-        expected = generate_with_transformers(policy, group.prompt, engine.stop_token_ids)
+        expected = generate_with_transformers(
+            policy.transformer, group.prompt, banned=banned, stops=engine.stop_token_ids, max_new_tokens=8
+        )
         assert [c.token_ids.tolist() for c in group.completions] == [expected, expected]
     policy.train()
     assert len({tuple(group.completions[0].token_ids.tolist()) for group in groups}) > 1
@@ -170,6 +129,8 @@ def test_generator_logprobs_are_those_of_the_models_own_forward(family: str, che
     assert len({len(completion.token_ids) for group in groups for completion in group.completions}) > 1
     policy.train()
     for group in groups[:2]:
-        for index, completion in enumerate(group.completions):
-            expected = stock_row(policy, group, index, engine.banned_token_ids)
+        for completion in group.completions:
+            expected = stock_logprobs(
+                policy.transformer, policy.family, group.prompt, completion, banned=engine.banned_token_ids
+            )
             assert (completion.generator_logprobs - expected).abs().max() <= 2e-5

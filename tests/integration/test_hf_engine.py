@@ -2,77 +2,59 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_vlm.config.schema import DataConfig
 from rl_vlm.families import family_of
 from rl_vlm.generation import hf
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.policy import Policy
-from rl_vlm.prompts import PromptBuilder
-from rl_vlm.tiny.build import build_tiny
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import (
-    Completion,
     Group,
     MicroBatch,
     Prompt,
     RolloutRequest,
-    Sample,
     Sampling,
     ScoredGroup,
     SubGroup,
     pad_rows,
 )
 from rl_vlm.vision import VisionEncoder
+from tests.integration.builders import QUESTION, make_prompt, noise_image, sharp_checkpoint
+from tests.integration.stock import generate_with_transformers, stock_logprobs
 
 NO_STOP = [399]
 MANY_STOPS = list(range(40, 80))
 """A tenth of the vocabulary: completions of a random model end after ten tokens on average."""
 
 
-def noise(width: int, height: int, seed: int) -> Image.Image:
-    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    return Image.fromarray(pixels.numpy())
-
-
 PICTURES = {
-    "one": [noise(32, 24, 1)],
-    "two": [noise(48, 16, 2), noise(16, 64, 3)],
+    "one": [noise_image(32, 24, seed=1)],
+    "two": [noise_image(48, 16, seed=2), noise_image(16, 64, seed=3)],
     "text": [],
-    "other": [noise(32, 24, 4)],
+    "other": [noise_image(32, 24, seed=4)],
 }
 
 
-def load(directory: str, family: str) -> tuple[Any, dict[str, Prompt], Any]:
+def load(directory: Path, family: str) -> tuple[Any, dict[str, Prompt], Any]:
     """A model with attention that is not uniform, one prompt per entry of PICTURES, and the tokenizer."""
-    build_tiny(family, directory)
-    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    checkpoint = sharp_checkpoint(family, directory)
+    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.no_grad():
-        decoder: Any = model.get_decoder()
-        for parameter in decoder.layers.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(4)
         # Tied to the input embeddings or not: logits that differ enough for greedy decoding to mean something.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 4)
-    processor = AutoProcessor.from_pretrained(directory)
-    builder = PromptBuilder(processor, DataConfig())
-    prompts = {}
-    for name, images in PICTURES.items():
-        content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"Which digit is this? {name}"}]
-        messages = [{"role": "user", "content": content}]
-        prompts[name] = builder.build(Sample(name, messages, images, {}, messages))
-    return model, prompts, processor.tokenizer
+    prompts = {name: make_prompt(checkpoint, images, text=f"{QUESTION} {name}") for name, images in PICTURES.items()}
+    return model, prompts, AutoProcessor.from_pretrained(checkpoint).tokenizer
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Prompt], Any]:
-    return load(str(tmp_path_factory.mktemp("tiny")), "qwen2_5_vl")
+    return load(tmp_path_factory.mktemp("tiny"), "qwen2_5_vl")
 
 
 @pytest.fixture
@@ -109,34 +91,6 @@ def token_ids(groups: list[Group]) -> dict[str, list[list[int]]]:
     return {group.group_id: [c.token_ids.tolist() for c in group.completions] for group in groups}
 
 
-def generate_with_transformers(model: Any, prompt: Prompt, banned: list[int], stops: list[int]) -> list[int]:
-    """Greedy decoding by the library, one prompt at a time and positions left to the model."""
-    output = model.generate(
-        input_ids=prompt.token_ids[None],
-        attention_mask=torch.ones_like(prompt.token_ids[None]),
-        **{name: value[None] for name, value in prompt.token_inputs.items()},
-        **prompt.mm_inputs,
-        do_sample=False,
-        max_new_tokens=12,
-        suppress_tokens=banned,
-        eos_token_id=stops,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt.token_ids) :].tolist()
-
-
-def full_forward_logprobs(engine: HFEngine, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
-    """Log-probs of a completion from one forward without a cache, positions left to the model."""
-    row = torch.cat([prompt.token_ids, completion.token_ids])[None]
-    padding = (0, len(completion.token_ids))
-    token_inputs = {n: torch.nn.functional.pad(v, padding)[None] for n, v in prompt.token_inputs.items()}
-    with torch.no_grad():
-        logits = engine.model(input_ids=row, **token_inputs, **prompt.mm_inputs).logits[0] / temperature
-    logits[:, engine.banned_token_ids] = -torch.inf
-    scores = logits.log_softmax(-1)[len(prompt.token_ids) - 1 : -1]
-    return scores.gather(1, completion.token_ids[:, None])[:, 0]
-
-
 def unscored(group: Group) -> SubGroup:
     """A group as the policy takes it, its rewards without meaning."""
     num = len(group.completions)
@@ -157,11 +111,12 @@ def recorded(module: torch.nn.Module) -> Iterator[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("family", sorted(QWEN))
 def test_greedy_is_that_of_transformers_in_a_mixed_batch(family, tmp_path):
-    model, prompts, tokenizer = load(str(tmp_path), family)
+    model, prompts, tokenizer = load(tmp_path, family)
     model.eval()
     banned = family_of(model.config).banned_token_ids(model.config)
     for stops in (NO_STOP, MANY_STOPS):
-        expected = {f"step-0/{n}": [generate_with_transformers(model, p, banned, stops)] for n, p in prompts.items()}
+        settings = {"banned": banned, "stops": stops, "max_new_tokens": 12}
+        expected = {f"step-0/{n}": [generate_with_transformers(model, p, **settings)] for n, p in prompts.items()}
         engine = make_engine(model, tokenizer, stops)
         assert token_ids(engine.generate(make_requests(prompts), make_sampling(1, temperature=0.0))) == expected
     assert len({tuple(rows[0]) for rows in expected.values()}) > 1
@@ -172,7 +127,10 @@ def test_generator_logprobs_are_those_of_a_full_forward(engine, prompts, tempera
     groups = engine.generate(make_requests(prompts), make_sampling(temperature=temperature, top_k=20, top_p=0.9))
     for group in groups:
         for completion in group.completions:
-            expected = full_forward_logprobs(engine, group.prompt, completion, temperature)
+            expected = stock_logprobs(
+                engine.model, engine.vision.family, group.prompt, completion,
+                banned=engine.banned_token_ids, temperature=temperature,
+            )  # fmt: skip
             assert (completion.generator_logprobs - expected).abs().max() < 1e-5
 
 
@@ -294,7 +252,7 @@ def test_position_state_on_the_model_does_not_matter(engine, prompts):
     for stale in (torch.tensor([[1000]]), torch.tensor([[-5]])):
         engine.model.model.rope_deltas = stale
         assert token_ids(engine.generate(requests, make_sampling())) == expected
-    generate_with_transformers(engine.model, prompts["two"], [], NO_STOP)
+    generate_with_transformers(engine.model, prompts["two"], banned=[], stops=NO_STOP, max_new_tokens=12)
     text = make_requests(prompts, "text")
     assert token_ids(engine.generate(text, make_sampling()))["step-0/text"] == expected["step-0/text"]
 

@@ -23,8 +23,7 @@ from rl_vlm.prefetch import Prefetcher
 from rl_vlm.sampler import Draw
 from rl_vlm.trainer import Trainer, train
 from tests.integration import tiny_run
-from tests.integration.test_bad_input import write_images
-from tests.integration.tiny_run import completions, make_config, metric_lines, rows, weights
+from tests.integration.tiny_run import completions, make_config, metric_lines, weights
 from tests.unit.test_prefetch import NUM_ROWS, facts, make_prefetcher, step
 
 
@@ -148,23 +147,6 @@ def test_a_run_with_workers_killed_in_a_window_and_resumed_equals_one_without(ti
     assert checkpoint.complete(tmp_path / "with")[-1].name == "checkpoint-2"  # of four updates of its window
     train(make_config(tiny_checkpoint, tmp_path / "with", **settings, resume_from_checkpoint="auto"))
     assert_same_run(tmp_path / "with", tmp_path / "without")
-
-
-@pytest.mark.slow
-def test_an_unreadable_image_leaves_the_checkpoint_that_it_leaves_without_workers(tiny_checkpoint, tmp_path):
-    data = write_images(tmp_path / "data")
-    settings = {"dataset_name": str(data), "shuffle_dataset": False, "save_steps": 0, "max_steps": 5}
-    config = make_config(tiny_checkpoint, tmp_path / "run", **settings, dataloader_num_workers=1)
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 7, column image, 7\.png: the image cannot be read"):
-        train(config)
-    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3]
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-3"]
-
-    rows()[7]["image"].save(tmp_path / "data" / "7.png")
-    train(make_config(tiny_checkpoint, tmp_path / "run", **settings, resume_from_checkpoint="auto"))
-    train(make_config(tiny_checkpoint, tmp_path / "straight", **settings))
-    assert metric_lines(tmp_path / "run") == metric_lines(tmp_path / "straight")
-    assert completions(tmp_path / "run") == completions(tmp_path / "straight")
 
 
 def children_of(pid: int) -> list[int]:

@@ -5,29 +5,27 @@ The other families are in test_families.py.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rl_vlm import policy as policy_module
 from rl_vlm.errors import ModelError
 from rl_vlm.policy import Policy
-from rl_vlm.rows import Rows, shared_rows
+from rl_vlm.rows import Rows
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import Completion, MicroBatch, ScoredGroup
 from tests.integration.builders import (
     gradient_error,
-    make_group,
+    make_groups,
     make_policy,
-    make_prompt,
     noise_image,
     sharp_checkpoint,
     take_gradients,
     whole,
 )
+from tests.integration.wrong_rows import WRONG_ROWS, effect
 
 ONE_IMAGE = [noise_image(32, 24, seed=1)]
 THREE_IMAGES = [noise_image(48, 16, seed=2), noise_image(16, 64, seed=3), noise_image(24, 24, seed=4)]
@@ -59,13 +57,6 @@ def policy(checkpoint: Path) -> Policy:
     return make_policy(checkpoint)
 
 
-def make_groups(checkpoint: Path, case: str) -> list[ScoredGroup]:
-    return [
-        make_group(make_prompt(checkpoint, images, text=f"Which digit is this? {'no ' * i}"), lengths, seed=i)
-        for i, (images, lengths) in enumerate(CASES[case])
-    ]
-
-
 def scores_and_gradients(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Log-probs, entropies, and gradients of a random weighting of the log-probs."""
     scores = policy(batch)
@@ -90,13 +81,13 @@ def trains(gradients: dict[str, Tensor], part: str) -> bool:
 def test_shared_equals_dense(checkpoint: Path, policy: Policy, case: str) -> None:
     text = policy.transformer.config.get_text_config()
     assert text.num_key_value_heads < text.num_attention_heads  # grouped-query attention
-    assert_shared_equals_dense(policy, make_groups(checkpoint, case))
+    assert_shared_equals_dense(policy, make_groups(checkpoint, CASES[case]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_shared_equals_dense_for_each_way_to_train(checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
-    groups = make_groups(checkpoint, "mixed prompts")
+    groups = make_groups(checkpoint, CASES["mixed prompts"])
     assert_shared_equals_dense(policy, groups)
 
     _, _, gradients = scores_and_gradients(policy, whole(groups, shared=True))
@@ -106,7 +97,7 @@ def test_shared_equals_dense_for_each_way_to_train(checkpoint: Path, variant: st
 
 
 def test_a_micro_batch_scores_as_its_groups_do_alone(checkpoint: Path, policy: Policy) -> None:
-    groups = make_groups(checkpoint, "mixed prompts")
+    groups = make_groups(checkpoint, CASES["mixed prompts"])
     together = policy(whole(groups, shared=True)).logprobs_NT
     alone = [row for group in groups for row in policy(whole([group], shared=True)).logprobs_NT]
     for row, expected in zip(together, alone, strict=True):
@@ -114,36 +105,9 @@ def test_a_micro_batch_scores_as_its_groups_do_alone(checkpoint: Path, policy: P
         assert not row[len(expected) :].any()
 
 
-def see_each_other(rows: Rows) -> Rows:
-    """The same row and positions under a plain causal mask."""
-    return replace(rows, layout=None)
-
-
-def positions_go_on(rows: Rows) -> Rows:
-    """Every completion starts where the row before it ends."""
-    positions, layout = rows.kwargs["position_ids"].clone(), rows.layout
-    assert layout is not None
-    prompt_tokens = layout.prefix_index.numel()
-    num_after = positions.shape[-1] - prompt_tokens
-    positions[..., prompt_tokens:] = positions[..., :prompt_tokens].max() + 1 + torch.arange(num_after)
-    return replace(rows, kwargs=rows.kwargs | {"position_ids": positions})
-
-
-def another_image(rows: Rows) -> Rows:
-    """An image of the same size, hence the same tokens."""
-    (prompt,) = rows.prompts
-    pixels = prompt.mm_inputs["pixel_values"].flip(0, -1)
-    return replace(rows, prompts=[replace(prompt, mm_inputs=prompt.mm_inputs | {"pixel_values": pixels})])
-
-
-@pytest.mark.parametrize("change", [see_each_other, positions_go_on, another_image])
-def test_what_must_not_happen_would_show(
-    checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = whole(make_groups(checkpoint, "one image"), shared=True)
-    expected = policy(batch).logprobs_NT
-    monkeypatch.setattr(policy_module, "shared_rows", lambda *args: change(shared_rows(*args)))
-    assert (policy(batch).logprobs_NT - expected).abs().max() >= 0.01
+@pytest.mark.parametrize("change", WRONG_ROWS)
+def test_what_must_not_happen_would_show(checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows]) -> None:
+    assert effect(policy, make_groups(checkpoint, CASES["one image"]), change) >= 0.01
 
 
 @contextmanager
@@ -164,7 +128,7 @@ def num_patches(groups: list[ScoredGroup]) -> int:
 
 
 def test_the_vision_tower_sees_each_prompts_images_once(checkpoint: Path, policy: Policy) -> None:
-    groups = make_groups(checkpoint, "mixed prompts")
+    groups = make_groups(checkpoint, CASES["mixed prompts"])
     with counted_vision(policy) as patches:
         scores_and_gradients(policy, whole(groups, shared=True))
     assert patches == [num_patches(groups)]
@@ -179,7 +143,7 @@ def test_the_vision_tower_sees_each_prompts_images_once(checkpoint: Path, policy
 )
 def test_only_a_trained_vision_tower_is_recomputed(checkpoint: Path, variant: str, num_forwards: int) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
-    groups = make_groups(checkpoint, "images of three sizes")
+    groups = make_groups(checkpoint, CASES["images of three sizes"])
     with counted_vision(policy) as patches:
         scores_and_gradients(policy, whole(groups, shared=True))
     assert patches == [num_patches(groups)] * num_forwards
@@ -197,7 +161,7 @@ def test_a_completion_that_cannot_be_scored_is_an_error(
 ) -> None:
     policy = make_policy(checkpoint)
     policy.banned_token_ids = policy.family.banned_token_ids(policy.transformer.config)
-    group = make_groups(checkpoint, "one image")[0]
+    group = make_groups(checkpoint, CASES["one image"])[0]
     tokens = [policy.banned_token_ids[0] if token == PLACEHOLDER else token for token in token_ids]
     group.group.completions[2] = Completion(
         torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), "length", ""

@@ -1,4 +1,4 @@
-"""Tiny models of families with masks, layers or image inputs of their own: Gemma, Cohere, Mllama, hybrids, others."""
+"""Tiny models: what comes out of `build_tiny` is a whole checkpoint, whose images count and whose masks show."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,20 +10,28 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from rl_vlm.config.schema import DataConfig
 from rl_vlm.errors import DataError
-from rl_vlm.tiny.build import build_tiny
-from rl_vlm.tiny.cohere import COHERE
-from rl_vlm.tiny.deepseek import DEEPSEEK
-from rl_vlm.tiny.gemma import GEMMA
-from rl_vlm.tiny.hybrid import HYBRID
-from rl_vlm.tiny.mllama import MLLAMA
-from rl_vlm.tiny.ocr import OCR
+from rl_vlm.prompts import PromptBuilder
+from rl_vlm.tiny.build import TINY_FAMILIES, build_tiny
 from rl_vlm.types import Prompt
 from tests.integration.builders import make_prompt, noise_image
+from tests.integration.family_parity import NEED_AN_IMAGE
+from tests.integration.stock import model_inputs
 
-FAMILIES = {**GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID}
 SIZES = {"one": [(32, 24)], "two": [(40, 20), (24, 64)]}
-NEEDS_AN_IMAGE = {"paligemma", "paligemma2", "got_ocr2"}
+ONE_SIZE = {"llava", "gemma3", "paligemma", "paligemma2", "cohere2_vision", "deepseek_vl", "got_ocr2", "mllama"}
+"""Families whose images all become the same number of tokens."""
+FEW_OR_MANY_TOKENS = {
+    "gemma4": (55, 64),
+    "gemma4_bidirectional": (55, 64),
+    "gemma4_moe": (55, 64),
+    "got_ocr2": (256, 256),
+    "minicpmv4_6": (3, 10),
+    "minicpmv4_7": (3, 10),
+    "mllama": (1, 1),
+}
+"""Bounds for an image where they are not 4 and 40."""
 SLIDING_AND_FULL = {"sliding_attention", "full_attention"}
 LAYER_TYPES = {
     "gemma3": SLIDING_AND_FULL,
@@ -39,9 +47,10 @@ LAYER_TYPES = {
     "minicpmv4_7": {"linear_attention", "full_attention"},
     "lfm2_vl": {"conv", "full_attention"},
 }
+"""Where full attention is not the only one."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TINY_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -60,14 +69,14 @@ def noise(sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Image.Image]:
     return [noise_image(width, height, seed + i) for i, (width, height) in enumerate(sizes)]
 
 
-def model_inputs(prompt: Prompt) -> dict[str, Tensor]:
-    rows = {"input_ids": prompt.token_ids, "attention_mask": torch.ones_like(prompt.token_ids), **prompt.token_inputs}
-    return {name: row[None] for name, row in rows.items()} | prompt.mm_inputs
-
-
 @torch.no_grad()
-def last_logits(model: Any, prompt: Prompt) -> Tensor:
-    return model(**model_inputs(prompt)).logits[0, -1]
+def logits(model: Any, prompt: Prompt) -> Tensor:
+    return model(**model_inputs(prompt)).logits[0]
+
+
+def assert_generates(model: Any, prompt: Prompt) -> None:
+    tokens = model.generate(**model_inputs(prompt), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert tokens.shape == (1, len(prompt.token_ids) + 4)
 
 
 def test_a_checkpoint_is_small_and_survives_another_save(model: Any, checkpoint: Path, tmp_path: Path):
@@ -76,14 +85,16 @@ def test_a_checkpoint_is_small_and_survives_another_save(model: Any, checkpoint:
     AutoProcessor.from_pretrained(checkpoint).save_pretrained(tmp_path)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
     images = noise(SIZES["one"])
-    expected, found = (last_logits(m, make_prompt(p, images)) for m, p in ((model, checkpoint), (again, tmp_path)))
+    expected, found = (logits(m, make_prompt(p, images)) for m, p in ((model, checkpoint), (again, tmp_path)))
     assert torch.equal(found, expected)
 
 
-def test_special_tokens_stay_whole_after_loading(family: str, checkpoint: Path):
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_special_tokens_stay_whole_after_loading(family: str, checkpoint: Path, add_special_tokens: bool):
     tokenizer = AutoProcessor.from_pretrained(checkpoint).tokenizer
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *FAMILIES[family].special_tokens]
-    assert tokenizer("".join(tokens), add_special_tokens=False)["input_ids"] == list(range(len(tokens)))
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *TINY_FAMILIES[family].special_tokens]
+    ids = tokenizer("".join(tokens), add_special_tokens=add_special_tokens)["input_ids"]
+    assert ids == list(range(len(tokens)))
 
 
 def test_each_type_of_layer_occurs_and_no_window_is_as_long_as_a_prompt(family: str, model: Any, checkpoint: Path):
@@ -99,33 +110,48 @@ def test_one_and_two_images_have_a_forward_and_generate(model: Any, checkpoint: 
     prompt, other = (make_prompt(checkpoint, noise(sizes, seed)) for seed in (0, 10))
     assert torch.equal(prompt.token_ids, other.token_ids)
     assert (prompt.token_ids == model.config.image_token_id).any()
-    assert (last_logits(model, prompt) - last_logits(model, other)).abs().max() > 1e-3
-    inputs = model_inputs(prompt)
-    tokens = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    assert tokens.shape == (1, len(prompt.token_ids) + 4)
+    assert (logits(model, prompt)[-1] - logits(model, other)[-1]).abs().max() > 1e-3
+    assert_generates(model, prompt)
+
+
+def test_images_of_different_sizes_have_different_numbers_of_tokens(family: str, model: Any, checkpoint: Path):
+    prompts = [make_prompt(checkpoint, noise([size])) for size in [(32, 16), (40, 40)]]
+    counts = {int((prompt.token_ids == model.config.image_token_id).sum()) for prompt in prompts}
+    assert len(counts) == (1 if family in ONE_SIZE else 2)
+    low, high = FEW_OR_MANY_TOKENS.get(family, (4, 40))
+    assert all(low <= count <= high for count in counts)
 
 
 def test_the_last_of_two_images_counts(model: Any, checkpoint: Path):
+    """Each image reaches the model: changing the second alone changes the logits."""
     first, second = noise(SIZES["two"])
     prompts = [make_prompt(checkpoint, [first, x]) for x in (second, noise_image(*second.size, seed=20))]
-    logits = [last_logits(model, prompt) for prompt in prompts]
-    assert (logits[0] - logits[1]).abs().max() > 1e-3
+    ours, others = (logits(model, prompt)[-1] for prompt in prompts)
+    assert (ours - others).abs().max() > 1e-3
 
 
 def test_text_alone_is_a_prompt_or_is_refused(family: str, model: Any, checkpoint: Path):
-    if family in NEEDS_AN_IMAGE:
+    if family in NEED_AN_IMAGE:
         with pytest.raises(DataError, match="the model's processor refuses it"):
             make_prompt(checkpoint, [])
     else:
-        prompt = make_prompt(checkpoint, [])
-        tokens = model.generate(**model_inputs(prompt), max_new_tokens=4, min_new_tokens=4, do_sample=False)
-        assert tokens.shape == (1, len(prompt.token_ids) + 4)
+        assert_generates(model, make_prompt(checkpoint, []))
 
 
 def test_a_text_that_holds_the_placeholder_is_refused(model: Any, checkpoint: Path):
     token = AutoProcessor.from_pretrained(checkpoint).tokenizer.convert_ids_to_tokens(model.config.image_token_id)
     with pytest.raises(DataError, match="the text holds"):
         make_prompt(checkpoint, noise(SIZES["one"]), text=f"What is {token}?")
+
+
+def test_a_template_that_leaves_images_out_is_refused(checkpoint: Path):
+    sample = make_prompt(checkpoint, noise(SIZES["one"])).sample
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    if not processor.chat_template:
+        pytest.skip("it has no template")
+    processor.chat_template = "{% for m in messages %}{{ m.content[-1].text }}{% endfor %}"
+    with pytest.raises(DataError, match="Sample s: "):
+        PromptBuilder(processor, DataConfig()).build(sample)
 
 
 def test_a_prompt_keeps_no_labels(checkpoint: Path):
