@@ -28,11 +28,11 @@ check: $(INSTALLED)  ## Lint, formatting and types
 
 lock: $(INSTALLED)  ## Recompile requirements/dev.txt
 	$(BIN)/uv pip compile --universal --python-version 3.11 --custom-compile-command "make lock" \
-		pyproject.toml --extra dev requirements/dev.in --output-file requirements/dev.txt
+		--override requirements/overrides.txt pyproject.toml --extra dev requirements/dev.in --output-file requirements/dev.txt
 
-$(INSTALLED): requirements/dev.txt pyproject.toml
+$(INSTALLED): requirements/dev.txt requirements/overrides.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --python $(BIN)/python --requirement requirements/dev.txt
+	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt --requirement requirements/dev.txt
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --editable .
 	touch $@

@@ -12,11 +12,11 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, RLVLMError
 
 
-def train_command(config: RunConfig, dry_run: bool) -> None:
+def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Train a model with GRPO."""
     check_trainable(config)
     plan = plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    if dry_run:
+    if options.dry_run:
         return _print(describe(config, plan))
     from rl_vlm.report.outcome import training_outcome
     from rl_vlm.trainer import train
@@ -25,19 +25,85 @@ def train_command(config: RunConfig, dry_run: bool) -> None:
     _print(training_outcome(train(config), config.train.output_dir) + "\n")
 
 
-def eval_command(config: RunConfig, dry_run: bool) -> None:
+def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Sample from a model and score the completions, without training."""
     check_evaluable(config)
-    if dry_run:
+    if options.dry_run:
         return _print(describe(config))
-    from rl_vlm.evaluation import evaluate_run
-    from rl_vlm.report.outcome import evaluation_outcome
+    from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
+    from rl_vlm.report.outcome import comparison_outcome, evaluation_outcome
 
     _hide_progress_of_files()
-    _print(evaluation_outcome(evaluate_run(config), config.train.output_dir) + "\n")
+    checkpoints = options.checkpoint or [config.model.model_name_or_path]
+    summaries = compare_checkpoints(config, checkpoints, EvaluationOptions(options.by, options.keep, options.keep_by))
+    if len(summaries) > 1:
+        return _print(comparison_outcome(summaries, config.train.output_dir) + "\n")
+    (summary,) = summaries.values()
+    _print(evaluation_outcome(summary, config.train.output_dir) + "\n")
 
 
-COMMANDS: dict[str, Callable[[RunConfig, bool], None]] = {"train": train_command, "eval": eval_command}
+def serve_command(config: RunConfig, options: argparse.Namespace) -> None:
+    """Start a run's vLLM servers on this machine, for a trainer elsewhere."""
+    if options.dry_run:
+        return _print(describe(config))
+    from launch.serve import serve
+
+    _hide_progress_of_files()
+    serve(config, [options.config, *options.overrides], options.host, options.port)
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Where the servers listen."""
+    parser.usage = f"{parser.usage} [--host HOST] [--port PORT]"
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="HOST",
+        help="interface to listen on; default: 127.0.0.1, which other machines cannot reach",
+    )  # fmt: skip
+    parser.add_argument(
+        "--port", type=int, metavar="PORT",
+        help="port of the first server, and the next ones for others; default: any that is free",
+    )  # fmt: skip
+
+
+def add_eval_flags(parser: argparse.ArgumentParser) -> None:
+    """What one evaluation is asked for, beside the settings of the model and the data."""
+    parser.usage = f"{parser.usage} [--by COLUMN] [--keep LOW..HIGH] [--keep-by FUNCTION] [--checkpoint PATH]"
+    parser.add_argument(
+        "--by", action="append", default=[], metavar="COLUMN",
+        help="repeat the figures for every value of this column of the data; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", type=_rates, metavar="LOW..HIGH",
+        help="write the prompts whose success rate lies in this range, as in 0.1..0.9, to evaluation/kept.parquet, to "
+        "train on; a completion succeeds where its score is 1 or more",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-by", metavar="FUNCTION",
+        help="reward function whose score that is; default: the one with the largest weight",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint", action="append", default=[], metavar="PATH",
+        help="evaluate this model instead of model_name_or_path; given several times, they are compared in a table",
+    )  # fmt: skip
+
+
+def _rates(text: str) -> tuple[float, float]:
+    low, dots, high = text.partition("..")
+    try:
+        rates = float(low), float(high)
+    except ValueError:
+        rates = (1.0, 0.0)
+    if not dots or not 0 <= rates[0] <= rates[1] <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of success rates from 0 to 1, such as 0.1..0.9")
+    return rates
+
+
+COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
+    "train": train_command,
+    "eval": eval_command,
+    "serve": serve_command,
+}
+FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"eval": add_eval_flags, "serve": add_serve_flags}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +127,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = _parser(name).parse_intermixed_args(arguments)
     sys.path.append(os.getcwd())  # `module:function` settings name modules beside the config, as under `python -m`
     try:
-        COMMANDS[name](load_config(options.config, options.overrides), options.dry_run)
+        COMMANDS[name](load_config(options.config, options.overrides), options)
     except RLVLMError as error:
         # Every process finds the same fault in a config; other errors may be one process's own.
         if _is_first_process() or not isinstance(error, ConfigError):
@@ -87,6 +153,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
+    if name in FLAGS:
+        FLAGS[name](parser)
     return parser
 
 

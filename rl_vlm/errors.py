@@ -17,6 +17,10 @@ class ModelError(RLVLMError):
     """A checkpoint or model family that cannot be used: missing or unexpected weights, an unknown family."""
 
 
+class RolloutError(RLVLMError):
+    """A rollout engine that cannot be used, is lost, or does not answer for the policy that it was sent."""
+
+
 class RewardError(RLVLMError):
     """A reward function that cannot be loaded. Faults while it runs mask rows instead; see docs/rewards.md."""
 

@@ -167,12 +167,25 @@ def family_of(config: PreTrainedConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+def stop_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a completion: the tokenizer's EOS and those that the checkpoint names.
 
     Chat models often end a turn with another token than the tokenizer's EOS. Nothing else of the checkpoint's
     generation config is used.
     """
-    named = model.generation_config.eos_token_id
+    named = generation_config.eos_token_id
     named = named if isinstance(named, list) else [named]
     return sorted({token for token in [tokenizer.eos_token_id, *named] if token is not None})
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """Tokens that end a completion, and those that must never be sampled."""
+
+    stop: list[int]
+    banned: list[int]
+
+    @staticmethod
+    def of(config: PreTrainedConfig, generation_config: Any, tokenizer: Any) -> TokenRules:
+        """Of a checkpoint, by its two configs and its tokenizer."""
+        return TokenRules(stop_token_ids(generation_config, tokenizer), family_of(config).banned_token_ids(config))

@@ -68,12 +68,23 @@ def load_model(initial: str, weights: Path | None, config: ModelConfig) -> PreTr
     """The bare model for a run that starts from `initial` and goes on from `weights`."""
     source = str(weights or initial)
     if is_adapter(source):
-        base = json.loads((Path(source) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
-        model = load_adapter(load_transformer(base, config), source)
+        model = load_adapter(load_transformer(base_of(source), config), source)
         check_adapter_settings(model.peft_config["default"], config, source)
         return model
     model = load_transformer(source, config)
     return add_lora(model, config) if config.use_peft else model
+
+
+def base_of(source: str) -> str:
+    """The model that a PEFT adapter names as its base, or the checkpoint itself where it is no adapter."""
+    if not is_adapter(source):
+        return source
+    return json.loads((Path(source) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+
+
+def adapter_rank(source: str) -> int | None:
+    """The rank of a PEFT adapter; None where the checkpoint is no adapter."""
+    return json.loads((Path(source) / ADAPTER_CONFIG).read_text())["r"] if is_adapter(source) else None
 
 
 def is_adapter(source: str) -> bool:

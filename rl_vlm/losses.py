@@ -1,6 +1,6 @@
 """Policy losses: log-probs of the completions of one micro-batch -> (loss, metrics).
 
-    ratio ─ token loss (clipped | cispo | sapo) ─ + beta * KL ─ token weights ─ sum
+    ratio ─ token loss (clipped | cispo | sapo) ─ * generator weight ─ + beta * KL ─ token weights ─ sum
 
 Every loss is a weighted sum over tokens. The weights hold the denominator of the whole optimizer step over all ranks,
 so the losses of its micro-batches add up to the step's loss however it is cut. Formulas and metric names are TRL's.
@@ -8,9 +8,10 @@ so the losses of its micro-batches add up to the step's loss however it is cut. 
 Suffixes: N completions, T tokens, K is T for quantities per token and 1 for those per completion.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,6 +30,16 @@ class MetricSum(NamedTuple):
 
     total: Tensor
     count: Tensor
+
+
+class MetricExtreme(NamedTuple):
+    """The smallest or largest of these values, over micro-batches and ranks; there may be none."""
+
+    statistic: Literal["min", "max"]
+    values: Tensor
+
+
+LossMetrics = Mapping[str, MetricSum | MetricExtreme]
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class LossInputs:
     entropies_NT: Float[Tensor, "completions tokens"]
     entropy_threshold: float | None = None
     """Tokens below it get no policy loss; see `top_entropy_threshold`."""
+    generator_logprobs_NT: Float[Tensor, "completions tokens"] | None = None
+    """None where the trained model itself sampled."""
 
 
 def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Bool[Tensor, " group"]:
@@ -77,7 +90,7 @@ def count_denominators(groups: Sequence[ScoredGroup], mask_truncated_completions
 
 def policy_loss(
     inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators, max_completion_length: int
-) -> tuple[Tensor, dict[str, MetricSum]]:
+) -> tuple[Tensor, LossMetrics]:
     """This micro-batch's share of the optimizer step's loss, and its metrics.
 
     Averaging gradients over ranks, as DDP and DeepSpeed do, needs the loss times the number of ranks.
@@ -87,11 +100,15 @@ def policy_loss(
     mask = inputs.mask_NT
     ratio_NK = importance_ratio(inputs, algorithm.importance_sampling_level)
     loss_NK, clipped = token_loss_of(ratio_NK, inputs, algorithm)
-    metrics = {name: masked_sum(flags_NK, mask) for name, flags_NK in clipped.items()}
+    metrics: dict[str, MetricSum | MetricExtreme] = {n: masked_sum(flags_NK, mask) for n, flags_NK in clipped.items()}
     metrics["entropy"] = masked_sum(inputs.entropies_NT, mask)
 
     if inputs.entropy_threshold is not None:
         loss_NK = loss_NK * (inputs.entropies_NT >= inputs.entropy_threshold)
+    if inputs.generator_logprobs_NT is not None:
+        weight_NK, mismatch = generator_weight(inputs, inputs.generator_logprobs_NT, algorithm)
+        loss_NK = loss_NK * weight_NK
+        metrics |= mismatch
     if algorithm.beta > 0:
         kl_NT = kl_estimate(inputs) * (ratio_NK if algorithm.use_bias_correction_kl else 1.0)
         loss_NK = loss_NK + algorithm.beta * kl_NT
@@ -106,11 +123,50 @@ def importance_ratio(inputs: LossInputs, level: str) -> Float[Tensor, "completio
 
     The latter is GSPO's ratio (https://arxiv.org/abs/2507.18071).
     """
-    old = inputs.policy_logprobs_NT.detach() if inputs.old_logprobs_NT is None else inputs.old_logprobs_NT
-    log_ratio = torch.where(inputs.mask_NT, inputs.policy_logprobs_NT - old, 0.0)
+    log_ratio = torch.where(inputs.mask_NT, inputs.policy_logprobs_NT - old_logprobs(inputs), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True) / token_counts(inputs.mask_NT)
     return log_ratio.exp()
+
+
+def old_logprobs(inputs: LossInputs) -> Float[Tensor, "completions tokens"]:
+    return inputs.policy_logprobs_NT.detach() if inputs.old_logprobs_NT is None else inputs.old_logprobs_NT
+
+
+def generator_weight(
+    inputs: LossInputs, generator_logprobs_NT: Float[Tensor, "completions tokens"], algorithm: AlgorithmConfig
+) -> tuple[Float[Tensor, "completions #tokens"], LossMetrics]:
+    """Constant weights old / generator of tokens, or multiplied over a completion's, and metrics of the mismatch.
+
+    They correct for sampling with another engine or older weights (https://fengyao.notion.site/off-policy-rl); 1 where
+    the correction is off.
+    """
+    mask = inputs.mask_NT
+    log_weight = torch.where(mask, old_logprobs(inputs).detach() - generator_logprobs_NT, 0.0)
+    metrics: dict[str, MetricSum | MetricExtreme] = {
+        "sampling/sampling_logp_difference/mean": masked_sum(log_weight.abs(), mask),
+        "sampling/sampling_logp_difference/max": masked_extreme("max", log_weight.abs(), mask),
+    }
+    if not algorithm.vllm_importance_sampling_correction:
+        return torch.ones_like(log_weight), metrics
+    if algorithm.vllm_importance_sampling_mode.startswith("sequence"):
+        log_weight = log_weight.sum(dim=1, keepdim=True)
+    weight_NK = bounded_weight(log_weight.exp(), algorithm)
+    metrics["sampling/importance_sampling_ratio/mean"] = masked_sum(weight_NK, mask)
+    metrics["sampling/importance_sampling_ratio/min"] = masked_extreme("min", weight_NK, mask)
+    metrics["sampling/importance_sampling_ratio/max"] = masked_extreme("max", weight_NK, mask)
+    return weight_NK, metrics
+
+
+def bounded_weight(
+    weight_NK: Float[Tensor, "completions #tokens"], algorithm: AlgorithmConfig
+) -> Float[Tensor, "completions #tokens"]:
+    """Weights out of bounds become the bound (truncate) or 0 (mask)."""
+    low = algorithm.vllm_importance_sampling_clip_min
+    high = algorithm.vllm_importance_sampling_clip_max or math.inf
+    if algorithm.vllm_importance_sampling_mode.endswith("truncate"):
+        return weight_NK.clamp(low, high)
+    return weight_NK.masked_fill((weight_NK < low) | (weight_NK > high), 0.0)
 
 
 def kl_estimate(inputs: LossInputs) -> Float[Tensor, "completions tokens"]:
@@ -190,8 +246,18 @@ LOSS_FORMS: dict[str, tuple[TokenLoss, TokenWeights]] = {
 
 def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
     """Sum and number of unmasked tokens, or of completions with any, where there is one value per completion."""
-    counted = mask_NT if values_NK.shape == mask_NT.shape else mask_NT.any(dim=1, keepdim=True)
+    counted = counted_of(values_NK, mask_NT)
     return MetricSum((values_NK.detach() * counted).sum(), counted.sum())
+
+
+def masked_extreme(statistic: Literal["min", "max"], values_NK: Tensor, mask_NT: Tensor) -> MetricExtreme:
+    """Of the values that `masked_sum` would sum."""
+    return MetricExtreme(statistic, values_NK.detach()[counted_of(values_NK, mask_NT)])
+
+
+def counted_of(values_NK: Tensor, mask_NT: Tensor) -> Tensor:
+    """Mask of the values that belong to unmasked tokens, or to completions with any."""
+    return mask_NT if values_NK.shape == mask_NT.shape else mask_NT.any(dim=1, keepdim=True)
 
 
 def token_counts(mask_NT: Bool[Tensor, "completions tokens"]) -> Float[Tensor, "completions 1"]:

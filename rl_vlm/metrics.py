@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rl_vlm.advantages import reward_std
+from rl_vlm.losses import MetricExtreme
 from rl_vlm.types import ScoredGroup
 
 Gather = Callable[[list[Any]], list[Any]]
@@ -47,10 +48,15 @@ class StepMetrics:
         for statistic, name in names.items():
             self.values[statistic, name] += values[~values.isnan()].tolist()
 
-    def add_sums(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add the means in two parts that a loss returns."""
-        for name, (total, count) in sums.items():
-            self.add_mean(name, total.item(), count.item())
+    def add_sums(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor] | MetricExtreme]) -> None:
+        """Add the means in two parts that a loss returns, and the extremes."""
+        for name, part in sums.items():
+            if not isinstance(part, MetricExtreme):
+                total, count = part
+                self.add_mean(name, total.item(), count.item())
+            elif part.values.numel():
+                extreme = STATISTICS[part.statistic](part.values)
+                self.add_values(extreme[None], **{part.statistic: name})
 
     def add_sum(self, name: str, value: int | float) -> None:
         self.sums[name] += value
@@ -63,6 +69,17 @@ class StepMetrics:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+
+    def include(self, other: StepMetrics) -> None:
+        """Add what was counted elsewhere."""
+        for name, (total, count) in other.means.items():
+            self.add_mean(name, total, count)
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for key, values in other.values.items():
+            self.values[key] += values
+        for name, value in other.seconds.items():
+            self.seconds[name] += value
 
     def reduce(self, gather: Gather) -> dict[str, float]:
         """The metrics over all ranks; times are the slowest rank's. A statistic of nothing is left out."""

@@ -103,6 +103,28 @@ class PromptBuilder:
         self._check_images(prompt)
         return prompt
 
+    def unexpanded_ids(self, sample: Sample) -> list[int]:
+        """Token ids of the sample's prompt with one placeholder per image, for engines that expand it themselves.
+
+        The tokenizer's own special tokens come first, unless the chat template has put them there.
+        """
+        text, tokenizer = self.text(sample), self.processor.tokenizer
+        starts_itself = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(text, add_special_tokens=not starts_itself)["input_ids"]
+
+    def text(self, sample: Sample) -> str:
+        """The sample's prompt as text, with one placeholder per image."""
+        if not self.processor.chat_template:
+            return self._lines(sample)
+        continues = sample.messages[-1]["role"] == "assistant"
+        return self.processor.apply_chat_template(
+            fill_images(sample.messages, sample.images),
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            tokenize=False,
+            **self.template_kwargs,
+        )
+
     def _chat(self, sample: Sample) -> BatchFeature:
         continues = sample.messages[-1]["role"] == "assistant"
         return self.processor.apply_chat_template(
@@ -116,10 +138,14 @@ class PromptBuilder:
         )
 
     def _plain_text(self, sample: Sample) -> BatchFeature:
-        """For checkpoints without a chat template: a line per message, images where their blocks are."""
+        """For checkpoints without a chat template."""
+        return self.processor(text=[self._lines(sample)], images=list(sample.images) or None, return_tensors="pt")
+
+    def _lines(self, sample: Sample) -> str:
+        """A line per message, images where their blocks are."""
         image = {"text": getattr(self.processor, "image_token", "")}
         lines = ["".join((image | block)["text"] for block in message["content"]) for message in sample.messages]
-        return self.processor(text=["\n".join(lines)], images=list(sample.images) or None, return_tensors="pt")
+        return "\n".join(lines)
 
     def _refuse_placeholders(self, sample: Sample) -> None:
         texts = [block.get("text", "") for message in sample.messages for block in message["content"]]

@@ -27,6 +27,8 @@ class Progress:
     """How far the run is; saved in checkpoints."""
 
     global_step: int = 0
+    policy_version: int = 0
+    """Updates of the weights; a skipped step makes none."""
     train_seconds: float = 0.0
     nonfinite_in_a_row: int = 0
     eval_before: dict[str, float] | None = None
@@ -63,9 +65,8 @@ def write_files(trainer: Trainer, ranks: list[dict[str, Any]], directory: Path) 
         save_policy(trainer.reference.frozen, trainer.processor, directory / "reference")
     state = {
         "progress": asdict(trainer.progress),
-        "sampler": trainer.sampler.state_dict(),
+        "sampler": trainer.collector.sampler_state(),
         "world_size": len(ranks),
-        "policy_version": trainer.generator.policy_version,
     }
     (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
     torch.save(trainer.engine.state_dict(), directory / "optimizer.pt")
@@ -86,7 +87,6 @@ def restore_run(trainer: Trainer, path: Path) -> None:
         )
     trainer.progress = Progress(**state["progress"])
     trainer.sampler.load_state_dict(state["sampler"])
-    trainer.generator.policy_version = state["policy_version"]
     trainer.engine.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
     rank = torch.load(path / f"rank_{trainer.engine.rank}.pt", weights_only=True)
     if rank["window"] is not None:

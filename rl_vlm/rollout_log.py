@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.types import Prompt, RewardTable, ScoredGroup
+from rl_vlm.generation.openai import ServedCompletion
+from rl_vlm.types import Completion, Prompt, RewardTable, ScoredGroup
 
 if TYPE_CHECKING:
     import pyarrow
 
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
-    """One row per completion. Rewards are None where they do not apply or failed."""
+    """One row per completion. Rewards are None where they do not apply or failed, lengths where a server keeps them."""
     return [
         {
             "step": step,
@@ -29,8 +30,8 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
             "prompt": prompt_text(scored.group.prompt),
             "completion": completion.text,
             "finish_reason": completion.finish_reason,
-            "prompt_length": len(scored.group.prompt.token_ids),
-            "completion_length": len(completion.token_ids),
+            "prompt_length": len(scored.group.prompt.token_ids) or None,
+            "completion_length": num_tokens(completion),
             **{name: number(scored.scores_GF[g, f].item()) for f, name in enumerate(table.names)},
             "reward": number(scored.rewards_G[g].item()),
             "advantage": scored.advantages_G[g].item(),
@@ -39,6 +40,10 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
         for p, scored in enumerate(groups)
         for g, completion in enumerate(scored.group.completions)
     ]
+
+
+def num_tokens(completion: Completion) -> int | None:
+    return completion.num_tokens if isinstance(completion, ServedCompletion) else len(completion.token_ids)
 
 
 def number(value: float) -> float | None:

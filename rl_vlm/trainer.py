@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +25,8 @@ from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data import Rows, load_rows
 from rl_vlm.engine import Engine
-from rl_vlm.errors import ConfigError, RLVLMError, TrainingError
+from rl_vlm.errors import ConfigError, RLVLMError, RolloutError, TrainingError
 from rl_vlm.evaluation import Evaluator
-from rl_vlm.generation.hf import HFEngine
 from rl_vlm.loading import (
     Reference,
     initial_checkpoint,
@@ -38,7 +38,7 @@ from rl_vlm.loading import (
 from rl_vlm.losses import (
     Denominators,
     LossInputs,
-    MetricSum,
+    LossMetrics,
     count_denominators,
     policy_loss,
     top_entropy_threshold,
@@ -52,15 +52,18 @@ from rl_vlm.prompts import PromptBuilder, drop_long_prompts, load_processor
 from rl_vlm.report.curve import draw_curve
 from rl_vlm.resume import Progress, restore_run, save_run
 from rl_vlm.reward import RewardSuite
+from rl_vlm.rollout_engines import training_engine
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import PromptSampler
-from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask
+from rl_vlm.types import MicroBatch, ScoredGroup, SubGroup, TokenScores, TrainerState, length_mask, pad_rows
 from rl_vlm.vision import VisionEncoder, spare_sample
+from rl_vlm.weight_sync import PolicyWeights
 from rl_vlm.window import LogprobField, Window, keep, kept
 
 Sharing = Literal["auto", "shared", "dense"]
 
 MAX_NONFINITE_STEPS = 3
+NUM_CHECKED_GROUPS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +107,8 @@ class Trainer:
         row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
         self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
         self.engine.prepare(self.policy.train(), train, self.total_steps)
-        self.generator = HFEngine.for_policy(self.policy, self.processor.tokenizer, config.rollout.max_num_seqs)
+        self.generator = training_engine(config, initial, self.policy, builder, self.engine)
+        self.weights = PolicyWeights(self.policy, config.rollout.lora_sync)
         self.sampler = PromptSampler(
             len(row_indices),
             self.plan.prompts_per_step,
@@ -175,13 +179,49 @@ class Trainer:
     def current_window(self, metrics: StepMetrics) -> Window:
         """The window in training, or a new one with the log-probs that its later updates need."""
         if self.window is None or self.window.is_spent:
-            self.window = self.collector.collect(self.state, metrics)
+            self.window = self.next_window(metrics)
             with metrics.stage("old_logprobs"):
                 self.score(self.window.later_groups(), self.policy, "old_logprobs")
             if self.reference is not None:
                 with metrics.stage("ref_logprobs"):
                     self.score(self.window.groups, self.reference, "ref_logprobs")
         return self.window
+
+    def next_window(self, metrics: StepMetrics) -> Window:
+        """Sampled now, by the weights of now; with `max_staleness`, while the last window was trained on."""
+        window = self.collector.take_ahead(metrics)
+        self.sync_generator(self.config.rollout.weight_sync_steps, metrics)
+        if window is None:
+            window = self.collector.collect(self.state, metrics)
+            self.check_generator(window.groups)
+        next_step = self.progress.global_step + self.plan.steps_per_window * self.plan.num_iterations
+        if self.config.rollout.max_staleness and next_step < self.total_steps:
+            self.collector.collect_ahead(replace(self.state, global_step=next_step))
+        return window
+
+    @torch.no_grad()
+    def check_generator(self, groups: Sequence[ScoredGroup]) -> None:
+        """Raises RolloutError if an engine with weights of its own does not sample from the policy."""
+        if self.config.rollout.engine == "hf":
+            return
+        self.policy.eval()
+        gaps = []
+        for group in groups[:NUM_CHECKED_GROUPS]:
+            completions = group.group.completions
+            scores = self.policy(MicroBatch([SubGroup(group, list(range(len(completions))))], shared=False))
+            sampled = pad_rows([completion.generator_logprobs for completion in completions]).to(self.engine.device)
+            gaps.append((scores.logprobs_NT - sampled)[sampled != 0].abs())
+        self.policy.train()
+        self.engine.together(lambda: check_gap(torch.cat(gaps), self.config.vllm.vllm_max_logp_difference))
+
+    def sync_generator(self, max_updates_behind: int, metrics: StepMetrics) -> None:
+        """Send the generator the policy's weights if it is this many updates behind."""
+        version = self.progress.policy_version
+        if version - self.generator.policy_version < max_updates_behind:
+            return
+        with metrics.stage("weight_sync"):
+            num_bytes = self.engine.together(lambda: self.generator.sync(self.weights, version))
+        metrics.add_sum("weight_sync/bytes", num_bytes)
 
     @property
     def state(self) -> TrainerState:
@@ -241,10 +281,13 @@ class Trainer:
 
     def loss(
         self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, threshold: float | None
-    ) -> tuple[Tensor, dict[str, MetricSum]]:
+    ) -> tuple[Tensor, LossMetrics]:
         """The micro-batch's share of the step's loss, and its metrics."""
         if not batch.weight:
             return 0.0 * scores.logprobs_NT.sum(), {}
+        generator_logprobs_NT = None
+        if self.config.rollout.engine != "hf":
+            generator_logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(self.engine.device)
         inputs = LossInputs(
             policy_logprobs_NT=scores.logprobs_NT,
             old_logprobs_NT=kept(batch, "old_logprobs", self.engine.device),
@@ -253,6 +296,7 @@ class Trainer:
             mask_NT=self.trained_tokens(batch),
             entropies_NT=scores.entropies_NT,
             entropy_threshold=threshold,
+            generator_logprobs_NT=generator_logprobs_NT,
         )
         return policy_loss(inputs, self.config.algorithm, denominators, self.config.rollout.max_completion_length)
 
@@ -269,7 +313,7 @@ class Trainer:
         finite = math.isfinite(loss_sum) and math.isfinite(norm)
         if batches and finite:
             self.engine.update()
-            self.generator.policy_version += 1
+            self.progress.policy_version += 1
         self.engine.zero_grad()
         metrics.add_mean("loss", loss_sum, 1)
         metrics.add_mean("grad_norm", norm, 1)
@@ -303,7 +347,9 @@ class Trainer:
             )
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Rewards, lengths, and how much the shared prefixes saved."""
+        """Rewards, lengths, how old the sampling weights were, and how much the shared prefixes saved."""
+        lags = [self.progress.policy_version - group.group.policy_version for group in groups]
+        metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
         add_reward_metrics(metrics, groups, self.rewards.names)
         for name, value in self.policy.counters.items():
             metrics.add_sum(f"compute/{name}", value)
@@ -361,6 +407,8 @@ class Trainer:
         """Metrics on the held-out rows; with `load_best_model_at_end`, notes the best step so far."""
         assert self.evaluator is not None
         progress, train = self.progress, self.config.train
+        self.collector.wait()
+        self.sync_generator(1, StepMetrics())
         metrics = progress.eval_latest = self.evaluator.run(self.state).metrics
         if train.load_best_model_at_end:
             name = train.metric_for_best_model.removeprefix("eval_")
@@ -405,9 +453,22 @@ class Trainer:
         return "dense"
 
     def close(self) -> None:
+        self.generator.close()
+        self.collector.close()
         self.prefetcher.close()
         self.rewards.close()
         self.engine.close()
+
+
+def check_gap(differences: Tensor, bound: float) -> None:
+    """Raises RolloutError if the mean difference of log-probs between generator and trainer is above the bound."""
+    mean, largest = differences.mean().item(), differences.max().item()
+    if not mean <= bound:
+        raise RolloutError(
+            f"Log-probs of the first rollouts differ between generator and trainer by {mean:.3g} in the mean and "
+            f"{largest:.3g} at most; vllm.vllm_max_logp_difference allows a mean of {bound:g}. Are model, precision "
+            "(model.dtype) and pixel limits the same on both sides? Some difference is normal in bfloat16."
+        )
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -54,6 +54,14 @@ def check_trainable(config: RunConfig) -> None:
         missing.append("`rewards.reward_funcs` is empty: training needs at least one reward function")
     if config.rollout.num_generations < 2:
         missing.append("`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt")
+    rollout = config.rollout
+    if rollout.engine != "hf" and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        missing.append(
+            f"`rollout.engine` is {rollout.engine}: with `top_p`, `top_k` or `min_p` vLLM returns log-probs of what "
+            "these leave, and training needs them as they were before; unset them, or use the engine hf"
+        )
+    if config.evaluation.endpoint_url is not None:
+        missing.append("`evaluation.endpoint_url` is for `rl-vlm eval`: a run evaluates what it trains; leave it out")
     if missing:
         raise ConfigError("\n".join(missing))
 
@@ -134,7 +142,7 @@ def _resolve(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _settings_of(key: str, value: Any, keys: Mapping[str, Any]) -> dict[str, Any] | None:
     if key in SETTINGS:
         return {key: value}
-    if key in FULL_NAMES and value is None:
+    if key in FULL_NAMES and value is None and key not in trl_fields.NULL_IS_OFF:
         return {FULL_NAMES[key]: None}
     translated = trl_fields.translate(key, value, keys)
     if translated is not None:

@@ -93,6 +93,9 @@ class RolloutConfig(Section):
     on this or other machines. `docs/rollouts.md` compares them."""
     weight_sync_steps: int = Field(default=1, ge=1)
     """Optimizer steps after which vLLM is due new weights; it gets them before the next rollout or evaluation."""
+    max_staleness: int = Field(default=0, ge=0, le=1)
+    """Generation windows that sampling may be behind training: at 1, servers sample the next window while this one is
+    trained on; the importance weights account for it. 0 waits for the newest weights."""
     lora_sync: Literal["adapter", "merge"] = "adapter"
     """What vLLM is sent of a LoRA run: the adapter, or base weights freshly merged with it. Merging is for adapters
     that vLLM cannot load: on the vision tower, with DoRA, or with fully trained modules."""
@@ -114,6 +117,9 @@ class RolloutConfig(Section):
     """Sample from tokens with at least this share of the best token's probability."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Completions that the engine decodes at once on one device."""
+    max_resampling_rounds: int = Field(default=0, ge=0)
+    """Times that prompts whose completions all got the same reward, which teaches nothing, are sampled again; a new
+    group takes the place of the old one if its rewards differ."""
 
 
 class VLLMConfig(Section):
@@ -138,6 +144,8 @@ class VLLMConfig(Section):
     """`CUDA_VISIBLE_DEVICES` of each server that is started. Default: that of the trainer."""
     vllm_server_timeout: float = Field(default=240.0, gt=0)
     """Seconds that a server may take to start, or to answer, before it counts as lost."""
+    vllm_max_logp_difference: float = Field(default=0.1, gt=0)
+    """Mean difference of log-probs between vLLM and the trainer above which a run ends before its first step."""
     vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"
     """How servers get weights: `nccl` between GPUs, or files in the run directory. `auto`: `nccl` where there are
     GPUs."""
@@ -168,6 +176,18 @@ class AlgorithmConfig(Section):
     """How token losses are formed and averaged; see `rl_vlm/losses.py`."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Ratio per token, or per completion (GSPO)."""
+    vllm_importance_sampling_correction: bool = True
+    """Weigh the loss by how probable what vLLM sampled is in the trained model: their log-probs differ by rounding, and
+    where vLLM has older weights."""
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "sequence_mask"
+    )
+    """One weight per token, or per completion, where they multiply; a weight out of bounds becomes the bound
+    (`truncate`) or 0 (`mask`)."""
+    vllm_importance_sampling_clip_max: float = Field(default=3.0, ge=0)
+    """Upper bound of the weight; 0 is off."""
+    vllm_importance_sampling_clip_min: float = Field(default=0.0, ge=0)
+    """Lower bound of the weight."""
     epsilon: float = Field(default=0.2, ge=0)
     """Lower clip of the ratio."""
     epsilon_high: float | None = Field(default=None, ge=0)
@@ -280,6 +300,19 @@ SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
 """What `transformers.get_scheduler` passes on to each schedule."""
 
 
+class EvaluationConfig(Section):
+    endpoint_url: str | None = Field(default=None, pattern="^https?://")
+    """Address of a served model with OpenAI's chat completions, such as `http://localhost:8000/v1`. `rl-vlm eval` then
+    samples there instead of loading a model, `model_name_or_path` is the served model's name, and the API key is that
+    of the environment variable OPENAI_API_KEY. Default: evaluate with `rollout.engine`."""
+    endpoint_max_concurrency: int = Field(default=16, ge=1)
+    """Requests to the endpoint at once, per process."""
+    endpoint_timeout: float = Field(default=300.0, gt=0)
+    """Seconds that the endpoint may take for one completion."""
+    endpoint_max_retries: int = Field(default=4, ge=0)
+    """Times that a request is sent again when the endpoint is overloaded, fails or cannot be reached."""
+
+
 class MemoryConfig(Section):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Language tokens that one forward and backward holds; the loss and gradient do not depend on it."""
@@ -312,12 +345,13 @@ class RunConfig(Section):
     rewards: RewardsConfig = RewardsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     memory: MemoryConfig = MemoryConfig()
     log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunConfig":
-        checks = (_reward_conflicts, _algorithm_conflicts, _schedule_conflicts, _train_conflicts)
+        checks = (_rollout_conflicts, _reward_conflicts, _algorithm_conflicts, _schedule_conflicts, _train_conflicts)
         if conflicts := [conflict for check in checks for conflict in check(self)]:
             raise ValueError("\n".join(conflicts))
         return self
@@ -329,6 +363,19 @@ SETTINGS: dict[str, FieldInfo] = {
     f"{section}.{leaf}": field for section, model in SECTIONS.items() for leaf, field in model.model_fields.items()
 }
 """Every setting by its full name, `section.leaf`."""
+
+
+def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
+    rollout, settings = config.rollout, config.vllm
+    if rollout.engine == "hf" and rollout.weight_sync_steps > 1:
+        yield "`weight_sync_steps` has no effect on `engine` hf, which samples from the trained weights themselves"
+    if rollout.max_staleness and rollout.engine != "vllm_server":
+        yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the training"
+    if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:
+        yield (
+            f"`vllm_server_devices` names {len(settings.vllm_server_devices)} sets of devices for "
+            f"`vllm_num_servers` {settings.vllm_num_servers}; give one per server"
+        )
 
 
 def _reward_conflicts(config: RunConfig) -> Iterator[str]:
@@ -353,6 +400,12 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
         yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
+    low, high = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
+    if high and low >= high:
+        yield (
+            f"`vllm_importance_sampling_clip_min` {low:g} is not below `vllm_importance_sampling_clip_max` {high:g}; "
+            "lower the one, or raise the other (0: no upper bound)"
+        )
     model = config.model
     if algorithm.beta > 0 and model.use_peft and model.init_lora_weights in ("pissa", "olora"):
         yield (

@@ -23,6 +23,10 @@ SAME = frozenset(
     loss_type importance_sampling_level epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos
     beta use_bias_correction_kl sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
     num_iterations mask_truncated_completions top_entropy_quantile
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_min
+
+    vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
+    vllm_server_base_url vllm_server_timeout
 
     output_dir seed per_device_train_batch_size gradient_accumulation_steps steps_per_generation num_train_epochs
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
@@ -75,6 +79,33 @@ def _scale_rewards(value: Any, given: Mapping[str, Any]) -> Settings:
     return {"scale_rewards": value}
 
 
+def _use_vllm(value: Any, given: Mapping[str, Any]) -> Settings:
+    """TRL joins a running server, by its URL or by host and port; its default host 0.0.0.0 is this machine."""
+    mode = given.get("vllm_mode") or "colocate"
+    if not value or mode == "colocate":
+        return {"engine": "vllm"} if value else {}
+    if mode != "server":
+        raise ValueError(f"`vllm_mode` is {mode!r}: it should be 'colocate' or 'server'")
+    host, port = given.get("vllm_server_host") or "0.0.0.0", given.get("vllm_server_port") or 8000
+    url = given.get("vllm_server_base_url") or f"http://{host.replace('0.0.0.0', '127.0.0.1')}:{port}"
+    return {"engine": "vllm_server", "vllm_server_base_url": url}
+
+
+def _vllm_mode(value: Any, given: Mapping[str, Any]) -> Settings:
+    if "use_vllm" not in given and value != "colocate":
+        raise ValueError("set `use_vllm` beside it")
+    return _use_vllm(given.get("use_vllm"), given)
+
+
+def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Host or port of TRL's server."""
+    if given.get("vllm_mode") == "server" and given.get("use_vllm"):
+        return _use_vllm(True, given)
+    if value not in ("0.0.0.0", 8000):
+        raise ValueError("a server is used with `use_vllm: true` and `vllm_mode: server`; set them beside it")
+    return {}
+
+
 CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "bf16": lambda value, given: {"dtype": "bfloat16"} if value else {},
     "max_steps": lambda value, given: {"max_steps": None if value == -1 else value},
@@ -87,7 +118,16 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "resume_from_checkpoint": lambda value, given: {
         "resume_from_checkpoint": "auto" if value is True else value or None
     },
+    "use_vllm": _use_vllm,
+    "vllm_mode": _vllm_mode,
+    "vllm_server_host": _vllm_server,
+    "vllm_server_port": _vllm_server,
+    "vllm_importance_sampling_clip_max": lambda value, given: {"vllm_importance_sampling_clip_max": value},
+    "vllm_importance_sampling_cap": lambda value, given: {"vllm_importance_sampling_clip_max": value},
 }
+
+NULL_IS_OFF = {"vllm_importance_sampling_clip_max": 0}
+"""Fields that null turns off in TRL, while null stands for the default here, and what turns them off here."""
 
 OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
 """Fields of earlier versions: a `warmup_steps` below 1 is a ratio."""
@@ -103,16 +143,14 @@ NOT_HERE: dict[str, Settings] = {
         "entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0,
         "entropy_coef_delta": 0.005, "entropy_target": 0.2,
     },
-    "rollouts come from the Hugging Face engine; vLLM is not here yet": {
-        "use_vllm": False, "vllm_mode": "colocate", "vllm_model_impl": "vllm", "vllm_enable_sleep_mode": False,
-        "vllm_structured_outputs_regex": None, "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0",
-        "vllm_server_port": 8000, "vllm_server_timeout": 240.0, "vllm_group_port": 51216,
-        "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": None, "vllm_tensor_parallel_size": 1,
-        "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
-        "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_cap": None, "off_policy_mask_threshold": None,
+    "completions are sampled without constraints, so that log-probs are those of the policy": {
+        "vllm_structured_outputs_regex": None,
     },
-    "rollouts come from the Hugging Face engine with its own cache": {
+    "the run chooses the port through which servers get weights": {"vllm_group_port": 51216},
+    "completions far from the policy are left out by `vllm_importance_sampling_mode`": {
+        "off_policy_mask_threshold": None,
+    },
+    "the Hugging Face engine has a cache of its own": {
         "use_transformers_continuous_batching": False, "transformers_continuous_batching_config": None,
         "use_transformers_paged": False, "cache_implementation": None, "use_cache": (False, True),
         "ds3_gather_for_generation": True,
@@ -193,6 +231,7 @@ def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | Non
     if name in SAME:
         return {name: value}
     if name in CONVERTED:
+        value = NULL_IS_OFF.get(name) if value is None else value
         return {} if value is None else CONVERTED[name](value, given)
     for reason, fields in NOT_HERE.items():
         if name in fields:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from rl_vlm.types import Group, RolloutRequest, Sampling
 
-if TYPE_CHECKING:
-    from rl_vlm.policy import Policy
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """What an engine with weights of its own takes over from the policy."""
+
+    sends_adapter: bool
+    """Whether the engine gets the adapter alone; otherwise it gets weights."""
+
+    def save_adapter(self, directory: Path) -> int:
+        """Write the adapter as PEFT does; returns its bytes."""
+        ...
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight that training moves, whole and by its name in checkpoints."""
+        ...
 
 
 @runtime_checkable
@@ -22,7 +38,7 @@ class RolloutEngine(Protocol):
         """One group per request, in order, each of `sampling.num_generations` completions."""
         ...
 
-    def sync(self, policy: Policy, version: int) -> int:
+    def sync(self, source: WeightSource, version: int) -> int:
         """Take over the policy's weights after `version` updates; returns the bytes that were moved."""
         ...
 

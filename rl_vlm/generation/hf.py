@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_vlm.families import stop_token_ids
+from rl_vlm.generation import WeightSource
 from rl_vlm.generation.sampling import next_tokens, stream_keys
 from rl_vlm.rows import batch_rows, token_input_names, token_inputs
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sampling
@@ -89,10 +90,10 @@ class HFEngine:
     @classmethod
     def for_policy(cls, policy: SampledPolicy, tokenizer: Any, max_num_seqs: int) -> HFEngine:
         """Sample from the weights that are trained, in their compute precision."""
-        stops = stop_token_ids(policy.vision.model, tokenizer)
+        stops = stop_token_ids(policy.vision.model.generation_config, tokenizer)
         return cls(policy.vision, tokenizer, stops, max_num_seqs, policy.autocast)
 
-    def sync(self, policy: SampledPolicy, version: int) -> int:
+    def sync(self, source: WeightSource, version: int) -> int:
         """The weights are the policy's own: nothing moves."""
         self.policy_version = version
         return 0

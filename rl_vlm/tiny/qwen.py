@@ -24,7 +24,12 @@ def token_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    return layer_sizes(tokenizer, hidden_size) | {"rope_parameters": mrope(hidden_size // 8), "bos_token_id": None}
+    """Heads of 32, the smallest that vLLM runs on CPUs."""
+    num_heads = max(1, hidden_size // 32)
+    return layer_sizes(tokenizer, hidden_size) | {
+        "num_attention_heads": num_heads, "num_key_value_heads": 1, "bos_token_id": None,
+        "rope_parameters": mrope(hidden_size // num_heads // 2),
+    }  # fmt: skip
 
 
 def _qwen2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
@@ -56,7 +61,7 @@ def _qwen3_vision(hidden_size: int) -> dict[str, Any]:
 def _qwen3_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
 
-    text = _text_sizes(tokenizer, hidden_size) | {"head_dim": hidden_size // 4}
+    text = _text_sizes(tokenizer, hidden_size) | {"head_dim": 32}
     return Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **token_ids(tokenizer))
 
 
@@ -64,7 +69,7 @@ def _qwen3_vl_moe_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Qwen3VLMoeConfig
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
-    text = _text_sizes(tokenizer, hidden_size) | {"head_dim": hidden_size // 4} | experts
+    text = _text_sizes(tokenizer, hidden_size) | {"head_dim": 32} | experts
     return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **token_ids(tokenizer))
 
 

@@ -18,8 +18,9 @@ LAYERS = [
     "families shared_prefix sources",
     "rows vision",
     "data prompts generation reward advantages batching losses policy",  # the stages of a batch
-    "checkpoint engine metrics rollout_log sampler tiny",
+    "checkpoint engine metrics rollout_log sampler tiny weight_sync",
     "loading prefetch progress report run_directory window",
+    "rollout_engines",
     "collector evaluation examples resume",
     "trainer",
 ]
@@ -33,10 +34,10 @@ ONLY_IN = {
     "accelerate": "rl_vlm/engine.py",
     "peft": "rl_vlm/loading.py",
     "trl": None,
-    "vllm": None,
+    "vllm": "rl_vlm/generation/vllm_",
     "deepspeed": None,
 }
-"""The one file of `rl_vlm` that may import a package, inside of functions or not; None: no file does."""
+"""How the path begins of the files of `rl_vlm` that may import a package, inside of functions or not; None: none may."""
 
 LOCAL = {"transformers", "accelerate", "peft", "datasets", "trl", "matplotlib"}
 """Packages that are imported where they are used, never at the top of a file."""
@@ -120,9 +121,10 @@ def test_modules_import_lower_layers_only():
 
 
 @pytest.mark.parametrize(("name", "allowed"), ONLY_IN.items())
-def test_packages_are_imported_in_one_file(name: str, allowed: str | None):
+def test_packages_are_imported_in_one_place(name: str, allowed: str | None):
     files = {found.file for found in ALL if found.file.startswith("rl_vlm/") and package(found) == name}
-    assert files == ({allowed} if allowed else set())
+    assert bool(files) == bool(allowed)
+    assert all(file.startswith(allowed or "") for file in files)
 
 
 def test_rewards_import_nothing_of_ours_and_nothing_imports_launch():

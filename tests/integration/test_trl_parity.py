@@ -1,5 +1,6 @@
 """Losses, gradients, metrics and advantages against TRL's GRPOTrainer on the same inputs."""
 
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any, cast
 
@@ -14,11 +15,14 @@ from rl_vlm.losses import (
     Denominators,
     LossInputs,
     count_denominators,
+    generator_weight,
     importance_ratio,
+    old_logprobs,
     policy_loss,
     top_entropy_threshold,
     trained_completions,
 )
+from rl_vlm.metrics import StepMetrics
 from rl_vlm.tiny.build import build_tiny
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
 from tests.integration import trl_oracle
@@ -124,9 +128,14 @@ def assert_loss_gradient_and_metrics_agree(trainer, inputs, settings):
     if settings.get("importance_sampling_level") == "sequence":
         return  # TRL counts masked completions as unclipped ones
     logged = trl_oracle.last_metrics(trainer)
-    assert {name: (total / count).item() for name, (total, count) in metrics.items()} == {
-        name: pytest.approx(logged[name], rel=1e-5) for name in metrics
-    }
+    assert reduced(metrics) == {name: pytest.approx(logged[name], rel=1e-5) for name in metrics}
+
+
+def reduced(metrics):
+    """What a step of this one micro-batch logs."""
+    step = StepMetrics()
+    step.add_sums(metrics)
+    return step.reduce(list)
 
 
 def test_the_example_reaches_every_branch_of_the_losses():
@@ -199,6 +208,82 @@ def image_rows():
         {"prompt": [{"role": "user", "content": "Which digit is this?"}], "image": Image.new("RGB", size, "red")}
         for size in [(16, 16)] * 4 + [(32, 16)] * 4
     ]
+
+
+CORRECTIONS = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+BOUNDS: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.6, "vllm_importance_sampling_clip_max": 1.5}
+
+
+def mismatched_inputs(on_policy=False):
+    """The example, all of it trained on, with generator log-probs on both sides of the old ones."""
+    inputs = example_inputs(on_policy)
+    noise = torch.randn(8, max(LENGTHS), generator=torch.Generator().manual_seed(22))
+    generator = (old_logprobs(inputs) + 0.4 * noise).masked_fill(~length_mask(LENGTHS), 0.0)
+    return replace(inputs, mask_NT=length_mask(LENGTHS), generator_logprobs_NT=generator)
+
+
+def weights_of(inputs, **settings):
+    return generator_weight(inputs, inputs.generator_logprobs_NT, AlgorithmConfig(**settings))[0]
+
+
+@pytest.fixture
+def make_generator_trainer(make_trainer, completion_ids):
+    """A trainer that got the inputs' generator log-probs from vLLM, and the weights that it made of them."""
+
+    def make(inputs, **settings):
+        logprobs = [row[:n].tolist() for row, n in zip(inputs.generator_logprobs_NT, LENGTHS, strict=True)]
+        trainer = make_trainer(trl_oracle.Rollouts(completion_ids, [[0.0]] * 8, logprobs), **settings)
+        return trainer, trl_oracle.generator_weight(trainer, image_rows(), old_logprobs(inputs).detach())
+
+    return make
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_the_example_has_generator_weights_within_and_beyond_both_bounds(mode):
+    settings: dict[str, Any] = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 0}
+    weights = weights_of(mismatched_inputs(), **settings)
+    for low, high in [(0, 0.6), (0.6, 1.5), (1.5, torch.inf)]:
+        assert ((weights > low) & (weights < high) & (weights != 1)).any()
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("mode", CORRECTIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradient_with_another_generator_equal_trls(make_generator_trainer, loss_type, mode, on_policy):
+    settings = with_cispo_cap(loss_type, EVERYTHING) | BOUNDS | {"vllm_importance_sampling_mode": mode}
+    inputs = mismatched_inputs(on_policy)
+    trainer, weight = make_generator_trainer(inputs, **settings)
+    ours, metrics = our_loss(inputs, settings)
+    trls = trl_oracle.loss_on_logprobs(trainer, inputs, int(inputs.mask_NT.sum()), weight)
+    assert_same(ours, trls)
+    assert_same(gradient(ours, inputs), gradient(trls, inputs))
+
+    found, logged = reduced(metrics), trl_oracle.last_metrics(trainer)
+    names = [name for name in logged if name.startswith("sampling/")]
+    assert len(names) == 5
+    assert {name: found[name] for name in names} == {name: pytest.approx(logged[name], rel=1e-5) for name in names}
+
+
+@pytest.mark.parametrize("mode", CORRECTIONS)
+def test_wrong_uses_of_the_generator_weight_would_show(mode):
+    """Not at all, twice, or with a gradient of its own."""
+    settings = BOUNDS | {"vllm_importance_sampling_mode": mode}
+    inputs: Any = mismatched_inputs(on_policy=True)
+    found = gradient(our_loss(inputs, settings)[0], inputs)
+
+    mask, policy, weight = inputs.mask_NT, inputs.policy_logprobs_NT, weights_of(inputs, **settings)
+    mismatch = torch.where(mask, policy - inputs.generator_logprobs_NT, 0.0)
+    if mode.startswith("sequence"):
+        mismatch = mismatch.sum(dim=1, keepdim=True)
+    with_gradient = weight * (mismatch - mismatch.detach()).exp()
+
+    def gradient_with(weight):
+        losses = -inputs.advantages_N[:, None] * (policy - policy.detach()).exp()
+        return gradient((losses * weight * mask).sum() / mask.sum(), inputs)
+
+    assert_same(found, gradient_with(weight))
+    for wrong in (torch.ones_like(weight), weight**2, with_gradient):
+        assert (gradient_with(wrong) - found).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])

@@ -27,6 +27,8 @@ class Rollouts:
 
     completion_ids: list[list[int]] = field(default_factory=list)
     rewards: list[list[float | None]] = field(default_factory=list)
+    logprobs: list[list[float]] | None = None
+    """The generator's, of each token; the trainer then takes it for vLLM."""
 
 
 def make_trainer(
@@ -37,7 +39,7 @@ def make_trainer(
 
     def rollout(prompts: list, trainer: GRPOTrainer) -> dict[str, Any]:
         prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
-        return {"prompt_ids": prompt_ids, "completion_ids": rollouts.completion_ids, "logprobs": None}
+        return {"prompt_ids": prompt_ids, "completion_ids": rollouts.completion_ids, "logprobs": rollouts.logprobs}
 
     def reward_function(index: int):
         return lambda **_: [scores[index] for scores in rollouts.rewards]
@@ -56,14 +58,22 @@ def make_trainer(
         rollout_func=rollout,
     )
     model.train()
+    trainer.use_vllm = rollouts.logprobs is not None
+    trainer._last_loaded_step = trainer.state.global_step  # there is no engine that would need the weights
     trainer.current_gradient_accumulation_steps = num_micro_batches
     return trainer
 
 
-def loss_on_logprobs(trainer: GRPOTrainer, inputs: LossInputs, num_step_tokens: int) -> Tensor:
+def set_logprobs(trainer: GRPOTrainer, logprobs_NT: Tensor, entropies_NT: Tensor | None = None) -> None:
+    """What every forward pass of the trainer finds from now on."""
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs_NT, entropies_NT, None)
+
+
+def loss_on_logprobs(
+    trainer: GRPOTrainer, inputs: LossInputs, num_step_tokens: int, generator_weight: Tensor | None = None
+) -> Tensor:
     """TRL's loss of a micro-batch; `num_step_tokens` is the number of unmasked tokens of the optimizer step."""
-    scores = (inputs.policy_logprobs_NT, inputs.entropies_NT, None)
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: scores
+    set_logprobs(trainer, inputs.policy_logprobs_NT, inputs.entropies_NT)
     mask = inputs.mask_NT.long()
     batch = {
         "prompt_ids": mask[:, :1],
@@ -77,12 +87,20 @@ def loss_on_logprobs(trainer: GRPOTrainer, inputs: LossInputs, num_step_tokens: 
         batch["old_per_token_logps"] = inputs.old_logprobs_NT
     if inputs.ref_logprobs_NT is not None:
         batch["ref_per_token_logps"] = inputs.ref_logprobs_NT
+    if generator_weight is not None:
+        batch["importance_sampling_ratio"] = generator_weight
     return trainer._compute_loss(trainer.model, batch)
 
 
 def last_metrics(trainer: GRPOTrainer) -> dict[str, float]:
     """The values that the trainer logged last, by metric name."""
     return {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+def generator_weight(trainer: GRPOTrainer, rows: list[dict[str, Any]], old_logprobs: Tensor) -> Tensor:
+    """The trainer's weight for its rollouts, (N, T) or (N, 1), where its own forward pass finds the old log-probs."""
+    set_logprobs(trainer, old_logprobs)
+    return score_rollouts(trainer, rows)["importance_sampling_ratio"]
 
 
 def score_rollouts(trainer: GRPOTrainer, rows: list[dict[str, Any]]) -> dict[str, Any]:

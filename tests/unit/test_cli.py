@@ -1,11 +1,15 @@
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch import cli, evaluate, train
-from rl_vlm.errors import ConfigError, DataError
+from launch import cli, evaluate, serve, train
+from rl_vlm.config.load import load_config
+from rl_vlm.errors import ConfigError, DataError, RolloutError
 
 
 @pytest.fixture
@@ -52,6 +56,37 @@ def test_evaluation_needs_held_out_data(config, capsys):
     assert "`data.eval_dataset_name`, the held-out data, is not set" in capsys.readouterr().err
 
 
+def test_flags_of_an_evaluation_and_overrides_may_be_mixed(config, monkeypatch):
+    seen = []
+    monkeypatch.setitem(cli.COMMANDS, "eval", lambda run, options: seen.append((run, options)))
+    flags = ["--by", "source", "--checkpoint", "a", "seed=3", "--by", "kind", "--checkpoint", "b", "--keep", "0.1..0.9"]
+    assert cli.main(["eval", config, *flags, "top_p=0.5"]) == 0
+    ((run, options),) = seen
+    assert (run.train.seed, run.rollout.top_p) == (3, 0.5)
+    assert (options.by, options.checkpoint, options.keep) == (["source", "kind"], ["a", "b"], (0.1, 0.9))
+
+
+@pytest.mark.parametrize("text", ["0.5", "0.9..0.1", "a..b", "0..2", "-1..1", "nan..1"])
+def test_ranges_that_are_none(text, config, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", config, f"--keep={text}"])
+    assert f"{text!r} is no range of success rates from 0 to 1, such as 0.1..0.9" in capsys.readouterr().err
+
+
+def test_training_has_no_flags_of_an_evaluation(config, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", config, "--by", "source"])
+    assert "unrecognized arguments: --by" in capsys.readouterr().err
+
+
+def test_training_refuses_an_endpoint(config, capsys):
+    url = "endpoint_url=http://localhost:8000/v1"
+    assert cli.main(["train", config, "--dry-run", url]) == 2
+    assert "`evaluation.endpoint_url` is for `rl-vlm eval`" in capsys.readouterr().err
+    assert cli.main(["eval", config, "--dry-run", url]) == 0
+    assert cli.main(["eval", config, "--dry-run", "endpoint_url=localhost:8000"]) == 2
+
+
 def test_of_several_processes_the_first_alone_speaks(config, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -81,7 +116,65 @@ def test_the_modules_run_the_same_commands(module, name, config, capsys, monkeyp
     assert capsys.readouterr().err.startswith(f"rl-vlm {name} {config} failed:")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"]])
+def test_serve_hands_on_the_words_of_the_trainer(config, monkeypatch):
+    seen = []
+    monkeypatch.setattr(serve, "serve", lambda *arguments: seen.append(arguments))
+    assert cli.main(["serve", config, "seed=3", "--host", "0.0.0.0", "top_p=0.5", "--port=8000"]) == 0
+    assert cli.main(["serve", config, "--dry-run"]) == 0
+    assert cli.main(["serve", config]) == 0
+    (run, *rest), (_, *defaults) = seen
+    assert (run.train.seed, run.rollout.top_p) == (3, 0.5)
+    assert rest == [[config, "seed=3", "top_p=0.5"], "0.0.0.0", 8000]
+    assert defaults == [[config], "127.0.0.1", None]
+
+
+def test_the_way_to_join_servers_is_a_shell_command(config, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-b")
+    urls = [serve.reachable("http://0.0.0.0:8000"), serve.reachable("http://127.0.0.1:8001")]
+    *_, export, command = serve.how_to_join(urls, "secret", ["my run.yaml", "system_prompt=Think."]).splitlines()
+    assert export.split() == ["export", "RL_VLM_SERVER_TOKEN=secret"]
+    joined = "vllm_server_base_url=[http://node-b:8000,http://127.0.0.1:8001]"
+    expected = ["my run.yaml", "system_prompt=Think.", "rollout.engine=vllm_server", joined]
+    assert shlex.split(command) == ["rl-vlm", "train", *expected]
+    assert load_config(config, [joined]).vllm.vllm_server_base_url == ["http://node-b:8000", "http://127.0.0.1:8001"]
+
+
+@pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 0), (RolloutError("server 1 has ended"), 2)])
+def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, capsys, monkeypatch):
+    from rl_vlm.generation import vllm_process
+
+    class Server:
+        url, seen = "http://127.0.0.1:8000", []
+
+        def wait_until_healthy(self, *_: object) -> None:
+            self.seen.append("healthy")
+
+        def check_running(self) -> None:
+            raise end
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(vllm_process, "start_servers", lambda *_: [Server()])
+    monkeypatch.setattr(vllm_process, "stop_servers", lambda servers: servers[0].seen.append("stopped"))
+    monkeypatch.setenv("RL_VLM_SERVER_TOKEN", "secret")
+    assert cli.main(["serve", config, "--host", "10.0.0.7"]) == status
+    assert Server.seen == ["healthy", "stopped"]
+    printed = capsys.readouterr()
+    assert f"rl-vlm train {config} rollout.engine=vllm_server 'vllm_server_base_url=[{Server.url}]'" in printed.out
+    assert "WARNING: other machines can reach the servers on 10.0.0.7" in printed.err
+    assert printed.err.endswith(f"rl-vlm serve {config} failed:\n{end}\n") is (status == 2)
+
+
+@pytest.mark.parametrize(("setting", "rank"), [("seed=0", None), ("use_peft=true", 4), ("lora_sync=merge", None)])
+def test_the_rank_of_the_adapter_that_will_be_sent(setting, rank, config, tmp_path):
+    settings = [config, ["lora_r=4", setting, f"model_name_or_path={tmp_path}"]]
+    assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == rank
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == (
+        None if setting == "lora_sync=merge" else 2
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["eval", "--help"], ["serve", "--help"]])
 def test_help(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

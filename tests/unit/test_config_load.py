@@ -98,10 +98,10 @@ def test_a_bad_setting_names_source_key_and_way_out(write, text, override, expec
 
 
 def test_all_problems_are_reported_at_once(write):
-    found = problems(write("max_step: 1\ntrain: {seed: x}\nuse_vllm: true\n"), "save_steps=-1")
+    found = problems(write("max_step: 1\ntrain: {seed: x}\nfp16: true\n"), "save_steps=-1")
     assert [line.split(" is ")[0] for line in found] == [
         "run.yaml: unknown setting `max_step`; the closest",
-        "run.yaml: `use_vllm`",
+        "run.yaml: `fp16`",
         "run.yaml: `model.model_name_or_path`",
         "run.yaml: `train.seed`",
         "command line: `train.save_steps`",

@@ -34,6 +34,11 @@ def test_a_trl_file_loads():
         "max_completion_length": 1024,
         "epsilon_high": 0.28,
         "mask_truncated_completions": True,
+        "vllm_model_impl": "transformers",
+        "vllm_gpu_memory_utilization": 0.5,
+        "vllm_max_model_length": 4096,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 2.0,
         "output_dir": "runs/qwen",
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,
@@ -65,6 +70,10 @@ def test_a_trl_file_with_other_names_loads():
         "eval_steps": 20,
         "resume_from_checkpoint": "auto",
         "report_to": ["tensorboard"],
+        "engine": "vllm_server",
+        "vllm_server_base_url": ["http://127.0.0.1:8123"],
+        "vllm_server_timeout": 600.0,
+        "vllm_importance_sampling_clip_max": 2.0,
     }
 
 
@@ -72,9 +81,10 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
     with pytest.raises(ConfigError) as error:
         load_config(DATA / "trl_refused.yaml")
     assert [line.split("`")[1] for line in str(error.value).splitlines()] == [
-        "use_vllm",
-        "vllm_mode",
-        "vllm_gpu_memory_utilization",
+        "vllm_server_host",
+        "vllm_group_port",
+        "vllm_structured_outputs_regex",
+        "off_policy_mask_threshold",
         "fp16",
         "load_in_4bit",
         "lora_dropout",
@@ -91,6 +101,13 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
     ("name", "value", "expected"),
     [
         ("use_vllm", False, {}),
+        ("use_vllm", True, {"engine": "vllm"}),
+        ("vllm_mode", "colocate", {}),
+        ("vllm_server_host", "0.0.0.0", {}),
+        ("vllm_server_port", 8000, {}),
+        ("vllm_importance_sampling_clip_max", 2.0, {"vllm_importance_sampling_clip_max": 2.0}),
+        ("vllm_importance_sampling_clip_max", None, {"vllm_importance_sampling_clip_max": 0}),
+        ("vllm_importance_sampling_cap", None, {}),
         ("fp16", None, {}),
         ("bf16", False, {}),
         ("optim", "adamw_torch", {}),
@@ -107,6 +124,44 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
 )
 def test_translate(name, value, expected):
     assert translate(name, value, {name: value}) == expected
+
+
+JOINED = {"engine": "vllm_server", "vllm_server_base_url": "http://127.0.0.1:8000"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ({}, JOINED),
+        ({"vllm_server_port": 9}, JOINED | {"vllm_server_base_url": "http://127.0.0.1:9"}),
+        ({"vllm_server_host": "gpu-7"}, JOINED | {"vllm_server_base_url": "http://gpu-7:8000"}),
+        (
+            {"vllm_server_host": "gpu-7", "vllm_server_base_url": "https://a:1"},
+            JOINED | {"vllm_server_base_url": "https://a:1"},
+        ),
+        ({"use_vllm": False}, {}),
+    ],
+)
+def test_servers_that_trl_joins(beside, expected):
+    given = {"use_vllm": True, "vllm_mode": "server"} | beside
+    assert translate("use_vllm", given["use_vllm"], given) == expected
+    assert translate("vllm_mode", "server", given) == expected
+    for name in set(beside) & {"vllm_server_host", "vllm_server_port"}:
+        assert translate(name, given[name], given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "message"),
+    [
+        ({"vllm_mode": "server"}, "vllm_mode", "set `use_vllm` beside it"),
+        ({"use_vllm": True, "vllm_mode": "remote"}, "use_vllm", "'remote': it should be 'colocate' or 'server'"),
+        ({"vllm_server_port": 9000}, "vllm_server_port", "set them beside it"),
+        ({"use_vllm": True, "vllm_server_host": "gpu-7"}, "vllm_server_host", "`vllm_mode: server`"),
+    ],
+)
+def test_a_server_that_would_not_be_used_is_refused(given, name, message):
+    with pytest.raises(ValueError, match=message):
+        translate(name, given[name], given)
 
 
 @pytest.mark.parametrize("name", ["save_strategy", "eval_strategy"])

@@ -5,23 +5,28 @@ import pytest
 import torch
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
+from pydantic import ValidationError
 
-from rl_vlm.config.schema import AlgorithmConfig
+from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.losses import (
     LOSS_FORMS,
     Denominators,
     LossInputs,
+    MetricExtreme,
     count_denominators,
     policy_loss,
     top_entropy_threshold,
     trained_completions,
 )
+from rl_vlm.metrics import StepMetrics
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
 
 F, T = False, True
 
 
-def make_inputs(policy, advantages, old=None, ref=None, mask=None, entropies=None, entropy_threshold=None):
+def make_inputs(
+    policy, advantages, old=None, ref=None, mask=None, entropies=None, entropy_threshold=None, generator=None
+):
     policy = torch.tensor(policy, requires_grad=True)
     return LossInputs(
         policy_logprobs_NT=policy,
@@ -31,6 +36,7 @@ def make_inputs(policy, advantages, old=None, ref=None, mask=None, entropies=Non
         mask_NT=torch.ones_like(policy, dtype=torch.bool) if mask is None else torch.tensor(mask),
         entropies_NT=torch.zeros_like(policy) if entropies is None else torch.tensor(entropies),
         entropy_threshold=entropy_threshold,
+        generator_logprobs_NT=None if generator is None else torch.tensor(generator),
     )
 
 
@@ -46,7 +52,13 @@ def loss_of(inputs, denominators=None, max_completion_length=10, **algorithm):
         inputs, AlgorithmConfig(**algorithm), denominators or Denominators(1.0, 1.0), max_completion_length
     )
     (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
-    return loss.item(), gradient, {name: (m.total.item(), m.count.item()) for name, m in metrics.items()}
+    return loss.item(), gradient, {name: plain(metric) for name, metric in metrics.items()}
+
+
+def plain(metric):
+    if isinstance(metric, MetricExtreme):
+        return metric.statistic, metric.values.tolist()
+    return metric.total.item(), metric.count.item()
 
 
 def scored_group(lengths, finish_reasons, valid):
@@ -151,6 +163,123 @@ def test_kl_without_reference_logprobs_is_refused():
         loss_of(make_inputs([[0.0]], [1.0]), beta=0.1)
 
 
+def from_weights(weights, **kwargs):
+    """On-policy inputs at log-probs of 0 and advantages of -1, whose old / generator weights are given.
+
+    Every token counts 1, so that gradients are the weights in use.
+    """
+    policy, generator = torch.zeros(len(weights), len(weights[0])), -torch.tensor(weights).log()
+    return make_inputs(policy.tolist(), [-1.0] * len(weights), generator=generator.tolist(), **kwargs)
+
+
+WEIGHTS = [[0.1, 2.0, 4.0], [0.25, 0.5, 100.0]]
+WEIGHTS_MASK = [[T, T, T], [T, T, F]]
+"""Over completions: 0.8 and 0.125."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "clip_min", "clip_max", "expected"),
+    [
+        ("token_truncate", 0.0, 3.0, [[0.1, 2.0, 3.0], [0.25, 0.5, 0.0]]),
+        ("token_truncate", 0.2, 3.0, [[0.2, 2.0, 3.0], [0.25, 0.5, 0.0]]),
+        ("token_mask", 0.0, 3.0, [[0.1, 2.0, 0.0], [0.25, 0.5, 0.0]]),
+        ("token_mask", 0.2, 3.0, [[0.0, 2.0, 0.0], [0.25, 0.5, 0.0]]),
+        ("token_mask", 0.2, 0.0, [[0.0, 2.0, 4.0], [0.25, 0.5, 0.0]]),  # no upper bound
+        ("sequence_truncate", 0.0, 3.0, [[0.8, 0.8, 0.8], [0.125, 0.125, 0.0]]),
+        ("sequence_truncate", 0.2, 0.6, [[0.6, 0.6, 0.6], [0.2, 0.2, 0.0]]),
+        ("sequence_mask", 0.0, 3.0, [[0.8, 0.8, 0.8], [0.125, 0.125, 0.0]]),
+        ("sequence_mask", 0.2, 3.0, [[0.8, 0.8, 0.8], [0.0, 0.0, 0.0]]),
+        ("sequence_mask", 0.0, 0.6, [[0.0, 0.0, 0.0], [0.125, 0.125, 0.0]]),
+    ],
+)
+def test_generator_weight_of_each_token(mode, clip_min, clip_max, expected):
+    _, gradient, _ = loss_of(
+        from_weights(WEIGHTS, mask=WEIGHTS_MASK),
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=clip_min,
+        vllm_importance_sampling_clip_max=clip_max,
+    )
+    torch.testing.assert_close(gradient, torch.tensor(expected))
+
+
+def test_generator_weight_is_old_over_generator_beside_the_clipped_ratio():
+    inputs = make_inputs([[0.0]], [-1.0], old=[[-log(1.5)]], generator=[[-log(1.5) - log(2)]])
+    loss, gradient, metrics = loss_of(inputs)
+    assert (loss, gradient.item()) == (pytest.approx(1.5 * 2), pytest.approx(1.5 * 2))
+    assert metrics["clip_ratio/region_mean"] == (0, 1)
+
+
+def test_bounds_that_leave_no_weight_are_refused():
+    with pytest.raises(ValidationError, match=r"`vllm_importance_sampling_clip_min` 3 is not below .*clip_max` 2"):
+        config_of(vllm_importance_sampling_clip_min=3.0, vllm_importance_sampling_clip_max=2.0)
+    config_of(vllm_importance_sampling_clip_min=3.0, vllm_importance_sampling_clip_max=0.0)  # no upper bound
+
+
+def config_of(**algorithm):
+    return RunConfig.model_validate({"model": {"model_name_or_path": "none"}, "algorithm": algorithm})
+
+
+def test_generator_weight_leaves_the_kl_term_and_the_denominators_alone():
+    inputs = from_weights([[9.0], [2.0]], ref=[[log(2)], [log(2)]])  # 9 is masked
+    settings: dict[str, Any] = {"beta": 1.0, "use_bias_correction_kl": False}
+    _, gradient, _ = loss_of(inputs, Denominators(2.0, 2.0), **settings)
+    kl = 1 - 2
+    torch.testing.assert_close(gradient, torch.tensor([[kl / 2], [(2 + kl) / 2]]))
+
+
+def test_without_correction_the_generator_moves_nothing_and_the_mismatch_is_logged():
+    inputs = from_weights([[2.0, 4.0]])
+    loss, gradient, metrics = loss_of(inputs, vllm_importance_sampling_correction=False)
+    assert (loss, gradient.tolist()) == (2.0, [[1.0, 1.0]])
+    assert {name for name in metrics if name.startswith("sampling/")} == {
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"
+    }  # fmt: skip
+
+
+def test_mismatch_metrics_are_over_trained_tokens_of_all_micro_batches_and_ranks():
+    def metrics_of(*micro_batches):
+        step = StepMetrics()
+        for weights, mask in micro_batches:
+            _, metrics = policy_loss(
+                from_weights(weights, mask=mask), AlgorithmConfig(vllm_importance_sampling_mode="token_mask"),
+                Denominators(1.0, 1.0), max_completion_length=10,
+            )  # fmt: skip
+            step.add_sums(metrics)
+        return step
+
+    first = metrics_of(([[0.5, 2.0], [8.0, 8.0]], [[T, T], [F, F]]), ([[0.25]], [[T]]))
+    second = metrics_of(([[4.0, 0.01]], [[T, F]]), ([[100.0]], [[F]]))  # 4 is out of bounds
+    parts = [part for rank in (first, second) for part in rank_parts(rank)]
+    found = first.reduce(lambda mine: parts)
+    assert {name: value for name, value in found.items() if name.startswith("sampling/")} == {
+        "sampling/sampling_logp_difference/mean": pytest.approx((log(2) + log(2) + log(4) + log(4)) / 4),
+        "sampling/sampling_logp_difference/max": pytest.approx(log(4)),
+        "sampling/importance_sampling_ratio/mean": pytest.approx((0.5 + 2.0 + 0.25 + 0.0) / 4),
+        "sampling/importance_sampling_ratio/min": 0.0,
+        "sampling/importance_sampling_ratio/max": pytest.approx(2.0),
+    }
+
+
+def rank_parts(metrics: StepMetrics) -> list[Any]:
+    parts: list[Any] = []
+    metrics.reduce(lambda mine: parts.extend(mine) or mine)
+    return parts
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_generator_logprobs_that_overflow_are_bounded_or_masked(mode):
+    settings: dict[str, Any] = {"vllm_importance_sampling_mode": mode}
+    weight = 3.0 if mode.endswith("truncate") else 0.0
+    inputs = make_inputs([[0.0]], [-1.0], generator=[[-1000.0]])
+    assert loss_of(inputs, **settings)[0] == pytest.approx(weight)
+
+    # the second completion does not train, whatever its log-probs
+    inputs = make_inputs([[0.0], [0.0]], [-1.0, -1.0], generator=[[0.0], [-1000.0]], mask=[[T], [F]])
+    loss, gradient, metrics = loss_of(inputs, **settings, vllm_importance_sampling_clip_max=0.0)
+    assert (loss, gradient.tolist()) == (1.0, [[1.0], [0.0]])
+    assert metrics["sampling/importance_sampling_ratio/max"] == ("max", [1.0])
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_FORMS)
 def test_masked_completions_take_no_part_whatever_their_logprobs(loss_type, level):
@@ -176,15 +305,16 @@ def test_a_step_without_a_token_that_trains_has_loss_0(loss_type):
     assert loss_of(inputs, Denominators(0.0, 0.0), loss_type=loss_type)[0] == 0.0
 
 
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_FORMS)
-def test_micro_batches_add_up_to_the_step(loss_type, level):
+def test_micro_batches_add_up_to_the_step(loss_type, level, correction):
     torch.manual_seed(0)
     lengths, advantages = [2, 7, 4, 5], torch.tensor([1.0, -0.5, 0.0, 2.0])
-    policy, old, ref, entropies = -torch.rand(4, 4, 7).double() * 2
+    policy, old, ref, entropies, generator = -torch.rand(5, 4, 7).double() * 2
 
     def run(cuts):
-        total, gradient, sums = 0.0, torch.zeros(4, 7).double(), {}
+        total, gradient, step = 0.0, torch.zeros(4, 7).double(), StepMetrics()
         for rows in cuts:
             width = max(lengths[i] for i in rows)
             inputs = LossInputs(
@@ -195,24 +325,25 @@ def test_micro_batches_add_up_to_the_step(loss_type, level):
                 length_mask([lengths[i] for i in rows]),
                 entropies[rows, :width],
                 entropy_threshold=-1.5,
+                generator_logprobs_NT=generator[rows, :width] * length_mask([lengths[i] for i in rows]),
             )
-            loss, part, metrics = loss_of(
-                inputs, Denominators(tokens=18.0, completions=4.0),
+            algorithm = AlgorithmConfig(
                 loss_type=loss_type, importance_sampling_level=level, beta=0.1, delta=2.0, epsilon_high=1.5,
+                vllm_importance_sampling_mode=correction,
             )  # fmt: skip
-            total += loss
-            gradient[rows, :width] = part
-            for name, (value, count) in metrics.items():
-                old_value, old_count = sums.get(name, (0, 0))
-                sums[name] = (old_value + value, old_count + count)
-        return total, gradient, sums
+            denominators = Denominators(tokens=18.0, completions=4.0)
+            loss, metrics = policy_loss(inputs, algorithm, denominators, max_completion_length=10)
+            total += loss.item()
+            (gradient[rows, :width],) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
+            step.add_sums(metrics)
+        return total, gradient, step.reduce(list)
 
     whole_loss, whole_gradient, whole_metrics = run([[0, 1, 2, 3]])
     for cuts in ([[0], [1], [2], [3]], [[0, 2], [1, 3]], [[3, 0, 1], [2]]):
         loss, gradient, metrics = run(cuts)
         assert loss == pytest.approx(whole_loss, rel=1e-12)
         torch.testing.assert_close(gradient, whole_gradient)
-        assert metrics == {name: pytest.approx(pair, rel=1e-12) for name, pair in whole_metrics.items()}
+        assert metrics == {name: pytest.approx(value, rel=1e-12) for name, value in whole_metrics.items()}
 
 
 def test_clip_metrics_count_tokens_by_sign_of_advantage_and_side():

@@ -1,0 +1,11 @@
+"""Rollout-only evaluation: sample from held-out prompts and score, without an optimizer.
+
+    rows ─ chunks ─► generate ─► reward ─► unfinished/*.json ─► completions.parquet, summary.json, kept.parquet
+
+The trainer evaluates through the same `Evaluator`, so `rl-vlm eval` on a checkpoint gives the run's own figures.
+"""
+
+from rl_vlm.evaluation.evaluator import Evaluation, Evaluator
+from rl_vlm.evaluation.run import EvaluationOptions, compare_checkpoints, evaluate_run
+
+__all__ = ["Evaluation", "EvaluationOptions", "Evaluator", "compare_checkpoints", "evaluate_run"]

@@ -1,0 +1,127 @@
+"""What the rows of an evaluation come to: means with intervals, pass@k and majority@k."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+
+BOOTSTRAP_RESAMPLES = 1000
+ANSWER = re.compile(r"(?s).*<answer>(.*)</answer>")
+"""The last closed tag, as the built-in reward functions read it."""
+
+
+def summarise(rows: Sequence[Row], names: Sequence[str], num_generations: int) -> dict[str, float]:
+    """Mean, 95% interval, pass@k and majority@k of each reward function, and the shape of the completions.
+
+    Completions that a function does not apply to, or failed on, do not count in its figures.
+    """
+    metrics = {"num_samples": float(len({row["sample_id"] for row in rows})), "num_completions": float(len(rows))}
+    for column, name in [("reward", "reward"), *((name, f"rewards/{name}/mean") for name in names)]:
+        values = [row[column] for row in rows if row[column] is not None]
+        if values:
+            metrics[name] = float(np.mean(values))
+    for name in names:
+        metrics |= {f"rewards/{name}/{figure}": value for figure, value in figures(rows, name, num_generations).items()}
+    lengths = [row["completion_length"] for row in rows if row["completion_length"] is not None]
+    if lengths:
+        metrics["completions/mean_length"] = float(np.mean(lengths))
+    metrics["completions/clipped_ratio"] = float(np.mean([row["finish_reason"] == "length" for row in rows]))
+    return metrics
+
+
+def summarise_by(
+    rows: Sequence[Row], column: str, names: Sequence[str], num_generations: int
+) -> dict[str, dict[str, float]]:
+    """`summarise` for the rows of each value of a column of the data, in order of the values as text."""
+    by_value: dict[str, list[Row]] = {}
+    for row in rows:
+        by_value.setdefault(str(row.get(f"data/{column}")), []).append(row)
+    return {value: summarise(by_value[value], names, num_generations) for value in sorted(by_value)}
+
+
+def figures(rows: Sequence[Row], name: str, num_generations: int) -> dict[str, float]:
+    """Interval, pass@k and majority@k of one reward function; empty if it scored nothing."""
+    by_sample: dict[str, list[Row]] = {}
+    for row in rows:
+        if row[name] is not None:
+            by_sample.setdefault(row["sample_id"], []).append(row)
+    if not by_sample:
+        return {}
+    scores = {sample: [row[name] for row in scored] for sample, scored in by_sample.items()}
+    answers = {sample: [answer(row, name) for row in scored] for sample, scored in by_sample.items()}
+    low, high = bootstrap_interval([float(np.mean(values)) for values in scores.values()])
+    return (
+        {"ci_low": low, "ci_high": high}
+        | {f"pass@{k}": value for k, value in pass_at(scores, num_generations).items()}
+        | {f"majority@{k}": value for k, value in majority_at(answers, scores, num_generations).items()}
+    )
+
+
+def answer(row: Row, name: str) -> str:
+    """What a completion answers: what the function logged as `answer`, else its last closed `<answer>` tag or text."""
+    logged = row.get(f"{name}/answer", row.get("answer"))
+    if logged is not None:
+        return str(logged)
+    tagged = ANSWER.match(row["completion"])
+    return (tagged[1] if tagged else row["completion"]).strip()
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, … up to `limit`."""
+    return [2**i for i in range(limit.bit_length())]
+
+
+def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4, … up to the completions per sample; a score of 1 or more passes.
+
+    Unbiased: 1 - C(n - c, k) / C(n, k) for c of n that pass (Chen et al., arXiv:2107.03374, equation 1). The mean over
+    samples that have k scores.
+    """
+    result = {}
+    for k in powers_of_two(num_generations):
+        estimates = [
+            1.0 - np.prod(1.0 - k / np.arange(len(v) - sum(s >= 1 for s in v) + 1, len(v) + 1))
+            for v in scores.values()
+            if len(v) >= k
+        ]
+        if estimates:
+            result[k] = float(np.mean(estimates))
+    return result
+
+
+def majority_at(
+    answers: Mapping[str, Sequence[str]], scores: Mapping[str, Sequence[float]], num_generations: int
+) -> dict[int, float]:
+    """majority@k for k = 2, 4, … up to the completions per sample: the score of the answer that is given most often.
+
+    Self-consistency (Wang et al., arXiv:2203.11171, section 2) over a sample's first k scored completions. Of answers
+    that are as frequent the earliest counts, and its score is that of the first completion that gives it. The mean
+    over samples that have k scores.
+    """
+    result = {}
+    for k in powers_of_two(num_generations)[1:]:
+        winners = [
+            scores[sample][given.index(most_common(given[:k]))] for sample, given in answers.items() if len(given) >= k
+        ]
+        if winners:
+            result[k] = float(np.mean(winners))
+    return result
+
+
+def most_common(answers: Sequence[str]) -> str:
+    """The most frequent one; of several the earliest."""
+    return Counter(answers).most_common(1)[0][0]  # sorts by count alone, and a Counter keeps the order of insertion
+
+
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the mean over samples."""
+    generator = np.random.default_rng(0)
+    means = [generator.choice(values, size=len(values)).mean() for _ in range(BOOTSTRAP_RESAMPLES)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)

@@ -1,0 +1,205 @@
+"""Rollouts with one or several vLLM servers, on other devices or other machines.
+
+requests ─ in turn, one per group, images once ─► servers ─► groups       a lost server's requests go to the others
+weights ─ files in a folder that all share, or NCCL ─► every server ─► its version, read back
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.errors import RolloutError
+from rl_vlm.families import TokenRules
+from rl_vlm.generation import WeightSource
+from rl_vlm.generation.openai import data_url
+from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
+from rl_vlm.generation.vllm_common import (
+    ADAPTER_NAME,
+    Answer,
+    PromptRenderer,
+    check_length,
+    sampling_arguments,
+    to_group,
+)
+from rl_vlm.generation.vllm_nccl import NCCLSender
+from rl_vlm.types import Group, RolloutRequest, Sampling
+
+REQUESTS_AT_ONCE = 64
+"""Groups that are on their way to each server; it queues and batches them."""
+
+logger = logging.getLogger(__name__)
+
+
+class VLLMServers:
+    """A `RolloutEngine` on running vLLM servers."""
+
+    def __init__(
+        self,
+        clients: Sequence[VLLMClient],
+        tokens: TokenRules,
+        renderer: PromptRenderer,
+        folder: Path,
+        sends_weights: bool,
+        expected: dict[str, Any],
+        by_nccl: bool = False,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`folder` is where weights are put for the servers, by the one process that `sends_weights`.
+
+        `by_nccl` sends weights between GPUs instead; adapters are files all the same.
+        `expected` are parts of the set-up that the servers must have. `close` stops what was started for this engine.
+        Raises RolloutError for a server that has another set-up, refuses the token, or cannot be reached.
+        """
+        self.live = list(clients)
+        self.tokens = tokens
+        self.renderer = renderer
+        self.folder = folder
+        self.sends_weights = sends_weights
+        self.policy_version = -1  # whatever weights they have: they are sent the policy's before the first rollout
+        self.has_adapter = False
+        self.senders = {client: NCCLSender(client) for client in clients} if by_nccl and sends_weights else {}
+        self.stop_servers = close
+        self.turn = itertools.count()
+        self.lock = threading.Lock()
+        setups = [check_setup(client, expected) for client in clients]
+        self.max_model_length = min(setup["max_model_len"] for setup in setups)
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """One group per request, in order.
+
+        Raises DataError for prompts that are too long, RolloutError if no server is left, or one reads other prompts
+        than the trainer or samples from other weights.
+        """
+        for request in requests:
+            check_length(request, sampling, self.max_model_length)
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE * len(self.live)) as pool:  # an error cancels what has not begun
+            return list(pool.map(lambda request: self.generate_group(request, sampling), requests))
+
+    def generate_group(self, request: RolloutRequest, sampling: Sampling) -> Group:
+        """One group, by the first server that answers."""
+        body = self.body(request, sampling)
+        while True:
+            client = self.next_client()
+            try:
+                answer = client.post("/inference/v1/generate", body)
+            except ServerLost as error:
+                self.lose(client, error)
+                continue
+            answers = [read_choice(choice) for choice in answer["choices"]]
+            tokenizer = self.renderer.processor.tokenizer
+            return to_group(request, answer["prompt_token_ids"], answers, self.policy_version, tokenizer)
+
+    def body(self, request: RolloutRequest, sampling: Sampling) -> dict[str, Any]:
+        """A request of vLLM's tokens-in, tokens-out route, with one placeholder token per image."""
+        sample = request.prompt.sample
+        images = [{"type": "image_url", "url": data_url(image)} for image in sample.images]
+        return {
+            "token_ids": self.renderer.unexpanded_ids(sample),
+            "content_parts": images or None,
+            "sampling_params": sampling_arguments(sampling, request.group_id, self.tokens.stop, self.tokens.banned),
+            "return_token_ids": True,
+            "model": ADAPTER_NAME if self.has_adapter else None,
+        }
+
+    def next_client(self) -> VLLMClient:
+        """The live servers in turn."""
+        with self.lock:
+            return self.live[next(self.turn) % len(self.live)]
+
+    def lose(self, client: VLLMClient, error: ServerLost) -> None:
+        """Go on without a server. Raises RolloutError if it was the last."""
+        with self.lock:
+            if client in self.live and len(self.live) > 1:
+                self.live.remove(client)
+                logger.warning("%s The run goes on without it; servers left: %d.", error, len(self.live))
+            elif client in self.live:
+                raise RolloutError(
+                    f"{error} No server is left. The run can be resumed from its last checkpoint once servers run."
+                ) from error
+
+    def sync(self, source: WeightSource, version: int) -> int:
+        """Send the adapter, or the trained weights, to every server, and read back their versions."""
+        num_bytes = 0
+        if self.sends_weights:
+            send = self.send_adapter if source.sends_adapter else self.send_weights
+            if self.senders and not source.sends_adapter:
+                return self.sync_by_nccl(source, version)
+            try:
+                num_bytes = self.write(source)
+                with ThreadPoolExecutor(len(self.live)) as pool:
+                    list(pool.map(lambda client: self.update(client, send, version), list(self.live)))
+            finally:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        self.has_adapter = source.sends_adapter
+        self.policy_version = version
+        return num_bytes
+
+    def sync_by_nccl(self, source: WeightSource, version: int) -> int:
+        """One server after the other: each is a group of its own with the trainer's GPU."""
+        for client in list(self.live):
+            self.update(client, lambda client: self.senders[client].send(source), version)
+        self.policy_version = version
+        return sum(weight.nbytes for _, weight in source.trained_weights())
+
+    def write(self, source: WeightSource) -> int:
+        """Put the weights where the servers find them; returns their bytes."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        if source.sends_adapter:
+            return source.save_adapter(self.folder)
+        from safetensors.torch import save_file
+
+        weights = {name: weight.cpu().contiguous() for name, weight in source.trained_weights()}
+        save_file(weights, self.folder / "weights.safetensors")
+        return sum(weight.nbytes for weight in weights.values())
+
+    def update(self, client: VLLMClient, send: Callable[[VLLMClient], None], version: int) -> None:
+        """Send one server its weights, and make it forget what it computed with the old ones."""
+        try:
+            send(client)
+            client.post("/update_weight_version", {"new_version": str(version)})
+            for cache in ("prefix", "mm", "encoder"):
+                client.post(f"/reset_{cache}_cache")
+            found = client.get("/weight_info")["weight_version"]
+        except ServerLost as error:
+            return self.lose(client, error)
+        if found != str(version):
+            raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, and was sent {version}.")
+
+    def send_adapter(self, client: VLLMClient) -> None:
+        path = str(self.folder.resolve())
+        client.post("/v1/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": path, "load_inplace": True})
+
+    def send_weights(self, client: VLLMClient) -> None:
+        client.post("/start_weight_update")
+        client.post("/update_weights", {"update_info": {"directory": str(self.folder.resolve())}})
+        client.post("/finish_weight_update")
+
+    def close(self) -> None:
+        self.stop_servers()
+
+
+def check_setup(client: VLLMClient, expected: dict[str, Any]) -> dict[str, Any]:
+    """The server's set-up. Raises RolloutError where it is not what the trainer needs."""
+    setup = client.get("/rl_vlm/setup")
+    for name, value in expected.items():
+        if setup[name] != value:
+            raise RolloutError(
+                f"The vLLM server {client.url} runs with {name} = {setup[name]}, and this run needs {value}. Start it "
+                "with the run's own settings: rl-vlm serve CONFIG."
+            )
+    return setup
+
+
+def read_choice(choice: dict[str, Any]) -> Answer:
+    """One completion of an answer."""
+    logprobs = [position["logprob"] for position in choice["logprobs"]["content"]]
+    versions = [span["version"] for span in choice["weight_versions"] or ()]
+    return Answer(choice["token_ids"], logprobs, str(choice["finish_reason"]), versions)

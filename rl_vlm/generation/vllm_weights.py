@@ -1,0 +1,89 @@
+"""Inside vLLM: takes over weights from files, or from the trainer in the same process.
+
+vLLM finds this engine by its name `rl_vlm` among those of its weight-transfer API, whichever process its model is in:
+`register` is a plugin of the entry-point group `vllm.general_plugins`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "rl_vlm"
+
+NOISY = (
+    "vllm.model_executor.model_loader.reload.layerwise",  # warns of each layer that is sent no weights, at every sync
+    "vllm.v1.worker.cpu_worker",  # warns of threads that are bound to cores, for every prompt
+)
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """There is no connection to set up."""
+
+
+@dataclass
+class Files(WeightTransferUpdateInfo):
+    """Where the weights are."""
+
+    directory: str | None = None
+    """A folder of safetensors files; None: `WeightReceiver.handed_over`."""
+
+
+class WeightReceiver(WeightTransferEngine[NoInitInfo, Files]):
+    """Loads weights by the model's own `load_weights`, layer by layer, so that layers are packed as at the start."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = Files
+    handed_over: ClassVar[Iterable[tuple[str, Tensor]]] = ()
+    """Weights of a trainer in this process."""
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        """There is no connection to set up."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: Files) -> None:
+        source = self.handed_over if update_info.directory is None else read_weights(Path(update_info.directory))
+        model: Any = self.model
+        model.load_weights(source)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the folder's safetensors files. Raises FileNotFoundError if there is none."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no safetensors files in {directory}; trainer and servers must share that folder")
+    for path in files:
+        yield from load_file(path).items()
+
+
+def register() -> None:
+    """Make the engine known to vLLM, which calls this in each of its processes."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

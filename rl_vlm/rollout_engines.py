@@ -1,0 +1,113 @@
+"""The rollout engine that the settings ask for: for training, with the policy beside it, or for an evaluation alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.engine import Engine
+from rl_vlm.families import TokenRules
+from rl_vlm.generation import RolloutEngine
+from rl_vlm.generation.hf import HFEngine
+from rl_vlm.generation.openai import MessageBuilder, OpenAIEngine
+from rl_vlm.generation.vllm_client import TOKEN, VLLMClient
+from rl_vlm.generation.vllm_common import engine_arguments
+from rl_vlm.generation.vllm_local import VLLMEngine
+from rl_vlm.generation.vllm_process import ServerProcess
+from rl_vlm.generation.vllm_servers import VLLMServers
+from rl_vlm.loading import adapter_rank, base_of, is_adapter, load_policy
+from rl_vlm.policy import Policy
+from rl_vlm.prompts import PromptBuilder, load_processor
+from rl_vlm.weight_sync import CheckpointWeights, PolicyWeights
+
+LOOPBACK = "127.0.0.1"
+
+
+def training_engine(
+    config: RunConfig, initial: str, policy: Policy, builder: PromptBuilder, engine: Engine
+) -> RolloutEngine:
+    """An engine that begins with the weights of `initial` and is sent the policy's."""
+    model, tokenizer = policy.transformer, builder.processor.tokenizer
+    if config.rollout.engine == "hf":
+        return HFEngine.for_policy(policy, tokenizer, config.rollout.max_num_seqs)
+    sends_adapter = PolicyWeights(policy, config.rollout.lora_sync).sends_adapter
+    rank = policy.model.peft_config["default"].r if sends_adapter else None
+    tokens = TokenRules.of(model.config, model.generation_config, tokenizer)
+    arguments = engine_arguments(config, base_of(initial), rank)
+    if config.rollout.engine == "vllm":
+        return VLLMEngine(arguments, tokens, builder, Path(initial) if is_adapter(initial) and sends_adapter else None)
+    return server_engine(config, arguments, model.config.model_type, tokens, builder, engine)
+
+
+def prompt_builder(config: RunConfig, checkpoint: str) -> PromptBuilder | MessageBuilder:
+    """What renders prompts: the checkpoint's processor, or the endpoint, which needs nothing of it here."""
+    if config.evaluation.endpoint_url is not None:
+        return MessageBuilder()
+    return PromptBuilder(load_processor(checkpoint, config.model, config.data), config.data)
+
+
+def evaluation_engine(
+    config: RunConfig, checkpoint: str, builder: PromptBuilder | MessageBuilder, engine: Engine
+) -> RolloutEngine:
+    """An engine that samples from `checkpoint`, or from the endpoint. Close it after use."""
+    if isinstance(builder, MessageBuilder):
+        return OpenAIEngine(config)
+    tokenizer = builder.processor.tokenizer
+    if config.rollout.engine == "hf":
+        policy = load_policy(config, checkpoint, None).to(engine.device)
+        return HFEngine.for_policy(policy, tokenizer, config.rollout.max_num_seqs)
+    from transformers import AutoConfig, GenerationConfig
+
+    base, revision = base_of(checkpoint), config.model.model_revision
+    model_config = AutoConfig.from_pretrained(base, revision=revision)
+    tokens = TokenRules.of(model_config, GenerationConfig.from_pretrained(base, revision=revision), tokenizer)
+    arguments = engine_arguments(config, base, adapter_rank(checkpoint))
+    if config.rollout.engine == "vllm":
+        return VLLMEngine(arguments, tokens, builder, Path(checkpoint) if is_adapter(checkpoint) else None)
+    servers = server_engine(config, arguments, model_config.model_type, tokens, builder, engine)
+    servers.sync(CheckpointWeights(Path(checkpoint), is_adapter(checkpoint)), version=0)
+    return servers
+
+
+def server_engine(
+    config: RunConfig, arguments: dict[str, Any], model_type: str, tokens: TokenRules, builder: PromptBuilder,
+    engine: Engine,
+) -> VLLMServers:  # fmt: skip
+    """Servers that run already, or new ones, which the main process starts for all.
+
+    Raises RolloutError, on every rank, for servers that cannot be started or used.
+    """
+    vllm, output_dir = config.vllm, Path(config.train.output_dir)
+    processes: list[ServerProcess] = []
+    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
+    if engine.is_main and not vllm.vllm_server_base_url:
+        devices = vllm.vllm_server_devices or [None] * vllm.vllm_num_servers
+        for i, device in enumerate(devices):
+            processes.append(ServerProcess(arguments, token, output_dir / "servers" / f"{i}.log", LOOPBACK, device))
+    urls = vllm.vllm_server_base_url or [process.url for process in processes]
+    ((urls, token),) = engine.gather([(urls, token)] if engine.is_main else [])
+    clients = [VLLMClient(url, token, vllm.vllm_server_timeout) for url in urls]
+
+    def stop() -> None:
+        for process in processes:
+            process.stop()
+
+    def wait_until_healthy() -> None:
+        for process, client in zip(processes, clients, strict=False):
+            process.wait_until_healthy(client, vllm.vllm_server_timeout)
+
+    def connect() -> VLLMServers:
+        names = ("dtype", "mm_processor_kwargs", "logprobs_mode", "max_lora_rank")
+        expected = {"model_type": model_type} | {name: arguments.get(name) for name in names}
+        folder, by_nccl = output_dir / "weight_sync", arguments["weight_transfer_config"]["backend"] == "nccl"
+        return VLLMServers(clients, tokens, builder, folder, engine.is_main, expected, by_nccl, stop)
+
+    try:
+        engine.together(wait_until_healthy)
+        return engine.together(connect)
+    except BaseException:
+        stop()
+        raise

@@ -1,0 +1,173 @@
+"""A real vLLM server, started as a run starts it: weights by files, requests over HTTP, and what can go wrong there."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm")
+
+from rl_vlm.errors import DataError, RolloutError
+from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
+from rl_vlm.generation.vllm_common import engine_arguments
+from rl_vlm.generation.vllm_process import ServerProcess, free_port
+from rl_vlm.generation.vllm_servers import VLLMServers
+from rl_vlm.types import RolloutRequest
+from rl_vlm.weight_sync import PolicyWeights
+from tests.integration.builders import make_prompt, noise_image, sharp_checkpoint
+from tests.integration.vllm_parity import Side, generator_logprobs, sampling, token_ids
+
+HOST, TIMEOUT = "127.0.0.1", 240.0
+
+
+@dataclass
+class Served:
+    """A running server and what it serves."""
+
+    checkpoint: Path
+    process: ServerProcess
+    client: VLLMClient
+
+    def engine(self, side: Side, folder: Path, *more: VLLMClient, **expected: object) -> VLLMServers:
+        return VLLMServers([self.client, *more], side.tokens, side.builder, folder, True, expected)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    checkpoint = sharp_checkpoint("qwen2_5_vl", folder / "checkpoint")
+    arguments = engine_arguments(Side.of(checkpoint).config, str(checkpoint), lora_rank=None)
+    token = secrets.token_urlsafe()
+    process = ServerProcess(arguments, token, folder / "server.log", HOST, None)
+    client = VLLMClient(process.url, token, TIMEOUT)
+    try:
+        process.wait_until_healthy(client, TIMEOUT)
+        yield Served(checkpoint, process, client)
+    finally:
+        process.stop()
+    assert not psutil.pid_exists(process.process.pid)
+
+
+def test_log_probs_follow_the_policy(served: Served, tmp_path: Path) -> None:
+    side = Side.of(served.checkpoint)
+    engine, source = served.engine(side, tmp_path / "weights"), PolicyWeights(side.policy, "adapter")
+    for version in range(4):
+        assert engine.sync(source, version) == sum(w.nbytes for _, w in source.trained_weights())
+        groups = engine.generate(side.requests, sampling(seed=version))
+        assert {group.policy_version for group in groups} == {version}
+        assert (generator_logprobs(groups) - side.scores(groups)).abs().max() <= 1e-3
+        before = side.scores(groups).detach()
+        side.update(groups)
+        assert (side.scores(groups) - before).abs().max() > 0.01
+    assert not (tmp_path / "weights").exists()
+    engine.sync(source, 4)
+    greedy = sampling(seed=0, num_generations=1, temperature=0.0)
+    assert token_ids(engine.generate(side.requests, greedy)) == token_ids(side.hf.generate(side.requests, greedy))
+
+
+def test_only_health_answers_without_the_token(served: Served) -> None:
+    def status(path: str, token: str | None, body: dict[str, str] | None = None) -> int:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(f"{served.process.url}{path}", data, headers), timeout=TIMEOUT) as response:
+                return response.status
+        except HTTPError as error:
+            return error.code
+
+    assert status("/health", None) == 200
+    for path in ("/v1/models", "/weight_info", "/rl_vlm/setup", "/metrics", "/docs", "/nowhere"):
+        assert status(path, None) == status(path, "wrong") == 401
+    for path in ("/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/inference/v1/generate"):
+        assert status(path, None, {}) == 401
+    assert status("/weight_info", served.client.token) == 200
+    assert status("/collective_rpc", served.client.token, {}) == 404  # of vLLM's development mode
+
+
+def test_a_wrong_token_is_named(served: Served, tmp_path: Path) -> None:
+    client = VLLMClient(served.process.url, "wrong", TIMEOUT)
+    side = Side.of(served.checkpoint)
+    with pytest.raises(RolloutError, match=r"refuses the token: set RL_VLM_SERVER_TOKEN"):
+        VLLMServers([client], side.tokens, side.builder, tmp_path, True, {})
+
+
+def test_nothing_listens_outside_of_loopback(served: Served) -> None:
+    processes = [psutil.Process(served.process.process.pid)]
+    processes += processes[0].children(recursive=True)
+    connections = [c for process in processes for c in process.net_connections("inet")]
+    listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    assert served.process.port in {address.port for address in listening}
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_a_server_with_other_settings_is_refused(served: Served, tmp_path: Path) -> None:
+    side = Side.of(served.checkpoint)
+    with pytest.raises(RolloutError, match=r"runs with dtype = float32, and this run needs bfloat16.*rl-vlm serve"):
+        served.engine(side, tmp_path, dtype="bfloat16")
+    with pytest.raises(RolloutError, match="model_type = qwen2_5_vl, and this run needs llava"):
+        served.engine(side, tmp_path, model_type="llava")
+
+
+def test_other_pixel_limits_are_found_before_training(served: Served, tmp_path: Path) -> None:
+    side = Side.of(served.checkpoint, min_pixels=64 * 64)
+    engine = served.engine(side, tmp_path / "weights")
+    engine.sync(PolicyWeights(side.policy, "adapter"), 0)
+    request = RolloutRequest("g", side.builder.build(side.requests[0].prompt.sample))
+    with pytest.raises(RolloutError, match=r"vLLM reads \d+ prompt tokens, the trainer \d+.*data.min_pixels"):
+        engine.generate([request], sampling(seed=0))
+
+
+def test_weights_of_another_run_are_noticed(served: Served, tmp_path: Path) -> None:
+    side = Side.of(served.checkpoint)
+    source = PolicyWeights(side.policy, "adapter")
+    ours, theirs = served.engine(side, tmp_path / "ours"), served.engine(side, tmp_path / "theirs")
+    ours.sync(source, 3)
+    theirs.sync(source, 8)
+    with pytest.raises(RolloutError, match="sampled by weights of version 8, and the last that were sent are 3"):
+        ours.generate(side.requests, sampling(seed=0))
+
+
+def test_a_prompt_that_is_too_long_is_refused(served: Served, tmp_path: Path) -> None:
+    side = Side.of(served.checkpoint)
+    prompt = make_prompt(served.checkpoint, [noise_image(32, 24, seed=0)], text="no " * 250)
+    with pytest.raises(DataError, match=r"are more than vLLM's 256. Raise vllm.vllm_max_model_length"):
+        served.engine(side, tmp_path).generate([RolloutRequest("g", prompt)], sampling(seed=0))
+
+
+def test_a_lost_servers_requests_go_to_the_others(
+    served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = Side.of(served.checkpoint)
+    engine = served.engine(side, tmp_path / "weights")
+    gone = VLLMClient(f"http://{HOST}:{free_port(HOST)}", "token", TIMEOUT)
+    engine.live.append(gone)
+    engine.sync(PolicyWeights(side.policy, "adapter"), 0)
+    assert gone not in engine.live and f"{gone.url} does not answer" in caplog.text
+    engine.live.append(gone)
+    assert len(engine.generate(side.requests * 2, sampling(seed=0))) == 2 * len(side.requests)
+    assert gone not in engine.live
+
+    engine.live = [gone]
+    with pytest.raises(RolloutError, match=f"{gone.url} does not answer.*No server is left.*resumed"):
+        engine.generate(side.requests, sampling(seed=0))
+
+
+def test_an_unreachable_address_is_named(tmp_path: Path, served: Served) -> None:
+    side = Side.of(served.checkpoint)
+    client = VLLMClient(f"http://{HOST}:{free_port(HOST)}", "token", TIMEOUT)
+    with pytest.raises(ServerLost, match=f"{client.url} does not answer .*Connection refused"):
+        VLLMServers([client], side.tokens, side.builder, tmp_path, True, {})
+
+
+def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    token = secrets.token_urlsafe()
+    process = ServerProcess({"model": str(tmp_path / "nothing")}, token, tmp_path / "server.log", HOST, None)
+    with pytest.raises(RolloutError, match=r"(?s)ended with status \d+. The end of .*server.log:.*nothing"):
+        process.wait_until_healthy(VLLMClient(process.url, token, TIMEOUT), TIMEOUT)
+    process.stop()

@@ -1,0 +1,227 @@
+"""Windows of three prompts with two completions each, from a generator whose answers are written down."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rl_vlm.collector import Collector, replace_rows
+from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.engine import Engine
+from rl_vlm.errors import RewardError
+from rl_vlm.generation.sampling import stream_keys
+from rl_vlm.metrics import StepMetrics
+from rl_vlm.prefetch import Prefetcher
+from rl_vlm.reward import RewardSuite
+from rl_vlm.run_directory import RunDirectory
+from rl_vlm.sampler import Draw, PromptSampler
+from rl_vlm.types import Completion, Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, TrainerState
+
+F, T = False, True
+
+
+def number(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float | None]:
+    """The answer's value; `-` does not apply, and what is no number fails."""
+    log_extra("answer", completions)
+    log_metric("answers", float(len(completions)))
+    return [None if text == "-" else float(text) if text != "x" else math.nan for text in completions]
+
+
+class OneRank(Engine):
+    rank, is_main = 0, True  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self) -> None:
+        pass
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        return values
+
+
+class Prompts(Prefetcher):
+    def __init__(self) -> None:
+        pass
+
+    def prompts(self, draws: list[Draw]) -> list[Prompt]:
+        samples = [Sample("abc"[draw.row], [], [], {}, "?") for draw in draws]
+        return [Prompt(sample, torch.tensor([1, 2]), {}, {}) for sample in samples]
+
+
+class Directory(RunDirectory):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write_completions(self, step: int, rows: Any) -> None:
+        self.rows += rows
+
+
+class Script:
+    """A rollout engine that gives the next answers of each prompt."""
+
+    def __init__(self, **answers: str) -> None:
+        """For each prompt, the answers of its first group, second group, …, as in "0 0, 1 0"."""
+        self.answers = {name: [group.split() for group in groups.split(",")] for name, groups in answers.items()}
+        self.calls: list[list[str]] = []
+        self.policy_version = 5
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        self.calls.append([request.group_id for request in requests])
+        return [self.group(request) for request in requests]
+
+    def group(self, request: RolloutRequest) -> Group:
+        texts = self.answers[request.prompt.sample.sample_id].pop(0)
+        completions = [Completion(torch.tensor([3]), torch.zeros(1), "stop", text) for text in texts]
+        return Group(request.group_id, request.prompt, completions, self.policy_version)
+
+    def sync(self, source: Any, version: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def make_collector(script: Script, **settings: Any) -> Collector:
+    config = RunConfig.model_validate(
+        {
+            "model": {"model_name_or_path": "none"},
+            "rollout": {"num_generations": 2, "max_resampling_rounds": settings.pop("rounds")},
+            "train": {"prompts_per_step": 3},
+            "rewards": {"reward_funcs": [f"{__name__}:number"]},
+            "algorithm": settings,
+        }
+    )
+    return Collector(
+        config, plan_batches(config, 1), OneRank(), Directory(), PromptSampler(3, 3, seed=0, shuffle=False), Prompts(),
+        script, RewardSuite(config.rewards),
+    )  # fmt: skip
+
+
+def collect(script: Script, **settings: Any) -> tuple[list[list[str]], dict[str, float], Collector]:
+    """Answers of the window's groups, metrics without times, and the collector."""
+    collector, metrics = make_collector(script, **settings), StepMetrics()
+    window = collector.collect(TrainerState(7, 10, 0.0), metrics)
+    found = {name: value for name, value in metrics.reduce(list).items() if not name.startswith("time/")}
+    return [[c.text for c in scored.group.completions] for scored in window.groups], found, collector
+
+
+def resampling(metrics: dict[str, float]) -> tuple[float, ...]:
+    return tuple(metrics[f"resampling/{name}"] for name in ("rounds", "completions", "groups_recovered"))
+
+
+def test_groups_without_variance_are_sampled_again_until_they_have_some():
+    script = Script(a="1 1, 1 0", b="0 1", c="0 0, 1 1, 0 1")
+    answers, metrics, _ = collect(script, rounds=3)
+    assert answers == [["1", "0"], ["0", "1"], ["0", "1"]]
+    assert script.calls == [
+        ["7/0/a", "7/0/b", "7/0/c"],
+        ["7/0/a/resample-1", "7/0/c/resample-1"],
+        ["7/0/c/resample-2"],
+    ]
+    assert resampling(metrics) == (2, 2 * 2 + 1 * 2, 2)
+
+
+def test_the_first_group_stays_where_no_round_finds_variance():
+    script = Script(a="0 0, 1 1, 2 2, 0 1", b="0 1", c="0 1")
+    answers, metrics, _ = collect(script, rounds=2)
+    assert answers[0] == ["0", "0"]
+    assert len(script.calls) == 1 + 2
+    assert resampling(metrics) == (2, 4, 0)
+
+
+def test_nothing_is_sampled_again_by_default():
+    script = Script(a="0 0", b="0 0", c="0 0")
+    answers, metrics, _ = collect(script, rounds=0)
+    assert (answers, len(script.calls)) == ([["0", "0"]] * 3, 1)
+    assert not any(name.startswith("resampling/") for name in metrics)
+
+
+def test_a_window_with_variance_everywhere_costs_nothing():
+    script = Script(a="0 1", b="0 1", c="0 1")
+    assert resampling(collect(script, rounds=2)[1]) == (0, 0, 0)
+    assert len(script.calls) == 1
+
+
+def test_only_valid_rewards_count_as_variance():
+    answers, metrics, _ = collect(Script(a="0 x, 1 x", b="0 -, 0 1", c="x x, 1 0"), rounds=1)
+    assert answers == [["0", "x"], ["0", "1"], ["1", "0"]]
+    assert resampling(metrics) == (1, 6, 2)
+
+
+def test_each_round_has_random_streams_of_its_own():
+    script = Script(a="0 0, 1 1, 0 1", b="0 1", c="0 1")
+    collect(script, rounds=2)
+    ids = [call[0] for call in script.calls]
+    keys = [key for group_id in ids for key in stream_keys(42, group_id, 2).tolist()]
+    assert len(set(keys)) == 3 * 2
+
+
+def test_the_log_has_the_groups_that_are_trained_on_and_the_metrics_all_calls():
+    _, metrics, collector = collect(Script(a="0 0, x 3", b="0 1", c="2 x, x x"), rounds=1)
+    rows = [(row["group_id"], row["answer"], row["number"]) for row in collector.directory.rows]  # pyright: ignore
+    assert rows == [
+        ("7/0/a", "0", 0.0), ("7/0/a", "0", 0.0),
+        ("7/0/b", "0", 0.0), ("7/0/b", "1", 1.0),
+        ("7/0/c", "2", 2.0), ("7/0/c", "x", None),
+    ]  # fmt: skip
+    assert metrics["answers"] == (6 + 4) / 2
+    assert [value for name, value in metrics.items() if name.startswith("reward_faults/number/")] == [4]
+
+
+def test_advantages_span_the_window_that_is_trained_on():
+    script = Script(a="0 0, 0 8", b="0 0, 4 4", c="0 0, 4 4")
+    collector = make_collector(script, rounds=1, scale_rewards="batch")
+    window = collector.collect(TrainerState(0, 1, 0.0), StepMetrics())
+    std = torch.tensor([0.0, 8, 0, 0, 0, 0]).std().item()
+    assert [scored.has_variance for scored in window.groups] == [T, F, F]
+    assert window.groups[0].advantages_G.tolist() == pytest.approx([-4 / (std + 1e-4), 4 / (std + 1e-4)])
+
+
+def test_time_of_all_rounds_adds_up(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("rl_vlm.metrics.time.perf_counter", lambda: float(next(clock)))
+    metrics = StepMetrics()
+    make_collector(Script(a="0 0, 0 1", b="0 1", c="0 1"), rounds=1).collect(TrainerState(0, 1, 0.0), metrics)
+    assert metrics.seconds == {"data": 1, "generation": 2, "rewards": 2}
+
+
+def test_an_error_in_a_later_round_leaves_the_sampler_where_it_was(monkeypatch):
+    collector = make_collector(Script(a="0 0, 0 1", b="0 1", c="0 1"), rounds=1)
+    score, calls = collector.rewards.score, []
+
+    def fails_at_second(groups: Any, state: TrainerState) -> RewardTable:
+        calls.append(groups)
+        if len(calls) == 2:
+            raise RewardError("gone")
+        return score(groups, state)
+
+    monkeypatch.setattr(collector.rewards, "score", fails_at_second)
+    with pytest.raises(RewardError, match="gone"):
+        collector.collect(TrainerState(0, 1, 0.0), StepMetrics())
+    assert collector.sampler.cursor == 0
+
+
+def table(scores: list[list[float]], **contents: Any) -> RewardTable:
+    scores_PG = torch.tensor(scores)
+    return RewardTable(["f"], scores_PG[:, :, None], ~scores_PG.isnan(), **contents)
+
+
+def test_rows_are_replaced_with_all_of_their_columns():
+    old = table(
+        [[0.0, 0.0], [1.0, 2.0]], breakdown={"both": [["a", "b"], ["c", "d"]], "old": [[1, 2], [3, 4]]},
+        metrics={"m": [1.0]}, fault_counts={"f/nan": 1}, fault_messages=["first"],
+    )  # fmt: skip
+    new = table(
+        [[9.0, 9.0], [5.0, math.nan]], breakdown={"both": [["w", "x"], ["y", "z"]], "new": [[6, 7], [8, 9]]},
+        metrics={"m": [2.0], "n": [3.0]}, fault_counts={"f/nan": 2, "f/timeout": 1}, fault_messages=["second"],
+    )  # fmt: skip
+    replace_rows(old, new, {0: 1})
+    assert old.scores_PGF[:, :, 0].nan_to_num(-1.0).tolist() == [[5, -1], [1, 2]]
+    assert old.valid_PG.tolist() == [[T, F], [T, T]]
+    assert old.breakdown == {
+        "both": [["y", "z"], ["c", "d"]], "old": [[None, None], [3, 4]], "new": [[8, 9], [None, None]]
+    }  # fmt: skip
+    assert old.metrics == {"m": [1.0, 2.0], "n": [3.0]}
+    assert old.fault_counts == {"f/nan": 3, "f/timeout": 1}
+    assert old.fault_messages == ["first", "second"]

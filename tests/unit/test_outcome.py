@@ -1,0 +1,57 @@
+from typing import Any
+
+from rl_vlm.report.outcome import comparison_outcome, evaluation_outcome
+
+
+def summary(mean: float, **more: Any) -> dict[str, Any]:
+    return {
+        "num_samples": 5.0,
+        "rewards/exact/mean": mean,
+        "rewards/exact/ci_low": mean - 0.1,
+        "rewards/exact/ci_high": mean + 0.2,
+        **more,
+    }
+
+
+def test_one_model():
+    figures = {"rewards/exact/pass@1": 0.5, "rewards/exact/pass@4": 0.75, "rewards/exact/majority@4": 0.25}
+    assert evaluation_outcome(summary(0.5, **figures), "runs/a") == (
+        "5 samples: exact 0.5000 (95% interval 0.400 to 0.700), pass@4 0.7500, majority@4 0.2500. "
+        "Every completion is in runs/a/evaluation/completions.parquet."
+    )
+
+
+def test_faults_tables_and_what_is_kept():
+    more = {
+        "reward_faults/judge/timeout": 3.0,
+        "by": {"source": {"charts": summary(1.0), "scans": {"num_samples": 1.0}}},
+        "kept": {"low": 0.1, "high": 0.9, "function": "exact", "num_samples": 2},
+    }
+    assert evaluation_outcome(summary(0.5, **more), "runs/a").splitlines()[1:] == [
+        "Completions without a score because a reward function failed: judge/timeout 3.",
+        "",
+        "source  samples  exact",
+        "charts  5        1.0000 ± 0.150",
+        "scans   1        -",
+        "2 samples have a success rate of 0.1 to 0.9 by exact: train on them with "
+        "data.dataset_name=runs/a/evaluation/kept.parquet",
+    ]
+
+
+def test_nothing_scored_and_nothing_kept():
+    found = {"num_samples": 1.0, "kept": {"low": 0.1, "high": 0.9, "function": "exact", "num_samples": 0}}
+    lines = evaluation_outcome(found, "runs/a").splitlines()
+    assert lines[0].startswith("1 samples: no completion has a score. ")
+    assert lines[1] == "No sample has a success rate of 0.1 to 0.9 by exact: nothing is kept."
+
+
+def test_several_checkpoints_are_rows_of_a_table():
+    faulted = summary(0.5, **{"reward_faults/exact/nan": 1.0})
+    assert comparison_outcome({"checkpoint-2": summary(0.25), "b": faulted}, "runs/a").splitlines() == [
+        "",
+        "checkpoint    samples  exact",
+        "checkpoint-2  5        0.2500 ± 0.150",
+        "b             5        0.5000 ± 0.150",
+        "b: Completions without a score because a reward function failed: exact/nan 1.",
+        "The table is in runs/a/evaluation/comparison.json, completions are in a folder per checkpoint beside it.",
+    ]

@@ -1,0 +1,59 @@
+"""Starting servers, as far as it needs no vLLM."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.config.schema import VLLMConfig
+from rl_vlm.errors import ConfigError, RolloutError
+from rl_vlm.generation import vllm_process
+from rl_vlm.generation.vllm_process import ServerProcess, flags, free_port, server_environment, start_servers
+
+HOST = "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        assert free_port(HOST) != port
+        with pytest.raises(RolloutError, match=rf"No server can listen on port {port} of {HOST}: .*in use"):
+            free_port(HOST, port)
+    assert free_port(HOST, port) == port
+
+
+def test_servers_get_their_devices_and_ports_in_turn(monkeypatch):
+    started = []
+    monkeypatch.setattr(vllm_process, "find_spec", lambda name: name)
+    monkeypatch.setattr(ServerProcess, "__init__", lambda self, *arguments: started.append(arguments))
+    settings = VLLMConfig(vllm_num_servers=2, vllm_server_devices=["6", "7"])
+    start_servers({"model": "m"}, settings, "token", Path("logs"), HOST, 8000)
+    start_servers({"model": "m"}, VLLMConfig(), "token", Path("logs"), HOST)
+    logs = [Path("logs/0.log"), Path("logs/1.log")]
+    assert started == [
+        ({"model": "m"}, "token", logs[0], HOST, "6", 8000),
+        ({"model": "m"}, "token", logs[1], HOST, "7", 8001),
+        ({"model": "m"}, "token", logs[0], HOST, None, None),
+    ]
+
+
+def test_vllm_is_missed_by_name(monkeypatch):
+    monkeypatch.setattr(vllm_process, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"need the package vllm: install rl-vlm\[vllm\]"):
+        start_servers({}, VLLMConfig(), "token", Path("logs"), HOST)
+
+
+def test_options_of_a_server():
+    arguments = {"model": "m", "enforce_eager": True, "trust_remote_code": False, "limit_mm_per_prompt": {"video": 0}}
+    words = ["--model", "m", "--enforce-eager", "--no-trust-remote-code", "--limit-mm-per-prompt", '{"video": 0}']
+    assert flags(arguments) == words
+
+
+def test_a_server_is_no_rank_of_the_trainer_and_keeps_to_this_machine(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    found = server_environment("secret", "5")
+    assert "RANK" not in found
+    assert found["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert (found["RL_VLM_SERVER_TOKEN"], found["CUDA_VISIBLE_DEVICES"]) == ("secret", "5")
+    assert (found["VLLM_HOST_IP"], found["VLLM_LOOPBACK_IP"]) == (HOST, HOST)
