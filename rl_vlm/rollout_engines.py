@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.engine import Engine
+from rl_vlm.errors import ConfigError
 from rl_vlm.families import TokenRules
 from rl_vlm.generation import RolloutEngine
 from rl_vlm.generation.hf import HFEngine
@@ -38,6 +39,7 @@ def training_engine(
     tokens = TokenRules.of(model.config, model.generation_config, tokenizer)
     arguments = engine_arguments(config, base_of(initial), rank)
     if config.rollout.engine == "vllm":
+        refuse_several_processes(engine)
         return VLLMEngine(arguments, tokens, builder, Path(initial) if is_adapter(initial) and sends_adapter else None)
     return server_engine(config, arguments, model.config.model_type, tokens, builder, engine)
 
@@ -66,10 +68,19 @@ def evaluation_engine(
     tokens = TokenRules.of(model_config, GenerationConfig.from_pretrained(base, revision=revision), tokenizer)
     arguments = engine_arguments(config, base, adapter_rank(checkpoint))
     if config.rollout.engine == "vllm":
+        refuse_several_processes(engine)
         return VLLMEngine(arguments, tokens, builder, Path(checkpoint) if is_adapter(checkpoint) else None)
     servers = server_engine(config, arguments, model_config.model_type, tokens, builder, engine)
     servers.sync(CheckpointWeights(Path(checkpoint), is_adapter(checkpoint)), version=0)
     return servers
+
+
+def refuse_several_processes(engine: Engine) -> None:
+    """Raises ConfigError: vLLM would take the trainer's process group for its own."""
+    if engine.world_size > 1:
+        raise ConfigError(
+            f"rollout.engine: vllm runs beside one process, and this run has {engine.world_size}; use vllm_server"
+        )
 
 
 def server_engine(

@@ -37,7 +37,7 @@ ONLY_IN = {
     "vllm": "rl_vlm/generation/vllm_",
     "deepspeed": None,
 }
-"""How the path begins of the files of `rl_vlm` that may import a package, inside of functions or not; None: none may."""
+"""Beginning of the paths of the files that may import a package, inside of functions or not; None: none may."""
 
 LOCAL = {"transformers", "accelerate", "peft", "datasets", "trl", "matplotlib"}
 """Packages that are imported where they are used, never at the top of a file."""

@@ -1,0 +1,71 @@
+"""A window that is sampled while the one before it is trained on."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from rl_vlm.errors import RolloutError
+from rl_vlm.metrics import StepMetrics
+from rl_vlm.types import Group, RolloutRequest, Sampling, TrainerState
+from tests.unit.test_collector import Script, make_collector
+
+NOW, NEXT = TrainerState(7, 10, 0.0), TrainerState(8, 10, 0.0)
+
+
+class Held(Script):
+    """Answers only once it is let go."""
+
+    def __init__(self, **answers: str) -> None:
+        super().__init__(**answers)
+        self.let_go = threading.Event()
+        self.threads: list[str] = []
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        assert self.let_go.wait(timeout=30)
+        self.threads.append(threading.current_thread().name)
+        return super().generate(requests, sampling)
+
+
+def test_a_window_ahead_is_sampled_in_the_background_and_is_the_next_one() -> None:
+    script = Held(a="0 1", b="0 1", c="0 1")
+    collector, metrics = make_collector(script, rounds=0), StepMetrics()
+    before = collector.sampler.state_dict()
+    collector.collect_ahead(NEXT)
+    assert script.calls == []  # the caller goes on at once
+    assert collector.sampler_state() == before and collector.sampler.state_dict() != before
+    script.let_go.set()
+    window = collector.take_ahead(metrics)
+    assert window is not None
+    assert script.threads != [threading.main_thread().name]
+    assert [scored.group.group_id for scored in window.groups] == ["8/0/a", "8/0/b", "8/0/c"]
+    assert {scored.group.policy_version for scored in window.groups} == {5}
+    found = metrics.reduce(list)
+    assert found["answers"] == 6 and {"time/generation", "time/rewards", "time/rollout_wait"} <= found.keys()
+    assert collector.take_ahead(metrics) is None
+    collector.close()
+
+
+def test_the_generator_is_free_after_waiting() -> None:
+    script = Held(a="0 1", b="0 1", c="0 1")
+    collector = make_collector(script, rounds=0)
+    collector.wait()  # nothing is on its way
+    collector.collect_ahead(NEXT)
+    threading.Timer(0.2, script.let_go.set).start()
+    collector.wait()
+    assert len(script.calls) == 1
+    collector.close()
+
+
+def test_an_error_comes_when_the_window_is_taken_and_takes_the_sampler_back() -> None:
+    class Lost(Script):
+        def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+            raise RolloutError("no server is left")
+
+    collector = make_collector(Lost(), rounds=0)
+    before = collector.sampler.state_dict()
+    collector.collect_ahead(NEXT)
+    with pytest.raises(RolloutError, match="no server is left"):
+        collector.take_ahead(StepMetrics())
+    assert collector.sampler.state_dict() == before and collector.ahead is None
+    collector.close()
