@@ -17,14 +17,12 @@ from rl_vlm.generation.openai import MessageBuilder, OpenAIEngine
 from rl_vlm.generation.vllm_client import TOKEN, VLLMClient
 from rl_vlm.generation.vllm_common import engine_arguments
 from rl_vlm.generation.vllm_local import VLLMEngine
-from rl_vlm.generation.vllm_process import ServerProcess
+from rl_vlm.generation.vllm_process import LOOPBACK, start_servers, stop_servers
 from rl_vlm.generation.vllm_servers import VLLMServers
 from rl_vlm.loading import adapter_rank, base_of, is_adapter, load_policy
 from rl_vlm.policy import Policy
 from rl_vlm.prompts import PromptBuilder, load_processor
 from rl_vlm.weight_sync import CheckpointWeights, PolicyWeights
-
-LOOPBACK = "127.0.0.1"
 
 
 def training_engine(
@@ -64,14 +62,28 @@ def evaluation_engine(
     from transformers import AutoConfig, GenerationConfig
 
     base, revision = base_of(checkpoint), config.model.model_revision
-    model_config = AutoConfig.from_pretrained(base, revision=revision)
+    model_config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
     tokens = TokenRules.of(model_config, GenerationConfig.from_pretrained(base, revision=revision), tokenizer)
     arguments = engine_arguments(config, base, adapter_rank(checkpoint))
     if config.rollout.engine == "vllm":
         refuse_several_processes(engine)
-        return VLLMEngine(arguments, tokens, builder, Path(checkpoint) if is_adapter(checkpoint) else None)
+        local = VLLMEngine(arguments, tokens, builder, Path(checkpoint) if is_adapter(checkpoint) else None)
+        local.set_version(0)
+        return local
     servers = server_engine(config, arguments, model_config.model_type, tokens, builder, engine)
-    servers.sync(CheckpointWeights(Path(checkpoint), is_adapter(checkpoint)), version=0)
+    has_weights = not config.vllm.vllm_server_base_url and not is_adapter(checkpoint)
+
+    def take_checkpoint() -> None:
+        if has_weights:
+            servers.set_version(0)
+        else:
+            servers.sync(CheckpointWeights(Path(checkpoint), is_adapter(checkpoint)), version=0)
+
+    try:
+        engine.together(take_checkpoint)
+    except BaseException:
+        servers.close()
+        raise
     return servers
 
 
@@ -92,19 +104,15 @@ def server_engine(
     Raises RolloutError, on every rank, for servers that cannot be started or used.
     """
     vllm, output_dir = config.vllm, Path(config.train.output_dir)
-    processes: list[ServerProcess] = []
-    token = os.environ.get(TOKEN) or secrets.token_urlsafe(32)
-    if engine.is_main and not vllm.vllm_server_base_url:
-        devices = vllm.vllm_server_devices or [None] * vllm.vllm_num_servers
-        for i, device in enumerate(devices):
-            processes.append(ServerProcess(arguments, token, output_dir / "servers" / f"{i}.log", LOOPBACK, device))
+    token, starts = os.environ.get(TOKEN) or secrets.token_urlsafe(32), not vllm.vllm_server_base_url
+    logs = output_dir / "servers"
+    processes = engine.together(
+        lambda: start_servers(arguments, vllm, token, logs, LOOPBACK) if starts and engine.is_main else []
+    )
     urls = vllm.vllm_server_base_url or [process.url for process in processes]
-    ((urls, token),) = engine.gather([(urls, token)] if engine.is_main else [])
+    shared = (urls, token, f"{secrets.token_hex(4)}/")
+    ((urls, token, run),) = engine.gather([shared] if engine.is_main else [])
     clients = [VLLMClient(url, token, vllm.vllm_server_timeout) for url in urls]
-
-    def stop() -> None:
-        for process in processes:
-            process.stop()
 
     def wait_until_healthy() -> None:
         for process, client in zip(processes, clients, strict=False):
@@ -113,12 +121,15 @@ def server_engine(
     def connect() -> VLLMServers:
         names = ("dtype", "mm_processor_kwargs", "logprobs_mode", "max_lora_rank")
         expected = {"model_type": model_type} | {name: arguments.get(name) for name in names}
-        folder, by_nccl = output_dir / "weight_sync", arguments["weight_transfer_config"]["backend"] == "nccl"
-        return VLLMServers(clients, tokens, builder, folder, engine.is_main, expected, by_nccl, stop)
+        expected["weight_transfer"] = arguments["weight_transfer_config"]["backend"]
+        return VLLMServers(
+            clients, tokens, builder, output_dir / "weight_sync", engine.is_main, expected, config.rollout.max_num_seqs,
+            run, lambda: stop_servers(processes),
+        )  # fmt: skip
 
     try:
         engine.together(wait_until_healthy)
         return engine.together(connect)
     except BaseException:
-        stop()
+        stop_servers(processes)
         raise

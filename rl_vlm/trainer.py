@@ -55,7 +55,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_engines import training_engine
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import PromptSampler
-from rl_vlm.types import MicroBatch, ScoredGroup, SubGroup, TokenScores, TrainerState, length_mask, pad_rows
+from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask, pad_rows
 from rl_vlm.vision import VisionEncoder, spare_sample
 from rl_vlm.weight_sync import PolicyWeights
 from rl_vlm.window import LogprobField, Window, keep, kept
@@ -109,15 +109,25 @@ class Trainer:
         self.engine.prepare(self.policy.train(), train, self.total_steps)
         self.generator = training_engine(config, initial, self.policy, builder, self.engine)
         self.weights = PolicyWeights(self.policy, config.rollout.lora_sync)
+        self.generator_checked = config.rollout.engine == "hf"  # which samples from the policy itself
+        try:
+            self.set_up_steps(PromptSource(rows, row_indices, builder), resumed)
+            self.engine.together(lambda: self.prepare_directory(resumed, dropped))
+        except BaseException:
+            self.generator.close()
+            raise
+
+    def set_up_steps(self, source: PromptSource, resumed: Path | None) -> None:
+        """What draws, collects and evaluates; a resumed run is brought to where it was."""
+        config = self.config
         self.sampler = PromptSampler(
-            len(row_indices),
+            len(source.row_indices),
             self.plan.prompts_per_step,
-            train.seed,
+            config.train.seed,
             config.data.shuffle_dataset,
             self.engine.rank,
             self.engine.world_size,
         )
-        source = PromptSource(rows, row_indices, builder)
         self.prefetcher = Prefetcher(source, self.sampler, self.plan.steps_per_window, config.data)
         self.collector = Collector(
             config,
@@ -131,7 +141,7 @@ class Trainer:
         )
         self.evaluator = None
         if config.data.eval_dataset_name:
-            self.evaluator = Evaluator(config, self.engine, builder, self.generator, self.rewards)
+            self.evaluator = Evaluator(config, self.engine, source.builder, self.generator, self.rewards)
         self.sharing: Sharing = self.usable_sharing()
         by_cache = self.policy.family.hybrid  # which needs no rows, and takes no gradients
         self.scoring_sharing: Sharing = config.memory.prefix_sharing if by_cache else self.sharing
@@ -139,7 +149,6 @@ class Trainer:
         self.window: Window | None = None
         if resumed:
             restore_run(self, resumed)
-        self.engine.together(lambda: self.prepare_directory(resumed, dropped))
 
     def prepare_directory(self, resumed: Path | None, dropped: Sequence[dict[str, Any]]) -> None:
         """Last of the preparations, since it may delete an earlier run."""
@@ -157,6 +166,8 @@ class Trainer:
         with metrics.stage("step"):
             window = self.current_window(metrics)
             groups = window.step_groups()
+            lags = [self.progress.policy_version - group.group.policy_version for group in groups]
+            metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
             denominators = self.denominators(groups)
             batches = self.micro_batches(groups, self.sharing)
             with metrics.stage("training"):
@@ -188,12 +199,21 @@ class Trainer:
         return self.window
 
     def next_window(self, metrics: StepMetrics) -> Window:
-        """Sampled now, by the weights of now; with `max_staleness`, while the last window was trained on."""
-        window = self.collector.take_ahead(metrics)
-        self.sync_generator(self.config.rollout.weight_sync_steps, metrics)
-        if window is None:
-            window = self.collector.collect(self.state, metrics)
-            self.check_generator(window.groups)
+        """Sampled now, by the weights of now; with `max_staleness`, while the last window was trained on.
+
+        An error leaves the sampler before the window.
+        """
+        cursor = self.collector.sampler_state()
+        try:
+            window = self.collector.take_ahead(metrics)
+            self.sync_generator(self.config.rollout.weight_sync_steps, metrics)
+            if window is None:
+                window = self.collector.collect(self.state, metrics)
+            if not self.generator_checked:
+                self.check_generator(window.groups)
+        except BaseException:
+            self.sampler.load_state_dict(cursor)
+            raise
         next_step = self.progress.global_step + self.plan.steps_per_window * self.plan.num_iterations
         if self.config.rollout.max_staleness and next_step < self.total_steps:
             self.collector.collect_ahead(replace(self.state, global_step=next_step))
@@ -201,23 +221,22 @@ class Trainer:
 
     @torch.no_grad()
     def check_generator(self, groups: Sequence[ScoredGroup]) -> None:
-        """Raises RolloutError if an engine with weights of its own does not sample from the policy."""
-        if self.config.rollout.engine == "hf":
-            return
+        """Before the first step: raises RolloutError if an engine has other weights than the policy."""
+        self.generator_checked = True
         self.policy.eval()
         gaps = []
-        for group in groups[:NUM_CHECKED_GROUPS]:
-            completions = group.group.completions
-            scores = self.policy(MicroBatch([SubGroup(group, list(range(len(completions))))], shared=False))
-            sampled = pad_rows([completion.generator_logprobs for completion in completions]).to(self.engine.device)
-            gaps.append((scores.logprobs_NT - sampled)[sampled != 0].abs())
+        for batch in self.cut(groups[:NUM_CHECKED_GROUPS], self.scoring_sharing):
+            mask = length_mask([len(c.token_ids) for c in batch.completions], self.engine.device)
+            sampled = pad_rows([c.generator_logprobs for c in batch.completions]).to(self.engine.device)
+            gaps.append((self.policy(batch).logprobs_NT - sampled)[mask].abs())
         self.policy.train()
-        self.engine.together(lambda: check_gap(torch.cat(gaps), self.config.vllm.vllm_max_logp_difference))
+        bound = self.config.vllm.vllm_max_logp_difference
+        self.engine.together(lambda: check_gap(torch.cat(gaps), bound) if gaps else None)
 
     def sync_generator(self, max_updates_behind: int, metrics: StepMetrics) -> None:
         """Send the generator the policy's weights if it is this many updates behind."""
-        version = self.progress.policy_version
-        if version - self.generator.policy_version < max_updates_behind:
+        version, found = self.progress.policy_version, self.generator.policy_version
+        if found >= 0 and version - found < max_updates_behind:
             return
         with metrics.stage("weight_sync"):
             num_bytes = self.engine.together(lambda: self.generator.sync(self.weights, version))
@@ -234,15 +253,18 @@ class Trainer:
 
     def micro_batches(self, groups: Sequence[ScoredGroup], sharing: Sharing) -> list[MicroBatch]:
         """The groups that have something to teach, cut to the token budget, equally many on every rank."""
-        needed = [group for group in groups if group.has_variance or self.reference is not None]
-        batches = make_micro_batches(
-            needed,
+        batches = self.cut([g for g in groups if g.has_variance or self.reference is not None], sharing)
+        return pad_with_dummies(batches, self.engine.max([len(batches)])[0], spare=groups[0])
+
+    def cut(self, groups: Sequence[ScoredGroup], sharing: Sharing) -> list[MicroBatch]:
+        """Groups, cut to the token budget."""
+        return make_micro_batches(
+            groups,
             self.config.memory.micro_batch_tokens,
             sharing,
             self.policy.vision.tokens,
             mixes_prompts=not self.policy.family.cross_attends,
         )
-        return pad_with_dummies(batches, self.engine.max([len(batches)])[0], spare=groups[0])
 
     def vision_calls(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[int]:
         """How often the vision tower runs in each micro-batch: as often on every rank."""
@@ -347,9 +369,7 @@ class Trainer:
             )
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Rewards, lengths, how old the sampling weights were, and how much the shared prefixes saved."""
-        lags = [self.progress.policy_version - group.group.policy_version for group in groups]
-        metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
+        """Rewards, lengths, and how much the shared prefixes saved."""
         add_reward_metrics(metrics, groups, self.rewards.names)
         for name, value in self.policy.counters.items():
             metrics.add_sum(f"compute/{name}", value)
@@ -407,7 +427,7 @@ class Trainer:
         """Metrics on the held-out rows; with `load_best_model_at_end`, notes the best step so far."""
         assert self.evaluator is not None
         progress, train = self.progress, self.config.train
-        self.collector.wait()
+        self.engine.together(self.collector.wait)
         self.sync_generator(1, StepMetrics())
         metrics = progress.eval_latest = self.evaluator.run(self.state).metrics
         if train.load_best_model_at_end:

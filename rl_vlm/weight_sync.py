@@ -33,7 +33,7 @@ class PolicyWeights:
 
     def save_adapter(self, directory: Path) -> int:
         """Write the adapter as PEFT does; returns the bytes of its weights."""
-        self.policy.model.save_pretrained(directory, selected_adapters=["default"])
+        self.policy.model.save_pretrained(directory, selected_adapters=["default"], save_embedding_layers=False)
         return (directory / "adapter_model.safetensors").stat().st_size
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:

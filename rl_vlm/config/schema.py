@@ -371,6 +371,12 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`weight_sync_steps` has no effect on `engine` hf, which samples from the trained weights themselves"
     if rollout.max_staleness and rollout.engine != "vllm_server":
         yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the training"
+    if settings.vllm_server_base_url and {"vllm_num_servers", "vllm_server_devices"} & settings.model_fields_set:
+        yield "`vllm_num_servers` and `vllm_server_devices` are for servers that are started, and others are joined"
+    if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
+        yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address begins with http:// or https://"
+    if settings.vllm_enable_sleep_mode and rollout.engine == "vllm_server":
+        yield "`vllm_enable_sleep_mode` is for `engine` vllm; servers have devices of their own"
     if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:
         yield (
             f"`vllm_server_devices` names {len(settings.vllm_server_devices)} sets of devices for "

@@ -83,10 +83,10 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
 
 def weight_transfer(config: RunConfig) -> str:
     """How weights reach vLLM, by the name of a backend of its weight-transfer API; `rl_vlm` is ours."""
-    choice = config.vllm.vllm_weight_transfer
-    if config.rollout.engine != "vllm_server" or choice == "shared_directory":
-        return "rl_vlm"
-    return "nccl" if choice == "nccl" or torch.cuda.is_available() else "rl_vlm"
+    vllm = config.vllm
+    has_own_gpus = torch.cuda.is_available() and bool(vllm.vllm_server_devices or vllm.vllm_server_base_url)
+    by_nccl = vllm.vllm_weight_transfer == "nccl" or (vllm.vllm_weight_transfer == "auto" and has_own_gpus)
+    return "nccl" if by_nccl and config.rollout.engine == "vllm_server" else "rl_vlm"
 
 
 def cpu_arguments(max_model_length: int | None) -> dict[str, Any]:
@@ -95,7 +95,6 @@ def cpu_arguments(max_model_length: int | None) -> dict[str, Any]:
     """
     return {
         "enforce_eager": True,
-        "distributed_executor_backend": "uni",  # no process of its own for the model, which takes as long to start
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_length or 0, 8192),
     }
@@ -154,15 +153,20 @@ def check_length(request: RolloutRequest, sampling: Sampling, limit: int) -> Non
 
 
 def to_group(
-    request: RolloutRequest, prompt_ids: Sequence[int], answers: Sequence[Answer], version: int, tokenizer: Any
+    request: RolloutRequest,
+    prompt_ids: Sequence[int],
+    answers: Sequence[Answer],
+    version: int,
+    tokenizer: Any,
+    run: str = "",
 ) -> Group:
     """The group of vLLM's answers. Raises RolloutError if they are to another prompt, or of other weights."""
     check_prompt_ids(request, prompt_ids)
-    found = {v for answer in answers for v in answer.versions}
-    if found != {str(version)}:
+    found, expected = {v for answer in answers for v in answer.versions}, version_label(version, run)
+    if found != {expected}:
         raise RolloutError(
             f"Sample {request.prompt.sample.sample_id} was sampled by weights of version {', '.join(sorted(found))}, "
-            f"and the last that were sent are {version}: another run may use the same server."
+            f"and the last that were sent are {expected}: another run may use the same server."
         )
     texts = tokenizer.batch_decode(
         [answer.token_ids for answer in answers], skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -177,6 +181,11 @@ def to_completion(answer: Answer, text: str) -> Completion:
         raise RolloutError(f"vLLM ended a completion with finish reason {answer.finish_reason!r}.")
     token_ids = torch.tensor(answer.token_ids)
     return Completion(token_ids, torch.tensor(answer.logprobs), answer.finish_reason, text)
+
+
+def version_label(version: int, run: str = "") -> str:
+    """vLLM labels what it samples with this; `run` tells runs on one server apart."""
+    return f"{run}{version}"
 
 
 def check_prompt_ids(request: RolloutRequest, found: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_vlm.errors import ConfigError, DataError, ModelError
+from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
 from rl_vlm.families import TokenRules
 from rl_vlm.generation import WeightSource
 from rl_vlm.generation.vllm_common import (
@@ -21,6 +21,7 @@ from rl_vlm.generation.vllm_common import (
     check_length,
     sampling_arguments,
     to_group,
+    version_label,
 )
 from rl_vlm.types import Group, RolloutRequest, Sample, Sampling
 
@@ -43,9 +44,8 @@ class VLLMEngine:
         self.sleeps = arguments.get("enable_sleep_mode", False)
         self.llm: Any = start_vllm(arguments)
         self.max_model_length: int = self.llm.model_config.max_model_len
-        self.policy_version = 0
         self.adapter: Any = None
-        self.set_version(0)
+        self.set_version(-1)  # nothing has been sent
         if adapter is not None:
             self.load_adapter(adapter)
 
@@ -66,8 +66,9 @@ class VLLMEngine:
             outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
         except ValueError as error:
             raise DataError(f"vLLM refuses a prompt: {error}") from error
-        if self.sleeps:
-            self.llm.sleep(level=1)
+        finally:
+            if self.sleeps:
+                self.llm.sleep(level=1)
         return [
             to_group(
                 request,
@@ -93,10 +94,10 @@ class VLLMEngine:
                 self.load_adapter(Path(directory))
         else:
             num_bytes = self.load_weights(source)
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM keeps what it computed with older weights: its prefix cache is in use.")
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        self.policy_version = version
         self.set_version(version)
         return num_bytes
 
@@ -114,15 +115,18 @@ class VLLMEngine:
 
         weights = list(source.trained_weights())
         WeightReceiver.handed_over = weights
-        self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {}})
-        self.llm.finish_weight_update()
-        WeightReceiver.handed_over = ()
+        try:
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {}})
+            self.llm.finish_weight_update()
+        finally:
+            WeightReceiver.handed_over = ()
         return sum(weight.nbytes for _, weight in weights)
 
     def set_version(self, version: int) -> None:
-        """vLLM labels completions with the version of the weights that sampled them."""
-        self.llm.update_weight_version(str(version))
+        """Name the weights that vLLM has; it labels completions with the version that sampled them."""
+        self.policy_version = version
+        self.llm.update_weight_version(version_label(version))
 
     def wake_up(self) -> None:
         """Take back the memory that was freed for training."""

@@ -10,6 +10,7 @@ import itertools
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,12 +28,13 @@ from rl_vlm.generation.vllm_common import (
     check_length,
     sampling_arguments,
     to_group,
+    version_label,
 )
 from rl_vlm.generation.vllm_nccl import NCCLSender
 from rl_vlm.types import Group, RolloutRequest, Sampling
 
-REQUESTS_AT_ONCE = 64
-"""Groups that are on their way to each server; it queues and batches them."""
+RESET_TRIES = 20
+"""Times, half a second apart, that a server is asked to empty a cache that is in use."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +50,14 @@ class VLLMServers:
         folder: Path,
         sends_weights: bool,
         expected: dict[str, Any],
-        by_nccl: bool = False,
+        max_num_seqs: int = 256,
+        run: str = "",
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """`folder` is where weights are put for the servers, by the one process that `sends_weights`.
 
-        `by_nccl` sends weights between GPUs instead; adapters are files all the same.
-        `expected` are parts of the set-up that the servers must have. `close` stops what was started for this engine.
+        `expected` are parts of the set-up that the servers must have. Each server is asked for `max_num_seqs`
+        completions at once. `run` tells this run's weights from another's. `close` stops what was started for it.
         Raises RolloutError for a server that has another set-up, refuses the token, or cannot be reached.
         """
         self.live = list(clients)
@@ -64,7 +67,10 @@ class VLLMServers:
         self.sends_weights = sends_weights
         self.policy_version = -1  # whatever weights they have: they are sent the policy's before the first rollout
         self.has_adapter = False
-        self.senders = {client: NCCLSender(client) for client in clients} if by_nccl and sends_weights else {}
+        self.max_num_seqs = max_num_seqs
+        self.run = run
+        by_nccl = expected.get("weight_transfer") == "nccl" and sends_weights
+        self.senders = {client: NCCLSender(client) for client in clients} if by_nccl else {}
         self.stop_servers = close
         self.turn = itertools.count()
         self.lock = threading.Lock()
@@ -79,22 +85,36 @@ class VLLMServers:
         """
         for request in requests:
             check_length(request, sampling, self.max_model_length)
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE * len(self.live)) as pool:  # an error cancels what has not begun
-            return list(pool.map(lambda request: self.generate_group(request, sampling), requests))
+        bodies = [self.body(request, sampling) for request in requests]
+        groups_at_once = max(1, self.max_num_seqs // sampling.num_generations)
+        with ThreadPoolExecutor(groups_at_once * len(self.live)) as pool:  # an error cancels what has not begun
+            found = list(pool.map(self.answers, bodies))
+        version, tokenizer = self.policy_version, self.renderer.processor.tokenizer
+        return [
+            to_group(request, prompt_ids, answers, version, tokenizer, self.run)
+            for request, (prompt_ids, answers) in zip(requests, found, strict=True)
+        ]
 
-    def generate_group(self, request: RolloutRequest, sampling: Sampling) -> Group:
-        """One group, by the first server that answers."""
-        body = self.body(request, sampling)
+    def answers(self, body: dict[str, Any]) -> tuple[list[int], list[Answer]]:
+        """Prompt ids and completions of one group, by the first server that gives them."""
         while True:
             client = self.next_client()
             try:
                 answer = client.post("/inference/v1/generate", body)
+                answers = [read_choice(client, choice) for choice in answer["choices"]]
+                self.check_not_older(client, answers)
+                return answer["prompt_token_ids"], answers
             except ServerLost as error:
                 self.lose(client, error)
-                continue
-            answers = [read_choice(choice) for choice in answer["choices"]]
-            tokenizer = self.renderer.processor.tokenizer
-            return to_group(request, answer["prompt_token_ids"], answers, self.policy_version, tokenizer)
+            except (KeyError, TypeError) as error:
+                raise RolloutError(f"The vLLM server {client.url} answers something else: {error!r}") from error
+
+    def check_not_older(self, client: VLLMClient, answers: Sequence[Answer]) -> None:
+        """Raises ServerLost for a server with older weights of this run: it was given up while they were sent."""
+        labels = {version for answer in answers for version in answer.versions}
+        others = labels - {version_label(self.policy_version, self.run)}
+        if self.run and any(label.startswith(self.run) for label in others):
+            raise ServerLost(f"The vLLM server {client.url} has weights that are older than the last.")
 
     def body(self, request: RolloutRequest, sampling: Sampling) -> dict[str, Any]:
         """A request of vLLM's tokens-in, tokens-out route, with one placeholder token per image."""
@@ -132,9 +152,11 @@ class VLLMServers:
             if self.senders and not source.sends_adapter:
                 return self.sync_by_nccl(source, version)
             try:
-                num_bytes = self.write(source)
+                num_bytes = self.write(source) * len(self.live)
                 with ThreadPoolExecutor(len(self.live)) as pool:
                     list(pool.map(lambda client: self.update(client, send, version), list(self.live)))
+            except OSError as error:
+                raise RolloutError(f"Weights for the servers cannot be written to {self.folder}: {error}") from error
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
         self.has_adapter = source.sends_adapter
@@ -146,7 +168,7 @@ class VLLMServers:
         for client in list(self.live):
             self.update(client, lambda client: self.senders[client].send(source), version)
         self.policy_version = version
-        return sum(weight.nbytes for _, weight in source.trained_weights())
+        return sum(weight.nbytes for _, weight in source.trained_weights()) * len(self.live)
 
     def write(self, source: WeightSource) -> int:
         """Put the weights where the servers find them; returns their bytes."""
@@ -164,14 +186,23 @@ class VLLMServers:
         """Send one server its weights, and make it forget what it computed with the old ones."""
         try:
             send(client)
-            client.post("/update_weight_version", {"new_version": str(version)})
-            for cache in ("prefix", "mm", "encoder"):
-                client.post(f"/reset_{cache}_cache")
-            found = client.get("/weight_info")["weight_version"]
+            reset_caches(client)
+            self.set_label(client, version_label(version, self.run))
         except ServerLost as error:
-            return self.lose(client, error)
-        if found != str(version):
-            raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, and was sent {version}.")
+            self.lose(client, error)
+
+    def set_version(self, version: int) -> None:
+        """Name the weights that the servers have, where they need not be sent."""
+        for client in self.live if self.sends_weights else ():
+            self.set_label(client, version_label(version, self.run))
+        self.policy_version = version
+
+    def set_label(self, client: VLLMClient, label: str) -> None:
+        """Servers label completions with the version that sampled them. Raises RolloutError if it is not taken on."""
+        client.post("/update_weight_version", {"new_version": label})
+        found = client.get("/weight_info")["weight_version"]
+        if found != label:
+            raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, and was sent {label}.")
 
     def send_adapter(self, client: VLLMClient) -> None:
         path = str(self.folder.resolve())
@@ -198,8 +229,22 @@ def check_setup(client: VLLMClient, expected: dict[str, Any]) -> dict[str, Any]:
     return setup
 
 
-def read_choice(choice: dict[str, Any]) -> Answer:
-    """One completion of an answer."""
+def reset_caches(client: VLLMClient) -> None:
+    """Empty the server's caches. Raises ServerLost if one stays in use, with what older weights computed."""
+    for _ in range(RESET_TRIES):
+        if client.post("/reset_prefix_cache")["success"]:
+            break
+        time.sleep(0.5)
+    else:
+        raise ServerLost(f"The vLLM server {client.url} keeps its prefix cache, which is in use.")
+    client.post("/reset_mm_cache")
+    client.post("/reset_encoder_cache")
+
+
+def read_choice(client: VLLMClient, choice: dict[str, Any]) -> Answer:
+    """One completion of an answer. Raises ServerLost for one that the server gave up, as it does when it is stopped."""
+    if choice["finish_reason"] == "abort":
+        raise ServerLost(f"The vLLM server {client.url} gave up a completion.")
     logprobs = [position["logprob"] for position in choice["logprobs"]["content"]]
     versions = [span["version"] for span in choice["weight_versions"] or ()]
     return Answer(choice["token_ids"], logprobs, str(choice["finish_reason"]), versions)

@@ -34,8 +34,8 @@ class Served:
     process: ServerProcess
     client: VLLMClient
 
-    def engine(self, side: Side, folder: Path, *more: VLLMClient, **expected: object) -> VLLMServers:
-        return VLLMServers([self.client, *more], side.tokens, side.builder, folder, True, expected)
+    def engine(self, side: Side, folder: Path, run: str = "", **expected: object) -> VLLMServers:
+        return VLLMServers([self.client], side.tokens, side.builder, folder, True, expected, run=run)
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +126,20 @@ def test_other_pixel_limits_are_found_before_training(served: Served, tmp_path: 
 def test_weights_of_another_run_are_noticed(served: Served, tmp_path: Path) -> None:
     side = Side.of(served.checkpoint)
     source = PolicyWeights(side.policy, "adapter")
-    ours, theirs = served.engine(side, tmp_path / "ours"), served.engine(side, tmp_path / "theirs")
+    ours, theirs = (served.engine(side, tmp_path / run, run=f"{run}/") for run in ("ours", "theirs"))
     ours.sync(source, 3)
-    theirs.sync(source, 8)
-    with pytest.raises(RolloutError, match="sampled by weights of version 8, and the last that were sent are 3"):
+    theirs.sync(source, 3)
+    with pytest.raises(RolloutError, match=r"weights of version theirs/3, and the last that were sent are ours/3"):
         ours.generate(side.requests, sampling(seed=0))
+
+
+def test_a_server_with_older_weights_is_given_up(served: Served, tmp_path: Path) -> None:
+    side = Side.of(served.checkpoint)
+    engine = served.engine(side, tmp_path / "weights", run="ours/")
+    engine.sync(PolicyWeights(side.policy, "adapter"), 3)
+    engine.policy_version = 4  # as if it had been away while the others were sent these
+    with pytest.raises(RolloutError, match=r"weights that are older than the last.*No server is left"):
+        engine.generate(side.requests, sampling(seed=0))
 
 
 def test_a_prompt_that_is_too_long_is_refused(served: Served, tmp_path: Path) -> None:

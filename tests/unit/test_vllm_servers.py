@@ -28,6 +28,7 @@ class Server(VLLMClient):
             raise ServerLost(f"The vLLM server {self.url} does not answer.")
         assert (self.folder / "adapter").exists()
         self.version = (body or {}).get("new_version", self.version)
+        return {"success": True}
 
 
 class Adapter:

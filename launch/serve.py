@@ -1,0 +1,79 @@
+"""`rl-vlm serve`: vLLM servers with a run's own settings, which a trainer elsewhere joins."""
+
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_vlm.config.schema import RunConfig
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost")
+OPEN_TO_OTHERS = (
+    "WARNING: other machines can reach the servers on {host}. Requests need the token, and carry it unencrypted: "
+    "let nobody but the trainer's machines into that network."
+)
+
+
+def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None) -> None:
+    """Start the run's servers on this machine, say how to join them, and stay until Ctrl-C or SIGTERM.
+
+    `trainer` are the words of `rl-vlm train` that its settings come from. Of several servers, each listens one port
+    above the last, and without a port on any that is free. Raises RolloutError, with the end of its log, if one ends.
+    """
+    from rl_vlm.engine import Engine
+    from rl_vlm.generation.vllm_client import TOKEN, VLLMClient
+    from rl_vlm.generation.vllm_common import engine_arguments
+    from rl_vlm.generation.vllm_process import start_servers, stop_servers
+    from rl_vlm.loading import base_of, initial_checkpoint
+
+    initial = initial_checkpoint(config, Engine(config.train.output_dir, config.log))
+    arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial))
+    token, timeout = os.environ.get(TOKEN) or secrets.token_urlsafe(32), config.vllm.vllm_server_timeout
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    servers = []
+    try:
+        servers = start_servers(arguments, config.vllm, token, Path(config.train.output_dir) / "servers", host, port)
+        for server in servers:
+            server.wait_until_healthy(VLLMClient(server.url, token, timeout), timeout)
+        print(how_to_join([reachable(server.url) for server in servers], token, trainer), flush=True)
+        if host not in LOCAL_HOSTS:
+            print(OPEN_TO_OTHERS.format(host=host), file=sys.stderr)
+        while True:
+            for server in servers:
+                server.check_running()
+            time.sleep(1)
+    except KeyboardInterrupt:
+        print("stopping the servers", flush=True)
+    finally:
+        stop_servers(servers)
+
+
+def sent_adapter_rank(config: RunConfig, initial: str) -> int | None:
+    """Rank of the adapter that the run will send, or None if it sends weights."""
+    from rl_vlm.loading import adapter_rank
+
+    if config.rollout.lora_sync != "adapter":
+        return None
+    return adapter_rank(initial) or (config.model.lora_r if config.model.use_peft else None)
+
+
+def reachable(url: str) -> str:
+    """The address from elsewhere, where the server listens on every interface."""
+    return url.replace("//0.0.0.0:", f"//{socket.gethostname()}:")
+
+
+def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str]) -> str:
+    """The addresses, and the two lines that the trainer's side needs."""
+    from rl_vlm.generation.vllm_client import TOKEN
+
+    words = ["rl-vlm", "train", *trainer, "rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
+    addresses = "\n".join(f"  {url}" for url in urls)
+    return (
+        f"vLLM answers at\n{addresses}\nuntil Ctrl-C. On the trainer's side:\n\n"
+        f"  export {TOKEN}={token}\n  {shlex.join(words)}\n"
+    )
