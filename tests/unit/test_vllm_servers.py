@@ -52,11 +52,11 @@ def test_weights_go_to_the_servers_that_live_and_are_deleted(tmp_path: Path, cap
     folder = tmp_path / "weight_sync"
     first, second = Server("a", folder), Server("b", folder)
     engine = VLLMServers([first, second], TokenRules([], []), Renderer(), folder, sends_weights=True, expected={})
-    assert engine.sync(Adapter(), 1) == 4
+    assert engine.sync(Adapter(), 1) == 8  # to each of them
     assert (first.version, second.version) == ("1", "1")
 
     second.is_dead = True
-    assert engine.sync(Adapter(), 2) == 4
+    assert engine.sync(Adapter(), 2) == 8
     assert (first.version, second.version, engine.live) == ("2", "1", [first])
     assert "http://b does not answer. The run goes on without it; servers left: 1." in caplog.text
 
