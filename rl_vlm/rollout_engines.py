@@ -121,7 +121,6 @@ def server_engine(
     def connect() -> VLLMServers:
         names = ("dtype", "mm_processor_kwargs", "logprobs_mode", "max_lora_rank")
         expected = {"model_type": model_type} | {name: arguments.get(name) for name in names}
-        expected["weight_transfer"] = arguments["weight_transfer_config"]["backend"]
         return VLLMServers(
             clients, tokens, builder, output_dir / "weight_sync", engine.is_main, expected, config.rollout.max_num_seqs,
             run, lambda: stop_servers(processes),

@@ -147,8 +147,8 @@ class VLLMConfig(Section):
     vllm_max_logp_difference: float = Field(default=0.1, gt=0)
     """Mean difference of log-probs between vLLM and the trainer above which a run ends before its first step."""
     vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"
-    """How servers get weights: `nccl` between GPUs, or files in the run directory. `auto`: `nccl` where there are
-    GPUs."""
+    """How servers that are started get weights: `nccl` between GPUs, or files in the run directory. `auto`: `nccl`
+    where `vllm_server_devices` gives them GPUs of their own. Servers that are joined have their own setting."""
 
 
 class RewardSpec(Section):
@@ -375,6 +375,8 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`vllm_num_servers` and `vllm_server_devices` are for servers that are started, and others are joined"
     if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
         yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address begins with http:// or https://"
+    if settings.vllm_weight_transfer == "nccl" and rollout.engine == "vllm":
+        yield "`vllm_weight_transfer` nccl is for `engine` vllm_server; vllm takes weights in the same process"
     if settings.vllm_enable_sleep_mode and rollout.engine == "vllm_server":
         yield "`vllm_enable_sleep_mode` is for `engine` vllm; servers have devices of their own"
     if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:

@@ -82,11 +82,11 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
 
 
 def weight_transfer(config: RunConfig) -> str:
-    """How weights reach vLLM, by the name of a backend of its weight-transfer API; `rl_vlm` is ours."""
+    """How weights reach a server, by the name of a backend of vLLM's weight-transfer API; `rl_vlm` is ours."""
     vllm = config.vllm
-    has_own_gpus = torch.cuda.is_available() and bool(vllm.vllm_server_devices or vllm.vllm_server_base_url)
-    by_nccl = vllm.vllm_weight_transfer == "nccl" or (vllm.vllm_weight_transfer == "auto" and has_own_gpus)
-    return "nccl" if by_nccl and config.rollout.engine == "vllm_server" else "rl_vlm"
+    has_own_gpus = torch.cuda.is_available() and bool(vllm.vllm_server_devices)
+    is_nccl = vllm.vllm_weight_transfer == "nccl" or (vllm.vllm_weight_transfer == "auto" and has_own_gpus)
+    return "nccl" if is_nccl else "rl_vlm"
 
 
 def cpu_arguments(max_model_length: int | None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class VLLMEngine:
         self.tokens = tokens
         self.renderer = renderer
         self.sleeps = arguments.get("enable_sleep_mode", False)
-        self.llm: Any = start_vllm(arguments)
+        self.llm: Any = start_vllm(arguments | {"weight_transfer_config": {"backend": "rl_vlm"}})
         self.max_model_length: int = self.llm.model_config.max_model_len
         self.adapter: Any = None
         self.set_version(-1)  # nothing has been sent
@@ -105,8 +105,7 @@ class VLLMEngine:
         """Replace the adapter by the one in `directory`, which is read at once."""
         from vllm.lora.request import LoRARequest
 
-        self.adapter = LoRARequest(ADAPTER_NAME, 1, str(directory), load_inplace=True)
-        self.llm.llm_engine.add_lora(self.adapter)
+        self.llm.llm_engine.add_lora(LoRARequest(ADAPTER_NAME, 1, str(directory), load_inplace=True))
         self.adapter = LoRARequest(ADAPTER_NAME, 1, str(directory))
 
     def load_weights(self, source: WeightSource) -> int:

@@ -69,13 +69,13 @@ class VLLMServers:
         self.has_adapter = False
         self.max_num_seqs = max_num_seqs
         self.run = run
-        by_nccl = expected.get("weight_transfer") == "nccl" and sends_weights
-        self.senders = {client: NCCLSender(client) for client in clients} if by_nccl else {}
         self.stop_servers = close
         self.turn = itertools.count()
         self.lock = threading.Lock()
         setups = [check_setup(client, expected) for client in clients]
         self.max_model_length = min(setup["max_model_len"] for setup in setups)
+        by_nccl = sends_weights and all(setup["weight_transfer"] == "nccl" for setup in setups)
+        self.senders = {client: NCCLSender(client) for client in clients} if by_nccl else {}
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """One group per request, in order.

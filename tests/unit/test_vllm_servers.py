@@ -21,7 +21,8 @@ class Server(VLLMClient):
         self.folder, self.is_dead, self.version = folder, False, "-1"
 
     def get(self, path: str) -> Any:
-        return {"max_model_len": 64} if path == "/rl_vlm/setup" else {"weight_version": self.version}
+        setup = {"max_model_len": 64, "weight_transfer": "rl_vlm"}
+        return setup if path == "/rl_vlm/setup" else {"weight_version": self.version}
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         if self.is_dead:
