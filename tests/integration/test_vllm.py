@@ -1,16 +1,23 @@
 """vLLM's CPU build in this process: what it samples is what the policy would, after every update."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs vllm")
 
+from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
 from rl_vlm.generation.vllm_common import engine_arguments
 from rl_vlm.generation.vllm_local import VLLMEngine
+from rl_vlm.metrics import MetricsLog
+from rl_vlm.trainer import train
+from rl_vlm.types import RolloutRequest
 from rl_vlm.weight_sync import PolicyWeights
-from tests.integration.builders import sharp_checkpoint
+from tests.integration import tiny_run
+from tests.integration.builders import make_prompt, noise_image, sharp_checkpoint
 from tests.integration.vllm_parity import Side, generator_logprobs, sampling, token_ids
 
 NUM_UPDATES = 20
@@ -66,3 +73,63 @@ def test_log_probs_follow_the_policy(checkpoint: Path, engine: VLLMEngine, varia
     side.update(fixed)  # and without sending the weights, they part
     groups = engine.generate(side.requests, sampling(seed=99))
     assert (generator_logprobs(groups) - side.scores(groups)).abs().max() > 1e-2
+
+
+def test_a_run_samples_from_its_own_weights_also_after_a_kill(tmp_path: Path) -> None:
+    checkpoint, output = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint"), tmp_path / "run"
+    config = tiny_run.make_config(
+        checkpoint, output, engine="vllm", vllm_max_model_length=256, max_num_seqs=16, max_steps=3, num_iterations=2
+    )
+    train(config)
+    whole, texts = MetricsLog(output / "metrics.jsonl").read(), sampled_texts(output)
+    assert [line["sampling/policy_version_lag"] for line in whole] == [0, 1, 0]
+    assert ["weight_sync/bytes" in line for line in whole] == [True, False, True]
+    assert all(line["sampling/sampling_logp_difference/max"] <= 1e-3 for line in (whole[0], whole[2]))
+
+    for step in (2, 3):
+        shutil.rmtree(output / f"checkpoint-{step}")
+    resumed = config.model_copy(update={"train": config.train.model_copy(update={"resume_from_checkpoint": "auto"})})
+    train(resumed)
+    assert sampled_texts(output) == texts
+    again = MetricsLog(output / "metrics.jsonl").read()
+    for name in ("loss", "grad_norm", "entropy", "reward"):  # vLLM's log-probs repeat up to rounding
+        assert [line[name] for line in again] == pytest.approx([line[name] for line in whole], rel=1e-4, abs=1e-5)
+
+
+def sampled_texts(output: Path) -> dict[str, list[str]]:
+    return {name: [row["completion"] for row in rows] for name, rows in tiny_run.completions(output).items()}
+
+
+def test_weights_that_differ_end_a_run_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
+    config = tiny_run.make_config(checkpoint, tmp_path / "run", engine="vllm", vllm_max_model_length=256)
+    trained_weights = PolicyWeights.trained_weights
+
+    def other_weights(self: PolicyWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, 1.2 * weight) for name, weight in trained_weights(self))
+
+    monkeypatch.setattr(PolicyWeights, "trained_weights", other_weights)
+    with pytest.raises(RolloutError, match=r"differ between generator and trainer by .*vllm_max_logp_difference"):
+        train(config)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not MetricsLog(tmp_path / "run/metrics.jsonl").read()
+
+
+def test_a_model_that_vllm_does_not_run_is_named_with_the_way_out(tmp_path: Path) -> None:
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
+    path = checkpoint / "config.json"
+    path.write_text(path.read_text().replace("Qwen2_5_VLForConditionalGeneration", "NobodyKnowsThisModel"))
+    side = Side.of(checkpoint)
+    with pytest.raises(ModelError, match=r"(?s)NobodyKnowsThisModel.*engine hf runs every supported family"):
+        VLLMEngine(engine_arguments(side.config, str(checkpoint), None), side.tokens, side.builder)
+
+
+def test_a_prompt_and_an_image_that_are_too_long_are_named(checkpoint: Path, engine: VLLMEngine) -> None:
+    prompt = make_prompt(checkpoint, [noise_image(32, 24, seed=0)], text="no " * 250)
+    with pytest.raises(DataError, match=r"Sample s: \d+ prompt tokens .* are more than vLLM's 256"):
+        engine.generate([RolloutRequest("g", prompt)], sampling(seed=0))
+
+
+def test_what_vllm_cannot_load_as_an_adapter_is_refused(checkpoint: Path) -> None:
+    settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": ["nothing"]}
+    with pytest.raises(ConfigError, match=r"on the vision tower .*Set rollout.lora_sync: merge"):
+        PolicyWeights(Side.of(checkpoint, **settings).policy, "adapter")
