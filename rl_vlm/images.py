@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rl_vlm.errors import DataError
+
+if TYPE_CHECKING:
+    from rl_vlm.config.schema import DataConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 
@@ -27,6 +30,19 @@ def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> Image.I
         raise DataError(f"{where}{_label(value)}: not an image in one of the formats {', '.join(FORMATS)}.") from error
     except Exception as error:  # a damaged file can make a decoder raise anything
         raise DataError(f"{where}{_label(value)}: the image cannot be read: {error}") from error
+
+
+def png_bytes(image: Image.Image) -> bytes:
+    """The image as a PNG, which keeps every pixel."""
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def pixel_limits(data: DataConfig) -> dict[str, int]:
+    """The limits on an image's pixels that are set, by the names that processors have for them."""
+    limits = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    return {name: value for name, value in limits.items() if value is not None}
 
 
 def _encoded(value: Any, folder: Path) -> BytesIO:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from rl_vlm.advantages import reward_std
+from rl_vlm.files import written_whole
 from rl_vlm.losses import MetricExtreme
 from rl_vlm.types import ScoredGroup
 
@@ -150,9 +150,8 @@ class MetricsLog:
     def keep_until(self, step: int) -> None:
         """Drop lines of later steps, which a run that goes on from `step` writes again, and a torn last line."""
         kept = [line for line in self.complete_lines() if json.loads(line)["step"] <= step]
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text("".join(kept))
-        os.replace(unfinished, self.path)
+        with written_whole(self.path) as unfinished:
+            unfinished.write_text("".join(kept))
 
     def complete_lines(self) -> list[str]:
         if not self.path.exists():

@@ -9,6 +9,7 @@ import jinja2
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.errors import ConfigError, DataError, ModelError
+from rl_vlm.images import pixel_limits
 from rl_vlm.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ def load_processor(path: str, model: ModelConfig, data: DataConfig) -> Processor
         raise ModelError(f"No processor can be loaded from {path!r}: {error}") from error
     if not hasattr(processor, "image_processor"):
         raise ModelError(f"{path!r} has no image processor, only a {type(processor).__name__}: it is no vision model.")
-    limits = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-    limits = {name: value for name, value in limits.items() if value is not None}
+    limits = pixel_limits(data)
     if limits:  # given to AutoProcessor, they would reach the tokenizer as well and be saved with it
         processor.image_processor = AutoImageProcessor.from_pretrained(path, **source, **limits)
         check_limits(processor.image_processor, limits)
@@ -114,26 +114,19 @@ class PromptBuilder:
 
     def text(self, sample: Sample) -> str:
         """The sample's prompt as text, with one placeholder per image."""
-        if not self.processor.chat_template:
-            return self._lines(sample)
-        continues = sample.messages[-1]["role"] == "assistant"
-        return self.processor.apply_chat_template(
-            fill_images(sample.messages, sample.images),
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            tokenize=False,
-            **self.template_kwargs,
-        )
+        return self._templated(sample, tokenize=False) if self.processor.chat_template else self._lines(sample)
 
     def _chat(self, sample: Sample) -> BatchFeature:
+        return self._templated(sample, tokenize=True, return_dict=True, processor_kwargs={"return_tensors": "pt"})
+
+    def _templated(self, sample: Sample, **output: Any) -> Any:
+        """The messages in the chat template, in the form that `output` asks for."""
         continues = sample.messages[-1]["role"] == "assistant"
         return self.processor.apply_chat_template(
             fill_images(sample.messages, sample.images),
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            tokenize=True,
-            return_dict=True,
-            processor_kwargs={"return_tensors": "pt"},
+            **output,
             **self.template_kwargs,
         )
 

@@ -20,25 +20,26 @@ from rl_vlm.generation.vllm_local import VLLMEngine
 from rl_vlm.generation.vllm_process import LOOPBACK, start_servers, stop_servers
 from rl_vlm.generation.vllm_servers import VLLMServers
 from rl_vlm.loading import adapter_rank, base_of, is_adapter, load_policy
-from rl_vlm.policy import Policy
 from rl_vlm.prompts import PromptBuilder, load_processor
 from rl_vlm.weight_sync import CheckpointWeights, PolicyWeights
 
 
 def training_engine(
-    config: RunConfig, initial: str, policy: Policy, builder: PromptBuilder, engine: Engine
+    config: RunConfig, initial: str, weights: PolicyWeights, builder: PromptBuilder, engine: Engine
 ) -> RolloutEngine:
-    """An engine that begins with the weights of `initial` and is sent the policy's."""
-    model, tokenizer = policy.transformer, builder.processor.tokenizer
+    """An engine that begins with the weights of `initial` and is sent the policy's.
+
+    Raises ConfigError for an adapter that vLLM cannot load.
+    """
+    policy, tokenizer = weights.policy, builder.processor.tokenizer
     if config.rollout.engine == "hf":
         return HFEngine.for_policy(policy, tokenizer, config.rollout.max_num_seqs)
-    sends_adapter = PolicyWeights(policy, config.rollout.lora_sync).sends_adapter
-    rank = policy.model.peft_config["default"].r if sends_adapter else None
+    model, rank = policy.transformer, weights.adapter_rank()
     tokens = TokenRules.of(model.config, model.generation_config, tokenizer)
     arguments = engine_arguments(config, base_of(initial), rank)
     if config.rollout.engine == "vllm":
         refuse_several_processes(engine)
-        return VLLMEngine(arguments, tokens, builder, Path(initial) if is_adapter(initial) and sends_adapter else None)
+        return VLLMEngine(arguments, tokens, builder, Path(initial) if is_adapter(initial) and rank else None)
     return server_engine(config, arguments, model.config.model_type, tokens, builder, engine)
 
 

@@ -5,12 +5,12 @@ The number is the optimizer step, from 0, that the window was generated for.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.files import written_whole
 from rl_vlm.generation.openai import ServedCompletion
 from rl_vlm.types import Completion, Prompt, RewardTable, ScoredGroup
 
@@ -67,11 +67,10 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
     names = dict.fromkeys(name for row in rows for name in row)
     table = pyarrow.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
-    pyarrow.parquet.write_table(table, unfinished)
-    os.replace(unfinished, path)
+    with written_whole(path) as unfinished:
+        pyarrow.parquet.write_table(table, unfinished)
 
 
 def arrow_column(values: list[Any]) -> pyarrow.Array:

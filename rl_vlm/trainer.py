@@ -107,8 +107,8 @@ class Trainer:
         row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
         self.total_steps = total_optimizer_steps(config, self.plan, len(row_indices))
         self.engine.prepare(self.policy.train(), train, self.total_steps)
-        self.generator = training_engine(config, initial, self.policy, builder, self.engine)
         self.weights = PolicyWeights(self.policy, config.rollout.lora_sync)
+        self.generator = training_engine(config, initial, self.weights, builder, self.engine)
         self.generator_checked = config.rollout.engine == "hf"  # which samples from the policy itself
         try:
             self.set_up_steps(PromptSource(rows, row_indices, builder), resumed)

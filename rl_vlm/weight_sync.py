@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.errors import ConfigError
+from rl_vlm.generation.vllm_common import read_weights
 from rl_vlm.policy import Policy
 
 
@@ -23,13 +24,18 @@ class PolicyWeights:
     """The policy as the `WeightSource` of a rollout engine."""
 
     def __init__(self, policy: Policy, lora_sync: str) -> None:
-        """Raises ConfigError if `lora_sync` is `adapter` and vLLM cannot load what the adapter holds."""
         self.policy = policy
         self.has_adapter = policy.model is not policy.transformer
         self.sends_adapter = self.has_adapter and lora_sync == "adapter"
-        reason = why_not_an_adapter(policy) if self.sends_adapter else None
+
+    def adapter_rank(self) -> int | None:
+        """The rank r of the adapter that is sent, or None. Raises ConfigError for one that vLLM cannot load."""
+        if not self.sends_adapter:
+            return None
+        reason = why_not_an_adapter(self.policy)
         if reason:
             raise ConfigError(f"vLLM cannot load this adapter: {reason}. Set rollout.lora_sync: merge")
+        return self.policy.model.peft_config["default"].r
 
     def save_adapter(self, directory: Path) -> int:
         """Write the adapter as PEFT does; returns the bytes of its weights."""
@@ -71,10 +77,7 @@ class CheckpointWeights:
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights of the checkpoint."""
-        from safetensors.torch import load_file
-
-        for path in sorted(self.directory.glob("*.safetensors")):
-            yield from load_file(path).items()
+        return read_weights(self.directory)
 
 
 def whole_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.files import written_whole
 from rl_vlm.rollout_log import write_rows
 from rl_vlm.sources import IMAGE_COLUMNS, Row
 
@@ -83,9 +84,8 @@ class EvaluationDirectory:
         path = self.image_folder / f"{digest[:32]}.png"
         if not path.exists():
             self.image_folder.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-            image.save(unfinished, format="PNG")
-            os.replace(unfinished, path)
+            with written_whole(path) as unfinished:
+                image.save(unfinished, format="PNG")
         return path
 
     def write(self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
@@ -104,10 +104,9 @@ def plain(value: Any) -> Any:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it: whole or not at all."""
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    """Write a file whole or not at all."""
+    with written_whole(path) as unfinished:
+        unfinished.write_bytes(content)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -6,11 +6,9 @@ of its scored completions that do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from PIL.Image import Image
 
 from rl_vlm.data import Rows
 from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.files import written_whole
+from rl_vlm.images import png_bytes
 from rl_vlm.reward import RewardSuite
 from rl_vlm.sources import IMAGE_COLUMNS
 
@@ -88,9 +88,8 @@ def write_kept(path: Path, rows: Rows, completions: Sequence[Mapping[str, Any]],
     for name in columns.keys() & set(IMAGE_COLUMNS):
         holds_lists = isinstance(dataset.features[name], datasets.List)
         dataset = dataset.cast_column(name, datasets.List(datasets.Image()) if holds_lists else datasets.Image())
-    unfinished = path.with_suffix(".tmp")
-    dataset.to_parquet(str(unfinished))
-    os.replace(unfinished, path)
+    with written_whole(path) as unfinished:
+        dataset.to_parquet(str(unfinished))
     return len(given)
 
 
@@ -106,7 +105,5 @@ def encoded(value: Any, folder: Path) -> dict[str, bytes | None]:
     if isinstance(value, dict):
         value = value["path"] if value.get("bytes") is None else value["bytes"]
     if isinstance(value, Image):
-        file = BytesIO()
-        value.save(file, format="PNG")
-        value = file.getvalue()
+        value = png_bytes(value)
     return {"bytes": value if isinstance(value, bytes) else (folder / value).read_bytes(), "path": None}

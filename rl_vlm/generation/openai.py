@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -25,6 +24,7 @@ import torch
 from rl_vlm.config.schema import EvaluationConfig, RunConfig
 from rl_vlm.errors import RolloutError
 from rl_vlm.generation.sampling import stream_keys
+from rl_vlm.images import pixel_limits, png_bytes
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling
 
 if TYPE_CHECKING:
@@ -104,12 +104,11 @@ class OpenAIEngine:
 
 def extensions(config: RunConfig) -> dict[str, Any]:
     """Settings that OpenAI's API does not have, where they are set, by vLLM's names."""
-    pixels = {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
     values = {
         "top_k": config.rollout.top_k,
         "min_p": config.rollout.min_p,
         "chat_template_kwargs": config.data.chat_template_kwargs,
-        "mm_processor_kwargs": {name: value for name, value in pixels.items() if value is not None},
+        "mm_processor_kwargs": pixel_limits(config.data),
     }
     return {name: value for name, value in values.items() if value}
 
@@ -133,9 +132,7 @@ def chat_messages(sample: Sample) -> list[dict[str, Any]]:
 
 def data_url(image: Image) -> str:
     """The image as PNG, which keeps every pixel, in base64."""
-    file = BytesIO()
-    image.save(file, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png_bytes(image)).decode()}"
 
 
 def read_answer(answer: Any) -> ServedCompletion:

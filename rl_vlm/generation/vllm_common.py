@@ -7,14 +7,17 @@ request ─ prompt ids with one placeholder per image, images ─► vLLM, n = G
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, DataError, RolloutError
+from rl_vlm.images import pixel_limits
 from rl_vlm.types import Completion, Group, RolloutRequest, Sample, Sampling
 
 ENVIRONMENT = {
@@ -53,7 +56,7 @@ class Answer:
 
 def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> dict[str, Any]:
     """Arguments of vLLM's engine, by the names of `EngineArgs`; `lora_rank` is that of adapters it will be sent."""
-    vllm, pixels = config.vllm, {"min_pixels": config.data.min_pixels, "max_pixels": config.data.max_pixels}
+    vllm = config.vllm
     arguments = {
         "model": model,
         "revision": config.model.model_revision,
@@ -66,7 +69,7 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
         "enforce_eager": vllm.vllm_enforce_eager,
         "max_num_seqs": config.rollout.max_num_seqs,
         "max_model_len": max_model_length(config),
-        "mm_processor_kwargs": {name: value for name, value in pixels.items() if value is not None} or None,
+        "mm_processor_kwargs": pixel_limits(config.data) or None,
         "generation_config": "vllm",  # nothing is taken from the checkpoint's
         "logprobs_mode": "processed_logprobs",  # after temperature and bans
         "weight_transfer_config": {"backend": weight_transfer(config)},
@@ -104,6 +107,17 @@ def max_model_length(config: RunConfig) -> int | None:
     """Tokens of a prompt and its completion together; None leaves it to the model."""
     prompt = config.data.max_prompt_length
     return config.vllm.vllm_max_model_length or (prompt and prompt + config.rollout.max_completion_length)
+
+
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the folder's safetensors files. Raises FileNotFoundError if there is none."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no safetensors files in {directory}; trainer and servers must share that folder")
+    for path in files:
+        yield from load_file(path).items()
 
 
 def allowed_lora_rank(rank: int) -> int:

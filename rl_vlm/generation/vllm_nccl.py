@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rl_vlm.generation import WeightSource
 from rl_vlm.generation.vllm_client import VLLMClient
+from rl_vlm.generation.vllm_process import free_port
 
 
 class NCCLSender:
@@ -40,10 +41,8 @@ class NCCLSender:
                 return source.trained_weights()
 
         address = address_towards(self.client.url)
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
         world_size = 1 + self.client.get("/get_world_size")["world_size"]
+        port = free_port(address)
         info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
         return WeightTransferTrainerFactory.trainer_init(info, client=Control(self.client), source=Weights())
 

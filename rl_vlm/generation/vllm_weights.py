@@ -7,7 +7,7 @@ vLLM finds this engine by its name `rl_vlm` among those of its weight-transfer A
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from rl_vlm.generation.vllm_common import read_weights
 
 BACKEND = "rl_vlm"
 
@@ -68,17 +70,6 @@ class WeightReceiver(WeightTransferEngine[NoInitInfo, Files]):
 
     def shutdown(self) -> None:
         """Nothing is held."""
-
-
-def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the folder's safetensors files. Raises FileNotFoundError if there is none."""
-    from safetensors.torch import load_file
-
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no safetensors files in {directory}; trainer and servers must share that folder")
-    for path in files:
-        yield from load_file(path).items()
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
     "errors",
-    "config functions images types",
+    "config files functions images types",
     "families shared_prefix sources",
     "rows vision",
     "data prompts generation reward advantages batching losses policy",  # the stages of a batch

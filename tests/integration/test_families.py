@@ -14,7 +14,7 @@ from rl_vlm.policy import Policy
 from rl_vlm.rows import Rows
 from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.types import Prompt, RolloutRequest, Sampling
-from tests.integration.builders import make_policy, sharp_checkpoint
+from tests.integration.builders import make_policy
 from tests.integration.family_parity import Parity, case_groups, cases, measure, scores
 from tests.integration.stock import generate_with_transformers, stock_logprobs
 from tests.integration.wrong_rows import WRONG_ROWS, effect
@@ -41,11 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=sorted(TINY_FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sharp_checkpoint(family, tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,13 @@ import torch
 
 from rl_vlm.policy import Policy
 from rl_vlm.tiny.hybrid import HYBRID
-from tests.integration.builders import make_groups, make_policy, sharp_checkpoint, whole
+from tests.integration.builders import make_groups, make_policy, whole
 from tests.integration.family_parity import CASES, cases
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRID))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sharp_checkpoint(family, tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture(scope="module")

@@ -215,6 +215,13 @@ def test_lora_trains_the_adapter_alone_in_float32_on_a_bfloat16_base(tiny_checkp
     assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
+def test_an_adapter_that_only_vllm_cannot_load_trains_with_the_hf_engine(tiny_checkpoint, tmp_path):
+    settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": ["nothing"]}
+    run(make_config(tiny_checkpoint, tmp_path, **settings, max_steps=2))
+    stored = weights(tmp_path / "checkpoint-2")
+    assert all("visual" in name and tensor.any() for name, tensor in stored.items())
+
+
 def test_completions_are_printed(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path, num_completions_to_print=3, log_completions=False, max_steps=2)
     train(config)

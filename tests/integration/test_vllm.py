@@ -132,4 +132,4 @@ def test_a_prompt_and_an_image_that_are_too_long_are_named(checkpoint: Path, eng
 def test_what_vllm_cannot_load_as_an_adapter_is_refused(checkpoint: Path) -> None:
     settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": ["nothing"]}
     with pytest.raises(ConfigError, match=r"on the vision tower .*Set rollout.lora_sync: merge"):
-        PolicyWeights(Side.of(checkpoint, **settings).policy, "adapter")
+        PolicyWeights(Side.of(checkpoint, **settings).policy, "adapter").adapter_rank()
