@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rl_vlm.config.batch_algebra import plan_batches
 from rl_vlm.config.describe import describe, settings_help
@@ -103,6 +104,8 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
     "eval": eval_command,
     "serve": serve_command,
 }
+FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server"}}
+"""Settings that a command makes itself."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"eval": add_eval_flags, "serve": add_serve_flags}
 
 
@@ -127,7 +130,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = _parser(name).parse_intermixed_args(arguments)
     sys.path.append(os.getcwd())  # `module:function` settings name modules beside the config, as under `python -m`
     try:
-        COMMANDS[name](load_config(options.config, options.overrides), options)
+        COMMANDS[name](load_config(options.config, options.overrides, FIXED.get(name, {})), options)
     except RLVLMError as error:
         # Every process finds the same fault in a config; other errors may be one process's own.
         if _is_first_process() or not isinstance(error, ConfigError):

@@ -13,6 +13,8 @@ from pathlib import Path
 from rl_vlm.config.schema import RunConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
+STARTING = ("vllm_num_servers", "vllm_server_devices")
+"""Settings of servers that are started, which a trainer that joins them does not have."""
 OPEN_TO_OTHERS = (
     "WARNING: other machines can reach the servers on {host}. Requests need the token, and carry it unencrypted: "
     "let nobody but the trainer's machines into that network."
@@ -33,13 +35,14 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
 
     initial = initial_checkpoint(config, Engine(config.train.output_dir, config.log))
     arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial))
-    token, timeout = os.environ.get(TOKEN) or secrets.token_urlsafe(32), config.vllm.vllm_server_timeout
+    token, settings = os.environ.get(TOKEN) or secrets.token_urlsafe(32), config.vllm
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     servers = []
     try:
-        servers = start_servers(arguments, config.vllm, token, Path(config.train.output_dir) / "servers", host, port)
+        servers = start_servers(arguments, settings, token, Path(config.train.output_dir) / "servers", host, port)
         for server in servers:
-            server.wait_until_healthy(VLLMClient(server.url, token, timeout), timeout)
+            client = VLLMClient(server.url, token, settings.vllm_request_timeout)
+            server.wait_until_healthy(client, settings.vllm_server_timeout)
         print(how_to_join([reachable(server.url) for server in servers], token, trainer), flush=True)
         if host not in LOCAL_HOSTS:
             print(OPEN_TO_OTHERS.format(host=host), file=sys.stderr)
@@ -71,7 +74,8 @@ def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str]) -> str:
     """The addresses, and the two lines that the trainer's side needs."""
     from rl_vlm.generation.vllm_client import TOKEN
 
-    words = ["rl-vlm", "train", *trainer, "rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
+    words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in STARTING]
+    words = ["rl-vlm", "train", *words, "rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
     addresses = "\n".join(f"  {url}" for url in urls)
     return (
         f"vLLM answers at\n{addresses}\nuntil Ctrl-C. On the trainer's side:\n\n"

@@ -17,6 +17,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.engine import Engine
 from rl_vlm.generation import RolloutEngine
 from rl_vlm.generation.sampling import sampling_of
+from rl_vlm.in_flight import InFlight, roll_on
 from rl_vlm.metrics import StepMetrics
 from rl_vlm.prefetch import Prefetcher
 from rl_vlm.reward import RewardSuite
@@ -28,15 +29,30 @@ from rl_vlm.window import Window
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the collector is: what it draws next, and what it has begun."""
+
+    cursor: dict[str, Any]
+    in_flight: list[InFlight]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A window's groups, and what the reward functions say of them."""
+
+    draws: list[Draw]
+    groups: list[Group]
+    table: RewardTable
+
+
+@dataclass(frozen=True)
 class Ahead:
     """A window that is being sampled while the one before it is trained on."""
 
-    cursor: dict[str, Any]
-    """Of the sampler, before the window's draws."""
-    draws: list[Draw]
+    before: Place
     state: TrainerState
     metrics: StepMetrics
-    sampled: Future[tuple[list[Group], RewardTable]]
+    sampled: Future[Sampled]
 
 
 @dataclass
@@ -51,102 +67,122 @@ class Collector:
     prefetcher: Prefetcher
     generator: RolloutEngine
     rewards: RewardSuite
+    in_flight: list[InFlight] = field(default_factory=list)
     ahead: Ahead | None = None
+    ready: Window | None = None
+    """The window ahead, once it is sampled and written down."""
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
 
     def collect(self, state: TrainerState, metrics: StepMetrics) -> Window:
-        """The next window of this rank. An error leaves the sampler where it was."""
-        cursor = self.sampler.state_dict()
+        """The next window of this rank. An error leaves the collector where it was."""
+        before = self.place()
         try:
-            draws = self.sampler.next_window(self.plan.steps_per_window)
-            groups, table = self.engine.together(lambda: self.sample(draws, state, metrics))
+            windows = self.draw()
+            new = self.engine.together(lambda: self.begin(windows, state, metrics))
+            sampled = self.engine.together(lambda: self.sample(new, len(windows[0]), state, metrics))
         except BaseException:
-            self.sampler.load_state_dict(cursor)
+            self.go_back(before)
             raise
-        return self.window(draws, groups, table, state, metrics)
+        return self.window(sampled, state, metrics)
 
     def collect_ahead(self, state: TrainerState) -> None:
         """Begin to sample the next window, which training will reach at `state`, with the weights of now."""
-        cursor, metrics = self.sampler.state_dict(), StepMetrics()
-        draws = self.sampler.next_window(self.plan.steps_per_window)
-        sampled = self.background.submit(self.sample, draws, state, metrics)
-        self.ahead = Ahead(cursor, draws, state, metrics, sampled)
+        before, windows, metrics = self.place(), self.draw(), StepMetrics()
+
+        def sample() -> Sampled:
+            return self.sample(self.begin(windows, state, metrics), len(windows[0]), state, metrics)
+
+        sampled = self.background.submit(sample)
+        self.ahead = Ahead(before, state, metrics, sampled)
 
     def take_ahead(self, metrics: StepMetrics) -> Window | None:
-        """The window that was begun, once it is there; None if none was. An error takes the sampler back before it."""
+        """The window that was begun, once it is there; None if none was."""
+        with metrics.stage("rollout_wait"):
+            self.finish_ahead(metrics)
+        window, self.ready = self.ready, None
+        return window
+
+    def finish_ahead(self, metrics: StepMetrics) -> None:
+        """Make the window that was begun `ready`. An error takes the collector back to where it was before it."""
         ahead, self.ahead = self.ahead, None
         if ahead is None:
-            return None
+            return
         try:
-            with metrics.stage("rollout_wait"):
-                groups, table = self.engine.together(ahead.sampled.result)
+            sampled = self.engine.together(ahead.sampled.result)
         except BaseException:
-            self.sampler.load_state_dict(ahead.cursor)
+            self.go_back(ahead.before)
             raise
         metrics.include(ahead.metrics)
-        return self.window(ahead.draws, groups, table, ahead.state, metrics)
+        self.ready = self.window(sampled, ahead.state, metrics)
 
     def wait(self) -> None:
         """Until the generator is free for something else."""
         if self.ahead is not None:
             wait([self.ahead.sampled])
 
-    def sampler_state(self) -> dict[str, Any]:
-        """For a checkpoint, which does not hold the window ahead: a resumed run samples it again."""
-        return self.ahead.cursor if self.ahead else self.sampler.state_dict()
+    def place(self) -> Place:
+        return Place(self.sampler.state_dict(), self.in_flight)
+
+    def go_back(self, place: Place) -> None:
+        self.sampler.load_state_dict(place.cursor)
+        self.in_flight = place.in_flight
 
     def close(self) -> None:
         self.background.shutdown(cancel_futures=True)
 
-    def window(
-        self, draws: list[Draw], groups: list[Group], table: RewardTable, state: TrainerState, metrics: StepMetrics
-    ) -> Window:
+    def window(self, sampled: Sampled, state: TrainerState, metrics: StepMetrics) -> Window:
         """The window of sampled groups, with advantages, and written down."""
-        scored = self.scored_groups(groups, table)
-        self.record(state.global_step, scored, table, metrics)
-        return Window(draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
+        scored = self.scored_groups(sampled.groups, sampled.table)
+        self.record(state.global_step, scored, sampled.table, metrics)
+        return Window(sampled.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
 
-    def sample(self, draws: list[Draw], state: TrainerState, metrics: StepMetrics) -> tuple[list[Group], RewardTable]:
-        """Groups for the drawn rows, and what the reward functions say of them."""
+    def draw(self) -> list[list[Draw]]:
+        """The draws of the next window; where completions can be paused, one window more is kept in flight."""
+        begins_two = self.config.rollout.max_rollout_tokens is not None and not self.in_flight
+        return [self.sampler.next_window(self.plan.steps_per_window) for _ in range(2 if begins_two else 1)]
+
+    def begin(self, windows: list[list[Draw]], state: TrainerState, metrics: StepMetrics) -> list[InFlight]:
+        """The drawn rows with their prompts."""
         with metrics.stage("data"):
-            requests = [
-                RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt)
+            return [
+                InFlight(draw, RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt))
+                for draws in windows
                 for draw, prompt in zip(draws, self.prefetcher.prompts(draws), strict=True)
             ]
-        groups, table = self.rollout(requests, state, metrics)
-        if self.config.rollout.max_resampling_rounds:
-            self.resample(requests, groups, table, state, metrics)
-        return groups, table
 
-    def rollout(
-        self, requests: list[RolloutRequest], state: TrainerState, metrics: StepMetrics
-    ) -> tuple[list[Group], RewardTable]:
-        """One group per request, and its scores."""
+    def sample(self, new: list[InFlight], num: int, state: TrainerState, metrics: StepMetrics) -> Sampled:
+        """The `num` groups of a window, of what was in flight and what is new."""
         rollout = self.config.rollout
-        with metrics.stage("generation"):
-            sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature)
-            groups = self.generator.generate(requests, sampling)
-        with metrics.stage("rewards"):
-            return groups, self.rewards.score(groups, state)
+        sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature, rollout.max_rollout_tokens)
 
-    def resample(
-        self,
-        requests: list[RolloutRequest],
-        groups: list[Group],
-        table: RewardTable,
-        state: TrainerState,
-        metrics: StepMetrics,
-    ) -> None:
-        """Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) for the requests whose groups have no variance.
+        def generate(requests: list[RolloutRequest]) -> list[Group]:
+            return self.generator.generate(requests, sampling)
+
+        with metrics.stage("generation"):
+            finished, self.in_flight = roll_on([*self.in_flight, *new], num, generate)
+        groups = list(finished.values())
+        with metrics.stage("rewards"):
+            table = self.rewards.score(groups, state)
+        if rollout.max_resampling_rounds:
+            self.resample(groups, table, state, metrics)
+        return Sampled(list(finished), groups, table)
+
+    def resample(self, groups: list[Group], table: RewardTable, state: TrainerState, metrics: StepMetrics) -> None:
+        """Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) for the prompts whose groups have no variance.
 
         A new group that has some takes its place in `groups` and `table`. Ranks need different numbers of rounds.
         """
         rounds = num_groups = num_recovered = 0
-        constant = self.without_variance(table)
-        while constant and rounds < self.config.rollout.max_resampling_rounds:
+        constant, first_ids = self.without_variance(table), [group.group_id for group in groups]
+        rollout = self.config.rollout
+        sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature)
+        while constant and rounds < rollout.max_resampling_rounds:
             rounds += 1
-            again = [RolloutRequest(f"{requests[p].group_id}/resample-{rounds}", requests[p].prompt) for p in constant]
-            new_groups, new_table = self.rollout(again, state, metrics)
+            again = [RolloutRequest(f"{first_ids[p]}/resample-{rounds}", groups[p].prompt) for p in constant]
+            with metrics.stage("generation"):
+                new_groups = self.generator.generate(again, sampling)
+            with metrics.stage("rewards"):
+                new_table = self.rewards.score(new_groups, state)
             still_constant = self.without_variance(new_table)
             recovered = {p: i for i, p in enumerate(constant) if i not in still_constant}
             for p, i in recovered.items():
@@ -155,7 +191,7 @@ class Collector:
             num_groups, num_recovered = num_groups + len(again), num_recovered + len(recovered)
             constant = [constant[i] for i in still_constant]
         metrics.add_values(torch.tensor([float(rounds)]), max="resampling/rounds")
-        metrics.add_sum("resampling/completions", num_groups * self.config.rollout.num_generations)
+        metrics.add_sum("resampling/completions", num_groups * rollout.num_generations)
         metrics.add_sum("resampling/groups_recovered", num_recovered)
 
     def without_variance(self, table: RewardTable) -> list[int]:

@@ -50,9 +50,11 @@ class Rows:
         if self.config.system_prompt and all(message.get("role") != "system" for message in messages):
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
         prompt = prompt if isinstance(prompt, str) else messages
-        images = row_images(row, self.image_folder, self.config.max_image_pixels, where)
+        found = row_images(row, self.image_folder, self.config.max_image_pixels, where)
+        images = [image for image, _ in found]
+        encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
         messages = place_images(to_messages(messages, where), len(images), where)
-        return Sample(self.sample_ids[index], messages, images, columns, prompt)
+        return Sample(self.sample_ids[index], messages, images, columns, prompt, encoded_images)
 
 
 def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
@@ -166,8 +168,8 @@ def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
         )
 
 
-def row_images(row: Row, folder: Path, max_pixels: int, where: str) -> list[Image.Image]:
-    """The decoded images of column `image` or `images`; none for a text row."""
+def row_images(row: Row, folder: Path, max_pixels: int, where: str) -> list[tuple[Image.Image, bytes | None]]:
+    """The images of column `image` or `images`, as `read_image` gives them; none for a text row."""
     given = {name: row[name] for name in IMAGE_COLUMNS if row.get(name) is not None}
     if len(given) > 1:
         raise DataError(f"{where}: `image` and `images` are both filled; leave one of them empty.")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_vlm import checkpoint
-from rl_vlm.errors import CheckpointError
+from rl_vlm.errors import CheckpointError, RLVLMError
+from rl_vlm.in_flight import InFlight
 from rl_vlm.loading import save_policy
-from rl_vlm.sampler import Draw
+from rl_vlm.metrics import StepMetrics
 from rl_vlm.window import Window
 
 if TYPE_CHECKING:
     from rl_vlm.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,7 +42,14 @@ class Progress:
 
 
 def save_run(trainer: Trainer) -> None:
-    """A checkpoint of the last complete step. Raises CheckpointError on every rank if the main one cannot write."""
+    """A checkpoint of the last complete step. Raises CheckpointError on every rank if the main one cannot write.
+
+    A window that is sampled ahead is waited for: it is of weights that a resumed run has no more.
+    """
+    try:
+        trainer.collector.finish_ahead(StepMetrics())
+    except RLVLMError as error:
+        logger.warning("the window ahead could not be sampled, and will be sampled again: %s", error)
     ranks = trainer.engine.gather([rank_state(trainer)])
     path, progress = trainer.directory.path, trainer.progress
 
@@ -52,10 +63,15 @@ def save_run(trainer: Trainer) -> None:
 
 
 def rank_state(trainer: Trainer) -> dict[str, Any]:
-    """What each rank has of its own: random states, and the window that is still in training."""
+    """What each rank has of its own: random states, the windows that are sampled, and the groups in flight."""
     window = trainer.window
-    pending = None if window is None or window.is_spent else window.state_dict()
-    return {"random": checkpoint.random_states(), "window": pending}
+    collector = trainer.collector
+    return {
+        "random": checkpoint.random_states(),
+        "window": None if window is None or window.is_spent else window.state_dict(),
+        "next_window": collector.ready and collector.ready.state_dict(),
+        "in_flight": [one.state_dict() for one in collector.in_flight],
+    }
 
 
 def write_files(trainer: Trainer, ranks: list[dict[str, Any]], directory: Path) -> None:
@@ -65,7 +81,7 @@ def write_files(trainer: Trainer, ranks: list[dict[str, Any]], directory: Path) 
         save_policy(trainer.reference.frozen, trainer.processor, directory / "reference")
     state = {
         "progress": asdict(trainer.progress),
-        "sampler": trainer.collector.sampler_state(),
+        "sampler": trainer.sampler.state_dict(),
         "world_size": len(ranks),
     }
     (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
@@ -89,7 +105,8 @@ def restore_run(trainer: Trainer, path: Path) -> None:
     trainer.sampler.load_state_dict(state["sampler"])
     trainer.engine.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
     rank = torch.load(path / f"rank_{trainer.engine.rank}.pt", weights_only=True)
-    if rank["window"] is not None:
-        draws = [Draw(*draw) for draw in rank["window"]["draws"]]
-        trainer.window = Window.from_state(rank["window"], trainer.prefetcher.prompts(draws))
+    build = trainer.prefetcher.source.build
+    trainer.window = Window.from_state(rank["window"], build) if rank["window"] else None
+    trainer.collector.ready = Window.from_state(rank["next_window"], build) if rank["next_window"] else None
+    trainer.collector.in_flight = [InFlight.from_state(state, build) for state in rank["in_flight"]]
     checkpoint.restore_random_states(rank["random"])

@@ -38,8 +38,8 @@ def training_engine(
     tokens = TokenRules.of(model.config, model.generation_config, tokenizer)
     arguments = engine_arguments(config, base_of(initial), rank)
     if config.rollout.engine == "vllm":
-        refuse_several_processes(engine)
-        return VLLMEngine(arguments, tokens, builder, Path(initial) if is_adapter(initial) and rank else None)
+        adapter = Path(initial) if is_adapter(initial) and rank else None
+        return VLLMEngine(arguments | beside_ranks(config, engine.world_size), tokens, builder, adapter)
     return server_engine(config, arguments, model.config.model_type, tokens, builder, engine)
 
 
@@ -67,8 +67,8 @@ def evaluation_engine(
     tokens = TokenRules.of(model_config, GenerationConfig.from_pretrained(base, revision=revision), tokenizer)
     arguments = engine_arguments(config, base, adapter_rank(checkpoint))
     if config.rollout.engine == "vllm":
-        refuse_several_processes(engine)
-        local = VLLMEngine(arguments, tokens, builder, Path(checkpoint) if is_adapter(checkpoint) else None)
+        adapter = Path(checkpoint) if is_adapter(checkpoint) else None
+        local = VLLMEngine(arguments | beside_ranks(config, engine.world_size), tokens, builder, adapter)
         local.set_version(0)
         return local
     servers = server_engine(config, arguments, model_config.model_type, tokens, builder, engine)
@@ -88,12 +88,18 @@ def evaluation_engine(
     return servers
 
 
-def refuse_several_processes(engine: Engine) -> None:
-    """Raises ConfigError: vLLM would take the trainer's process group for its own."""
-    if engine.world_size > 1:
+def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:
+    """Arguments of a vLLM in each of the run's processes: one model per rank, or per `vllm_tensor_parallel_size` ranks.
+
+    Raises ConfigError if the ranks are no multiple of that.
+    """
+    size = config.vllm.vllm_tensor_parallel_size
+    if num_ranks % size:
         raise ConfigError(
-            f"rollout.engine: vllm runs beside one process, and this run has {engine.world_size}; use vllm_server"
+            f"vllm.vllm_tensor_parallel_size {size} with rollout.engine: vllm spreads a model over the run's "
+            f"processes, and their number, {num_ranks}, is no multiple of it"
         )
+    return {"distributed_executor_backend": "external_launcher"} if num_ranks > 1 else {}
 
 
 def server_engine(
@@ -113,11 +119,13 @@ def server_engine(
     urls = vllm.vllm_server_base_url or [process.url for process in processes]
     shared = (urls, token, f"{secrets.token_hex(4)}/")
     ((urls, token, run),) = engine.gather([shared] if engine.is_main else [])
-    clients = [VLLMClient(url, token, vllm.vllm_server_timeout) for url in urls]
+    clients = [VLLMClient(url, token, vllm.vllm_request_timeout) for url in urls]
 
     def wait_until_healthy() -> None:
         for process, client in zip(processes, clients, strict=False):
             process.wait_until_healthy(client, vllm.vllm_server_timeout)
+        for client in () if starts else clients:
+            client.wait_until_up(vllm.vllm_server_timeout)
 
     def connect() -> VLLMServers:
         names = ("dtype", "mm_processor_kwargs", "logprobs_mode", "max_lora_rank")

@@ -152,8 +152,11 @@ class Trainer:
 
     def prepare_directory(self, resumed: Path | None, dropped: Sequence[dict[str, Any]]) -> None:
         """Last of the preparations, since it may delete an earlier run."""
-        fresh_window = self.window is not None and self.window.updates_done == 0
-        next_window = self.progress.global_step + fresh_window
+        window, next_window = self.window, self.progress.global_step
+        if self.collector.ready:
+            next_window += (window.updates_left if window else 0) + 1
+        elif window and window.updates_done == 0:
+            next_window += 1
         if self.engine.is_main:
             self.directory.prepare(self.config, checkpoint.step_of(resumed) if resumed else None, next_window, dropped)
 
@@ -190,7 +193,12 @@ class Trainer:
     def current_window(self, metrics: StepMetrics) -> Window:
         """The window in training, or a new one with the log-probs that its later updates need."""
         if self.window is None or self.window.is_spent:
-            self.window = self.next_window(metrics)
+            self.window = self.collector.take_ahead(metrics)
+        if self.window is None or self.window.updates_done == 0:
+            self.sync_generator(self.config.rollout.weight_sync_steps, metrics)
+            self.window = self.window or self.collector.collect(self.state, metrics)
+            self.check_generator(self.window.groups)
+            self.collect_ahead(self.window.updates_left)
             with metrics.stage("old_logprobs"):
                 self.score(self.window.later_groups(), self.policy, "old_logprobs")
             if self.reference is not None:
@@ -198,30 +206,18 @@ class Trainer:
                     self.score(self.window.groups, self.reference, "ref_logprobs")
         return self.window
 
-    def next_window(self, metrics: StepMetrics) -> Window:
-        """Sampled now, by the weights of now; with `max_staleness`, while the last window was trained on.
-
-        An error leaves the sampler before the window.
-        """
-        cursor = self.collector.sampler_state()
-        try:
-            window = self.collector.take_ahead(metrics)
-            self.sync_generator(self.config.rollout.weight_sync_steps, metrics)
-            if window is None:
-                window = self.collector.collect(self.state, metrics)
-            if not self.generator_checked:
-                self.check_generator(window.groups)
-        except BaseException:
-            self.sampler.load_state_dict(cursor)
-            raise
-        next_step = self.progress.global_step + self.plan.steps_per_window * self.plan.num_iterations
-        if self.config.rollout.max_staleness and next_step < self.total_steps:
+    def collect_ahead(self, num_updates: int) -> None:
+        """With `max_staleness`, sample the window that training will reach after these updates."""
+        next_step = self.progress.global_step + num_updates
+        if self.config.rollout.max_staleness and not self.collector.ready and next_step < self.total_steps:
             self.collector.collect_ahead(replace(self.state, global_step=next_step))
-        return window
 
     @torch.no_grad()
     def check_generator(self, groups: Sequence[ScoredGroup]) -> None:
         """Before the first step: raises RolloutError if an engine has other weights than the policy."""
+        older = any(scored.group.policy_version != self.progress.policy_version for scored in groups)
+        if self.generator_checked or self.engine.max([older])[0]:
+            return
         self.generator_checked = True
         self.policy.eval()
         gaps = []
@@ -308,7 +304,7 @@ class Trainer:
         if not batch.weight:
             return 0.0 * scores.logprobs_NT.sum(), {}
         generator_logprobs_NT = None
-        if self.config.rollout.engine != "hf":
+        if self.config.rollout.is_off_policy:
             generator_logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(self.engine.device)
         inputs = LossInputs(
             policy_logprobs_NT=scores.logprobs_NT,

@@ -15,7 +15,7 @@ T tokens of a completion, F reward functions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +25,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "paused"]
+"""Why a completion ends: a stop token, the length limit, or only this rollout's share of it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Sample:
     """Every other column of the row, as reward functions receive it."""
     prompt: Any
     """The prompt as reward functions receive it: messages, or the text of a plain-text row."""
+    encoded_images: dict[int, bytes] = field(default_factory=dict)
+    """By index in `images`: the row's own PNG, JPEG or WEBP, where decoding it gives these pixels. Servers are sent it
+    as it is, and other images as PNG."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +63,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class RolloutRequest:
-    """A prompt to sample from. Each completion's random stream is a hash of (seed, group_id, completion index)."""
-
-    group_id: str
-    """Names the draw, not only the row: optimizer step, epoch and sample id."""
-    prompt: Prompt
-
-
-@dataclass(frozen=True)
 class Sampling:
     """How completions are drawn. Temperature 0 is greedy."""
 
@@ -78,6 +73,16 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
+    max_rollout_tokens: int | None = None
+    """Tokens that one rollout adds to a completion before it is paused; None: no limit."""
+
+    def end(self, start: int) -> int:
+        """The length at which a rollout ends a completion that has `start` tokens at its beginning."""
+        return min(self.max_completion_length, start + (self.max_rollout_tokens or self.max_completion_length))
+
+    def reason_at(self, length: int) -> FinishReason:
+        """Why a completion of this length ends without a stop token."""
+        return "length" if length == self.max_completion_length else "paused"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,13 @@ class Completion:
     finish_reason: FinishReason
     text: str
 
+    @property
+    def is_paused(self) -> bool:
+        return self.finish_reason == "paused"
+
+
+UNBEGUN = Completion(torch.empty(0, dtype=torch.int64), torch.empty(0), "paused", "")
+
 
 @dataclass(frozen=True)
 class Group:
@@ -108,6 +120,36 @@ class Group:
     prompt: Prompt
     completions: list[Completion]
     policy_version: int
+    """Of the weights that sampled its first tokens; what was paused has later tokens by newer ones."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A prompt to sample from. Each completion's random stream is a hash of (seed, group_id, completion index)."""
+
+    group_id: str
+    """Names the draw, not only the row: optimizer step, epoch and sample id."""
+    prompt: Prompt
+    begun: Group | None = None
+    """What earlier rollouts made of it. Its paused completions are equally long: each has hit the same limits."""
+
+    def paused(self, num_generations: int) -> dict[int, Completion]:
+        """The completions to sample, by index: as far as they have come."""
+        completions = self.begun.completions if self.begun else [UNBEGUN] * num_generations
+        return {i: completion for i, completion in enumerate(completions) if completion.is_paused}
+
+    @property
+    def num_begun_tokens(self) -> int:
+        """Tokens that each paused completion has."""
+        return len(next(iter(self.paused(1).values())).token_ids)
+
+    def group(self, sampled: Sequence[Completion], policy_version: int) -> Group:
+        """The group, with `sampled` for what was paused, in order."""
+        if self.begun is None:
+            return Group(self.group_id, self.prompt, list(sampled), policy_version)
+        further = iter(sampled)
+        completions = [next(further) if c.is_paused else c for c in self.begun.completions]
+        return replace(self.begun, completions=completions)
 
 
 @dataclass

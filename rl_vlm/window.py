@@ -7,7 +7,7 @@ steps_per_window = 2, num_iterations = 2:   update   0        1        2        
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -32,7 +32,11 @@ class Window:
 
     @property
     def is_spent(self) -> bool:
-        return self.updates_done == self.steps_per_window * self.num_iterations
+        return self.updates_left == 0
+
+    @property
+    def updates_left(self) -> int:
+        return self.steps_per_window * self.num_iterations - self.updates_done
 
     @property
     def outlives_update(self) -> bool:
@@ -53,32 +57,36 @@ class Window:
         """Everything but the prompts, which are made again from the dataset rows of `draws`."""
         return {
             "draws": [tuple(draw) for draw in self.draws],
-            "groups": [_group_state(scored) for scored in self.groups],
+            "groups": [{**vars(scored), "group": group_state(scored.group)} for scored in self.groups],
             "steps_per_window": self.steps_per_window,
             "num_iterations": self.num_iterations,
             "updates_done": self.updates_done,
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], prompts: Sequence[Prompt]) -> Window:
-        """The window of `state_dict`, with the prompts of its draws."""
-        groups = [_scored_group(group, prompt) for group, prompt in zip(state["groups"], prompts, strict=True)]
-        return cls(**{**state, "draws": [Draw(*draw) for draw in state["draws"]], "groups": groups})
+    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> Window:
+        """The window of `state_dict`, with the prompts that `build` makes of its draws."""
+        draws = [Draw(*draw) for draw in state["draws"]]
+        groups = [
+            ScoredGroup(**{**scored, "group": group_from_state(scored["group"], build(draw))})
+            for scored, draw in zip(state["groups"], draws, strict=True)
+        ]
+        return cls(**{**state, "draws": draws, "groups": groups})
 
 
-def _group_state(scored: ScoredGroup) -> dict[str, Any]:
-    rest = {name: value for name, value in vars(scored).items() if name != "group"}
+def group_state(group: Group) -> dict[str, Any]:
+    """A group without its prompt."""
     return {
-        "group_id": scored.group.group_id,
-        "policy_version": scored.group.policy_version,
-        "completions": [asdict(completion) for completion in scored.group.completions],
-        "scored": rest,
+        "group_id": group.group_id,
+        "policy_version": group.policy_version,
+        "completions": [asdict(completion) for completion in group.completions],
     }
 
 
-def _scored_group(state: dict[str, Any], prompt: Prompt) -> ScoredGroup:
+def group_from_state(state: dict[str, Any], prompt: Prompt) -> Group:
+    """The group of `group_state`."""
     completions = [Completion(**completion) for completion in state["completions"]]
-    return ScoredGroup(Group(state["group_id"], prompt, completions, state["policy_version"]), **state["scored"])
+    return Group(state["group_id"], prompt, completions, state["policy_version"])
 
 
 def keep(batch: MicroBatch, logprobs_NT: Tensor, name: LogprobField) -> None:

@@ -1,7 +1,8 @@
 """Reads the settings of a run: a YAML file, then `key=value` overrides. All problems are reported at once.
 
 A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone is read as TRL reads it: `trl_fields` says what
-becomes of TRL's names. A null value stands for the default.
+becomes of TRL's names. A null value stands for the default. As in TRL, `use_vllm: false` puts the settings of vLLM
+aside, to be there for another run.
 """
 
 import difflib
@@ -21,19 +22,25 @@ FULL_NAMES = {setting.split(".")[1]: setting for setting in SETTINGS}
 KNOWN_KEYS = FULL_NAMES | {section: section for section in SECTIONS}
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[str, Any] = {}) -> RunConfig:
     """The run that the YAML file at `path` describes, with `overrides` such as `train.max_steps=10` or `max_steps=10`.
 
+    `fixed` are settings that win over both, by full name.
     Raises ConfigError with one line per problem: where, key, value, and what would be valid.
     """
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems: list[str] = []
-    for source, keys in ((str(path), _read_file(path)), ("command line", _parse_overrides(overrides))):
+    layers = {str(path): _read_file(path), "command line": _parse_overrides(overrides)}
+    for source, keys in layers.items():
         found, refused = _resolve(keys)
         settings |= found
         sources |= dict.fromkeys(found, source)
         problems += [f"{source}: {problem}" for problem in refused]
+    settings |= fixed
+    engine = settings.get("rollout.engine") or "hf"
+    if engine == "hf" and any(keys.get("use_vllm") is False for keys in layers.values()):
+        settings = {name: value for name, value in settings.items() if not name.startswith("vllm.")}
 
     try:
         config = RunConfig.model_validate(_nest(settings))

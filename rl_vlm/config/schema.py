@@ -99,6 +99,9 @@ class RolloutConfig(Section):
     lora_sync: Literal["adapter", "merge"] = "adapter"
     """What vLLM is sent of a LoRA run: the adapter, or base weights freshly merged with it. Merging is for adapters
     that vLLM cannot load: on the vision tower, with DoRA, or with fully trained modules."""
+    max_rollout_tokens: int | None = Field(default=None, ge=1)
+    """Partial rollouts: tokens after which a completion is paused, to go on in the next rollout, by newer weights; a
+    window trains on the groups that are finished. The importance weights account for it. Default: none is paused."""
     num_generations: int = Field(default=8, ge=1)
     """G: completions sampled per prompt in training."""
     num_generations_eval: int = Field(default=1, ge=1)
@@ -120,6 +123,11 @@ class RolloutConfig(Section):
     max_resampling_rounds: int = Field(default=0, ge=0)
     """Times that prompts whose completions all got the same reward, which teaches nothing, are sampled again; a new
     group takes the place of the old one if its rewards differ."""
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether completions are sampled by other weights, or with other arithmetic, than the policy is trained."""
+        return self.engine != "hf" or self.max_rollout_tokens is not None
 
 
 class VLLMConfig(Section):
@@ -143,7 +151,9 @@ class VLLMConfig(Section):
     vllm_server_devices: list[str] = []
     """`CUDA_VISIBLE_DEVICES` of each server that is started. Default: that of the trainer."""
     vllm_server_timeout: float = Field(default=240.0, gt=0)
-    """Seconds that a server may take to start, or to answer, before it counts as lost."""
+    """Seconds that a server may take to be up, whether the run starts it or joins it."""
+    vllm_request_timeout: float = Field(default=240.0, gt=0)
+    """Seconds that a server may take for one answer, before it counts as lost."""
     vllm_max_logp_difference: float = Field(default=0.1, gt=0)
     """Mean difference of log-probs between vLLM and the trainer above which a run ends before its first step."""
     vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"
@@ -351,7 +361,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunConfig":
-        checks = (_rollout_conflicts, _reward_conflicts, _algorithm_conflicts, _schedule_conflicts, _train_conflicts)
+        checks = (
+            _rollout_conflicts, _vllm_conflicts, _reward_conflicts, _algorithm_conflicts, _schedule_conflicts,
+            _train_conflicts,
+        )  # fmt: skip
         if conflicts := [conflict for check in checks for conflict in check(self)]:
             raise ValueError("\n".join(conflicts))
         return self
@@ -366,19 +379,49 @@ SETTINGS: dict[str, FieldInfo] = {
 
 
 def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
-    rollout, settings = config.rollout, config.vllm
+    rollout = config.rollout
     if rollout.engine == "hf" and rollout.weight_sync_steps > 1:
         yield "`weight_sync_steps` has no effect on `engine` hf, which samples from the trained weights themselves"
+    if rollout.engine == "hf" and rollout.lora_sync == "merge":
+        yield "`lora_sync` has no effect on `engine` hf, which samples from the trained weights themselves"
     if rollout.max_staleness and rollout.engine != "vllm_server":
         yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the training"
-    if settings.vllm_server_base_url and {"vllm_num_servers", "vllm_server_devices"} & settings.model_fields_set:
+    if rollout.max_rollout_tokens and rollout.max_rollout_tokens >= rollout.max_completion_length:
+        yield (
+            f"`max_rollout_tokens` {rollout.max_rollout_tokens} pauses no completion: none is longer than "
+            f"`max_completion_length` {rollout.max_completion_length}"
+        )
+    varies = [name for name in ("max_rollout_tokens", "max_resampling_rounds") if getattr(rollout, name)]
+    if rollout.engine == "vllm" and config.vllm.vllm_tensor_parallel_size > 1 and varies:
+        yield (
+            f"`{varies[0]}` cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` vllm: ranks that have "
+            "a model together must ask it equally often"
+        )
+
+
+ONE_ENGINE_READS = {"vllm_enable_sleep_mode": "vllm"} | dict.fromkeys(
+    (
+        "vllm_server_base_url", "vllm_num_servers", "vllm_server_devices", "vllm_server_timeout",
+        "vllm_request_timeout", "vllm_weight_transfer",
+    ),
+    "vllm_server",
+)  # fmt: skip
+"""Settings of vLLM that one of its two engines has no use for."""
+
+
+def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
+    engine, settings = config.rollout.engine, config.vllm
+    changed = [name for name, field in VLLMConfig.model_fields.items() if getattr(settings, name) != field.default]
+    unread = [name for name in changed if engine == "hf" or ONE_ENGINE_READS.get(name, engine) != engine]
+    if unread:
+        names = ", ".join(f"`{name}`" for name in unread)
+        others = "vllm or vllm_server" if engine == "hf" else ONE_ENGINE_READS[unread[0]]
+        aside = ", put them aside with `use_vllm` false" if engine == "hf" else ""
+        yield f"{names}: no effect on `engine` {engine}; leave them out{aside}, or set `engine` to {others}"
+    if settings.vllm_server_base_url and {"vllm_num_servers", "vllm_server_devices"} & set(changed):
         yield "`vllm_num_servers` and `vllm_server_devices` are for servers that are started, and others are joined"
     if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
         yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address begins with http:// or https://"
-    if settings.vllm_weight_transfer == "nccl" and rollout.engine == "vllm":
-        yield "`vllm_weight_transfer` nccl is for `engine` vllm_server; vllm takes weights in the same process"
-    if settings.vllm_enable_sleep_mode and rollout.engine == "vllm_server":
-        yield "`vllm_enable_sleep_mode` is for `engine` vllm; servers have devices of their own"
     if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:
         yield (
             f"`vllm_server_devices` names {len(settings.vllm_server_devices)} sets of devices for "

@@ -81,9 +81,11 @@ def _scale_rewards(value: Any, given: Mapping[str, Any]) -> Settings:
 
 def _use_vllm(value: Any, given: Mapping[str, Any]) -> Settings:
     """TRL joins a running server, by its URL or by host and port; its default host 0.0.0.0 is this machine."""
+    if not value:
+        return {} if value is None else {"engine": "hf"}
     mode = given.get("vllm_mode") or "colocate"
-    if not value or mode == "colocate":
-        return {"engine": "vllm"} if value else {}
+    if mode == "colocate":
+        return {"engine": "vllm"}
     if mode != "server":
         raise ValueError(f"`vllm_mode` is {mode!r}: it should be 'colocate' or 'server'")
     host, port = given.get("vllm_server_host") or "0.0.0.0", given.get("vllm_server_port") or 8000
@@ -101,7 +103,7 @@ def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
     """Host or port of TRL's server."""
     if given.get("vllm_mode") == "server" and given.get("use_vllm"):
         return _use_vllm(True, given)
-    if value not in ("0.0.0.0", 8000):
+    if value not in ("0.0.0.0", 8000) and given.get("use_vllm") is not False:
         raise ValueError("a server is used with `use_vllm: true` and `vllm_mode: server`; set them beside it")
     return {}
 

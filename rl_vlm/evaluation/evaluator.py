@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -69,7 +70,7 @@ class Evaluator:
 
         Each chunk is kept in `directory` as soon as it is done, where one is given.
         """
-        mine = self.engine.together(lambda: list(self.evaluate_share(state, directory, finished, show_progress)))
+        mine = list(self.evaluate_share(state, directory, finished, show_progress))
         chunks = [*finished, *self.engine.gather(mine)]
         rows = sorted((row for chunk in chunks for row in chunk.rows), key=lambda r: (r["row"], r["completion_index"]))
         faults = sum((Counter(chunk.fault_counts) for chunk in chunks), Counter())
@@ -79,25 +80,33 @@ class Evaluator:
     def evaluate_share(
         self, state: TrainerState, directory: EvaluationDirectory | None, finished: Sequence[Chunk], show_progress: bool
     ) -> Iterator[Chunk]:
-        """This rank's chunks. They are cut before finished rows are left out, so that a batch never differs."""
+        """This rank's chunks. They are cut before finished rows are left out, so that a batch never differs.
+
+        Ranks go from chunk to chunk together: an error ends all, and ranks may have one generator between them.
+        """
         done = {row["row"] for chunk in finished for row in chunk.rows}
-        mine = range(self.engine.rank, len(self.rows), self.engine.world_size)
-        size = prompts_per_chunk(self.config)
+        rank, num_ranks = self.engine.rank, self.engine.world_size
+        size = prompts_per_chunk(self.config) * num_ranks
+        mine = range(rank, len(self.rows), num_ranks)
         with Throughput(len(mine), sum(row in done for row in mine), show_progress) as throughput:
-            for start in range(0, len(mine), size):
-                indices = [index for index in mine[start : start + size] if index not in done]
-                if indices:
-                    chunk = self.evaluate_rows(indices, state, directory)
-                    throughput.add(len(indices), chunk)
-                    yield chunk if directory is None else directory.keep(chunk)
+            for start in range(0, len(self.rows), size):
+                everyones = range(len(self.rows))[start : start + size]
+                if all(index in done for index in everyones):
+                    continue
+                indices = [index for index in everyones[rank::num_ranks] if index not in done]
+                chunk = self.engine.together(partial(self.evaluate_rows, indices, state, directory))
+                throughput.add(len(indices), chunk)
+                yield chunk
 
     def evaluate_rows(
         self, indices: Sequence[int], state: TrainerState, directory: EvaluationDirectory | None
     ) -> Chunk:
-        """The dataset rows `indices`, evaluated."""
+        """The dataset rows `indices`, evaluated, and kept in `directory`."""
         prompts = [self.builder.build(self.rows.sample(index)) for index in indices]
         requests = [RolloutRequest(f"evaluation/{prompt.sample.sample_id}", prompt) for prompt in prompts]
         groups = self.generator.generate(requests, self.sampling)
+        if not groups:
+            return Chunk([], {})
         table = self.rewards.score(groups, state)
         rows = completion_rows(state.global_step, scored_groups(groups, table, self.rewards.weights), table)
         per_sample = [
@@ -105,7 +114,8 @@ class Evaluator:
             for index, prompt in zip(indices, prompts, strict=True)
         ]
         owners = [columns for columns in per_sample for _ in range(self.sampling.num_generations)]
-        return Chunk([columns | row for columns, row in zip(owners, rows, strict=True)], table.fault_counts)
+        chunk = Chunk([columns | row for columns, row in zip(owners, rows, strict=True)], table.fault_counts)
+        return chunk if directory is None else directory.keep(chunk)
 
     def data_columns(self, index: int, sample: Sample, directory: EvaluationDirectory | None) -> dict[str, Any]:
         """The sample's columns of text and numbers, as `data/<column>`, and where its images lie."""

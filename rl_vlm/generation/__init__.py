@@ -18,12 +18,21 @@ class WeightSource(Protocol):
     sends_adapter: bool
     """Whether the engine gets the adapter alone; otherwise it gets weights."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the weights, which all ranks gather together."""
+        ...
+
     def save_adapter(self, directory: Path) -> int:
-        """Write the adapter as PEFT does; returns its bytes."""
+        """Write the adapter as PEFT does, into a new or empty directory; returns its bytes."""
         ...
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight that training moves, whole and by its name in checkpoints."""
+        ...
+
+    def join_gathering(self) -> None:
+        """What a rank that sends nothing calls, once, instead of the others: its shards are needed."""
         ...
 
 

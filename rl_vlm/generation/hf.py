@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -23,7 +24,7 @@ from rl_vlm.families import stop_token_ids
 from rl_vlm.generation import WeightSource
 from rl_vlm.generation.sampling import next_tokens, stream_keys
 from rl_vlm.rows import batch_rows, token_input_names, token_inputs
-from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sampling
+from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling
 from rl_vlm.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -103,32 +104,42 @@ class HFEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
-        """One group per request, in order. Prompts of similar length share a batch, which saves padding."""
-        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt.token_ids))
+        """One group per request, in order. Prompts of similar length share a batch, which saves padding.
+
+        So do completions that go on after equally many tokens.
+        """
+        lengths = [(request.num_begun_tokens, len(request.prompt.token_ids)) for request in requests]
         prompts_at_once = max(1, self.max_num_seqs // sampling.num_generations)
         if self.vision.family.cross_attends:
             prompts_at_once = 1
         groups: dict[int, Group] = {}
         with generation_mode(self.model), self.autocast():
-            for start in range(0, len(requests), prompts_at_once):
-                indices = by_length[start : start + prompts_at_once]
-                batch = self.generate_batch([requests[i] for i in indices], sampling)
-                groups |= zip(indices, batch, strict=True)
+            for num_begun in sorted({num for num, _ in lengths}):
+                alike = sorted((i for i in range(len(requests)) if lengths[i][0] == num_begun), key=lengths.__getitem__)
+                for start in range(0, len(alike), prompts_at_once):
+                    indices = alike[start : start + prompts_at_once]
+                    batch = self.generate_batch([requests[i] for i in indices], sampling)
+                    groups |= zip(indices, batch, strict=True)
         return [groups[i] for i in range(len(requests))]
 
     def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Groups of one batch; a group of more than `max_num_seqs` completions is decoded in slices."""
         device, num_generations = self.model.device, sampling.num_generations
         prefix = self.prefill([request.prompt for request in requests])
-        row_index = torch.arange(len(requests), device=device).repeat_interleave(num_generations)
-        keys = torch.cat([stream_keys(sampling.seed, r.group_id, num_generations) for r in requests]).to(device)
+        paused = [request.paused(num_generations) for request in requests]
+        rows = torch.tensor([row for row, group in enumerate(paused) for _ in group], device=device)
+        streams = [stream_keys(sampling.seed, request.group_id, num_generations) for request in requests]
+        keys = torch.cat([keys_G[list(group)] for keys_G, group in zip(streams, paused, strict=True)]).to(device)
+        begun = [completion for group in paused for completion in group.values()]
 
-        completions: list[Completion] = []
-        for rows, keys_N in zip(row_index.split(self.max_num_seqs), keys.split(self.max_num_seqs), strict=True):
-            completions += self.decode(prefix.expand(rows), keys_N, sampling)
+        sampled: list[Completion] = []
+        for start in range(0, len(begun), self.max_num_seqs):
+            some = slice(start, start + self.max_num_seqs)
+            sampled += self.decode(prefix.expand(rows[some]), keys[some], begun[some], sampling)
+        further = iter(sampled)
         return [
-            Group(r.group_id, r.prompt, completions[start : start + num_generations], self.policy_version)
-            for r, start in zip(requests, range(0, len(completions), num_generations), strict=True)
+            request.group(list(islice(further, len(group))), self.policy_version)
+            for request, group in zip(requests, paused, strict=True)
         ]
 
     def prefill(self, prompts: list[Prompt]) -> Prefix:
@@ -145,47 +156,63 @@ class HFEngine:
         cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
         return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions, cross)
 
-    def decode(self, prefix: Prefix, keys_N: Int[Tensor, " completions"], sampling: Sampling) -> list[Completion]:
-        """N completions of N prefix rows, one token of each per forward."""
-        num, max_length, device = len(keys_N), sampling.max_completion_length, keys_N.device
-        mask = torch.cat([prefix.mask, prefix.mask.new_ones(num, max_length)], dim=1)
+    def decode(
+        self, prefix: Prefix, keys_N: Int[Tensor, " completions"], begun: Sequence[Completion], sampling: Sampling
+    ) -> list[Completion]:
+        """N completions of N prefix rows, one token of each per forward, behind what there is of them."""
+        num, start, device = len(keys_N), len(begun[0].token_ids), keys_N.device
+        end = sampling.end(start)
         stop = torch.tensor(self.stop_token_ids, device=device)
-        tokens_NT = torch.zeros(num, max_length, dtype=torch.int64, device=device)
-        logprobs_NT = torch.zeros(num, max_length, device=device)
+        tokens_NT = torch.zeros(num, end, dtype=torch.int64, device=device)
+        logprobs_NT = torch.zeros(num, end, device=device)
+        tokens_NT[:, :start] = torch.stack([completion.token_ids for completion in begun])
+        logprobs_NT[:, :start] = torch.stack([completion.generator_logprobs for completion in begun])
         rows, finished = torch.arange(num, device=device), torch.zeros(num, dtype=torch.bool, device=device)
-        logits = prefix.logits_NV
+        logits = self.forward(prefix, rows, tokens_NT[:, :start], 0) if start else prefix.logits_NV
 
-        for step in range(max_length):
+        for step in range(start, end):
             tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, self.banned_token_ids)
             tokens_NT[rows, step], logprobs_NT[rows, step] = tokens, logprobs
             finished = finished | torch.isin(tokens, stop)
-            if finished.all() or step + 1 == max_length:
+            if finished.all() or step + 1 == end:
                 break
             if finished.float().mean() >= COMPACT_FRACTION:
                 unfinished = (~finished).nonzero()[:, 0]
                 prefix.cache.reorder_cache(cast(Any, unfinished))
                 rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
-            logits = self.model(
-                input_ids=tokens[:, None],
-                attention_mask=mask[rows, : prefix.mask.shape[1] + step + 1],
-                position_ids=prefix.next_positions[..., rows, :] + step,
-                past_key_values=prefix.cache,
-                use_cache=True,
-                **{name: mask[rows] for name, mask in prefix.cross_attention.items()},
-            ).logits[:, -1]
-        return self.completions(tokens_NT.cpu(), logprobs_NT.cpu())
+            logits = self.forward(prefix, rows, tokens[:, None], step)
+        return self.completions(tokens_NT.cpu(), logprobs_NT.cpu(), sampling.reason_at(end))
+
+    def forward(
+        self, prefix: Prefix, rows: Int[Tensor, " rows"], tokens_NS: Int[Tensor, "rows new"], step: int
+    ) -> Float[Tensor, "rows vocabulary"]:
+        """Logits behind further tokens of the completions `rows`, from their token number `step` on."""
+        num_new = tokens_NS.shape[1]
+        mask = prefix.mask[rows]
+        return self.model(
+            input_ids=tokens_NS,
+            attention_mask=torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
+            position_ids=prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
+            past_key_values=prefix.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
+        ).logits[:, -1]
 
     def completions(
-        self, tokens_NT: Int[Tensor, "completions tokens"], logprobs_NT: Float[Tensor, "completions tokens"]
+        self,
+        tokens_NT: Int[Tensor, "completions tokens"],
+        logprobs_NT: Float[Tensor, "completions tokens"],
+        reason: FinishReason,
     ) -> list[Completion]:
-        """Cut each row behind its first stop token; a row without one ran to the length limit."""
+        """Cut each row behind its first stop token; a row without one ended for `reason`."""
         is_stop_NT = torch.isin(tokens_NT, torch.tensor(self.stop_token_ids))
         stopped_N = is_stop_NT.any(dim=1)
         lengths_N = torch.where(stopped_N, is_stop_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1])
         rows = [row[:length].clone() for row, length in zip(tokens_NT, lengths_N.tolist(), strict=True)]
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [
-            Completion(row, logprobs[: len(row)].clone(), "stop" if stopped else "length", text)
+            Completion(row, logprobs[: len(row)].clone(), "stop" if stopped else reason, text)
             for row, logprobs, stopped, text in zip(rows, logprobs_NT, stopped_N.tolist(), texts, strict=True)
         ]
 

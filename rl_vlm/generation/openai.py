@@ -24,13 +24,11 @@ import torch
 from rl_vlm.config.schema import EvaluationConfig, RunConfig
 from rl_vlm.errors import RolloutError
 from rl_vlm.generation.sampling import stream_keys
-from rl_vlm.images import pixel_limits, png_bytes
+from rl_vlm.images import media_type, pixel_limits, png_bytes
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from PIL.Image import Image
 
     from rl_vlm.generation import WeightSource
 
@@ -115,11 +113,11 @@ def extensions(config: RunConfig) -> dict[str, Any]:
 
 def chat_messages(sample: Sample) -> list[dict[str, Any]]:
     """The sample's messages as the API takes them; content that is one text is sent as a string."""
-    images = iter(sample.images)
+    urls = iter(image_urls(sample))
 
     def part(block: dict[str, Any]) -> dict[str, Any]:
         if block["type"] == "image":
-            return {"type": "image_url", "image_url": {"url": data_url(next(images))}}
+            return {"type": "image_url", "image_url": {"url": next(urls)}}
         return {"type": "text", "text": block["text"]}
 
     messages = []
@@ -130,9 +128,10 @@ def chat_messages(sample: Sample) -> list[dict[str, Any]]:
     return messages
 
 
-def data_url(image: Image) -> str:
-    """The image as PNG, which keeps every pixel, in base64."""
-    return f"data:image/png;base64,{base64.b64encode(png_bytes(image)).decode()}"
+def image_urls(sample: Sample) -> list[str]:
+    """Data URLs of the sample's images: the row's own files where they are sent as they are, else PNGs."""
+    files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
+    return [f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}" for file in files]
 
 
 def read_answer(answer: Any) -> ServedCompletion:

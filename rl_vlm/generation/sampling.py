@@ -20,8 +20,10 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.types import Sampling
 
 
-def sampling_of(config: RunConfig, num_generations: int, temperature: float) -> Sampling:
-    """The run's sampling settings; number and temperature are those of training or of evaluation."""
+def sampling_of(
+    config: RunConfig, num_generations: int, temperature: float, max_rollout_tokens: int | None = None
+) -> Sampling:
+    """The run's sampling settings; the others are those of training or of evaluation."""
     rollout = config.rollout
     return Sampling(
         num_generations=num_generations,
@@ -31,6 +33,7 @@ def sampling_of(config: RunConfig, num_generations: int, temperature: float) -> 
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
+        max_rollout_tokens=max_rollout_tokens,
     )
 
 

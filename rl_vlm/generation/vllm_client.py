@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import select
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ WATCH_SECONDS = 15.0
 """Between such questions, while another answer is awaited."""
 TOKEN = "RL_VLM_SERVER_TOKEN"
 """Environment variable with the token that trainer and servers share."""
+
+logger = logging.getLogger(__name__)
 
 
 class ServerLost(RolloutError):
@@ -51,6 +54,19 @@ class VLLMClient:
                 self.read(connection, "/health")
         except (OSError, http.client.HTTPException) as error:
             raise self.lost(error) from None
+
+    def wait_until_up(self, seconds: float) -> None:
+        """For a server that somebody else starts. Raises ServerLost if it is not well within this time."""
+        deadline = time.monotonic() + seconds
+        try:
+            return self.check_health()
+        except ServerLost as error:
+            logger.warning("%s It has %g s to start (vllm.vllm_server_timeout).", error, seconds)
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, seconds))
+            with suppress(ServerLost):
+                return self.check_health()
+        raise ServerLost(f"The vLLM server {self.url} is not up after {seconds:g} s (vllm.vllm_server_timeout).")
 
     def send(self, method: str, path: str, body: bytes | None = None) -> Any:
         """The answer's JSON, or None where it is empty."""

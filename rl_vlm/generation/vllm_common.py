@@ -1,24 +1,17 @@
-"""What vLLM in process and vLLM servers share: how it is set up, asked, and how its answers become groups.
-
-request ─ prompt ids with one placeholder per image, images ─► vLLM, n = G ─► token ids, log-probs, finish reason
-        ─ are its prompt ids ours? its weights those of the last sync? ─► Group
-"""
+"""What vLLM in process and vLLM servers share: how they are set up."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import ConfigError, DataError, RolloutError
+from rl_vlm.errors import ConfigError
 from rl_vlm.images import pixel_limits
-from rl_vlm.types import Completion, Group, RolloutRequest, Sample, Sampling
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -29,29 +22,6 @@ ENVIRONMENT = {
 """What vLLM reads from the environment, where the user has not set it."""
 
 ADAPTER_NAME = "policy"
-
-BANNED_LOGIT = -1e6
-"""Added to the logits of placeholder tokens. A list of allowed tokens would be as long as the vocabulary."""
-
-
-@runtime_checkable
-class PromptRenderer(Protocol):
-    """What an engine needs of the prompt builder."""
-
-    processor: Any
-
-    def unexpanded_ids(self, sample: Sample) -> list[int]: ...
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One completion as vLLM returns it."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    versions: list[str]
-    """Of the weights that sampled it, in order."""
 
 
 def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> dict[str, Any]:
@@ -126,90 +96,3 @@ def allowed_lora_rank(rank: int) -> int:
     if rank > limits[-1]:
         raise ConfigError(f"model.lora_r {rank} is above {limits[-1]}, vLLM's largest; set rollout.lora_sync: merge")
     return next(limit for limit in limits if limit >= rank)
-
-
-def sampling_arguments(
-    sampling: Sampling, group_id: str, stop_token_ids: Sequence[int], banned_token_ids: Sequence[int]
-) -> dict[str, Any]:
-    """Fields of vLLM's `SamplingParams` for one group, which can be written as JSON."""
-    return {
-        "n": sampling.num_generations,
-        "max_tokens": sampling.max_completion_length,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p or 0.0,
-        "seed": group_seed(sampling.seed, group_id),
-        "stop_token_ids": list(stop_token_ids),
-        "ignore_eos": True,  # the stop tokens are all that end a completion
-        "logit_bias": dict.fromkeys(banned_token_ids, BANNED_LOGIT),
-        "logprobs": 0,  # that of the sampled token alone
-        "detokenize": False,
-        "skip_special_tokens": False,
-    }
-
-
-def group_seed(seed: int, group_id: str) -> int:
-    """Seed of a group's first completion; vLLM counts up from it. A hash of (run seed, group id), below 2**62."""
-    digest = hashlib.blake2b(f"{seed}/{group_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
-
-
-def check_length(request: RolloutRequest, sampling: Sampling, limit: int) -> None:
-    """Raises DataError if prompt and completion are longer than vLLM was set up for: it would cut the completion."""
-    prompt = len(request.prompt.token_ids)
-    if prompt + sampling.max_completion_length > limit:
-        raise DataError(
-            f"Sample {request.prompt.sample.sample_id}: {prompt} prompt tokens and up to "
-            f"{sampling.max_completion_length} of a completion are more than vLLM's {limit}. Raise "
-            "vllm.vllm_max_model_length, or drop such prompts with data.max_prompt_length."
-        )
-
-
-def to_group(
-    request: RolloutRequest,
-    prompt_ids: Sequence[int],
-    answers: Sequence[Answer],
-    version: int,
-    tokenizer: Any,
-    run: str = "",
-) -> Group:
-    """The group of vLLM's answers. Raises RolloutError if they are to another prompt, or of other weights."""
-    check_prompt_ids(request, prompt_ids)
-    found, expected = {v for answer in answers for v in answer.versions}, version_label(version, run)
-    if found != {expected}:
-        raise RolloutError(
-            f"Sample {request.prompt.sample.sample_id} was sampled by weights of version {', '.join(sorted(found))}, "
-            f"and the last that were sent are {expected}: another run may use the same server."
-        )
-    texts = tokenizer.batch_decode(
-        [answer.token_ids for answer in answers], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    completions = [to_completion(answer, text) for answer, text in zip(answers, texts, strict=True)]
-    return Group(request.group_id, request.prompt, completions, version)
-
-
-def to_completion(answer: Answer, text: str) -> Completion:
-    """Raises RolloutError for a completion that vLLM gave up."""
-    if answer.finish_reason not in ("stop", "length"):
-        raise RolloutError(f"vLLM ended a completion with finish reason {answer.finish_reason!r}.")
-    token_ids = torch.tensor(answer.token_ids)
-    return Completion(token_ids, torch.tensor(answer.logprobs), answer.finish_reason, text)
-
-
-def version_label(version: int, run: str = "") -> str:
-    """vLLM labels what it samples with this; `run` tells runs on one server apart."""
-    return f"{run}{version}"
-
-
-def check_prompt_ids(request: RolloutRequest, found: Sequence[int]) -> None:
-    """Raises RolloutError where vLLM's processor made other tokens of the prompt and its images than ours."""
-    expected = request.prompt.token_ids.tolist()
-    if list(found) == expected:
-        return
-    differs = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), "the end")
-    raise RolloutError(
-        f"Sample {request.prompt.sample.sample_id}: vLLM reads {len(found)} prompt tokens, the trainer "
-        f"{len(expected)}, and they differ from token {differs} on. Model, chat template, and pixel limits "
-        "(data.min_pixels, data.max_pixels) must be the same on both sides."
-    )

@@ -1,32 +1,40 @@
-"""Rollouts with vLLM in the trainer's process, which shares its device."""
+"""Rollouts with vLLM in the trainer's processes, whose devices it shares.
+
+Each rank has a vLLM of its own. With tensor parallelism, neighbouring ranks have a model together: each asks for what
+all of them want, since all must compute the same, and keeps its own share.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
+from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError
 from rl_vlm.families import TokenRules
 from rl_vlm.generation import WeightSource
-from rl_vlm.generation.vllm_common import (
-    ADAPTER_NAME,
-    ENVIRONMENT,
+from rl_vlm.generation.vllm_common import ADAPTER_NAME, ENVIRONMENT
+from rl_vlm.generation.vllm_questions import (
     Answer,
     PromptRenderer,
+    Question,
+    Reply,
     check_length,
     sampling_arguments,
-    to_group,
+    to_groups,
     version_label,
 )
-from rl_vlm.types import Group, RolloutRequest, Sample, Sampling
+from rl_vlm.types import Group, RolloutRequest, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
+
+T = TypeVar("T")
 
 
 class VLLMEngine:
@@ -42,6 +50,8 @@ class VLLMEngine:
         self.tokens = tokens
         self.renderer = renderer
         self.sleeps = arguments.get("enable_sleep_mode", False)
+        self.is_one_of_several = arguments.get("distributed_executor_backend") == "external_launcher"
+        self.is_parallel = self.is_one_of_several and arguments["tensor_parallel_size"] > 1
         self.llm: Any = start_vllm(arguments | {"weight_transfer_config": {"backend": "rl_vlm"}})
         self.max_model_length: int = self.llm.model_config.max_model_len
         self.adapter: Any = None
@@ -50,17 +60,31 @@ class VLLMEngine:
             self.load_adapter(adapter)
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
-        """One group per request, in order. vLLM batches them itself.
+        """One group per request, in order. vLLM batches them itself. Ranks that have a model together call it together.
 
         Raises DataError for prompts that are too long, RolloutError where vLLM reads another prompt than the trainer.
         """
+
+        def ask(asked: list[Question]) -> list[Reply]:
+            return self.answers(lambda: [self.vllm_arguments(question, sampling) for question in asked])
+
+        return to_groups(requests, ask, sampling, self.policy_version, self.renderer.processor.tokenizer)
+
+    def vllm_arguments(self, question: Question, sampling: Sampling) -> tuple[dict[str, Any], dict[str, Any]]:
+        """vLLM's prompt and sampling parameters for a question. Raises DataError for a prompt that is too long."""
+        check_length(question.request, sampling, self.max_model_length)
+        prompt: dict[str, Any] = {"prompt_token_ids": question.token_ids(self.renderer)}
+        if question.sample.images:
+            prompt["multi_modal_data"] = {"image": list(question.sample.images)}
+        return prompt, sampling_arguments(question, sampling, self.tokens)
+
+    def answers(self, arguments: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]]) -> list[Reply]:
+        """This rank's share of what vLLM samples for all ranks that have a model together."""
         from vllm import SamplingParams
 
-        for request in requests:
-            check_length(request, sampling, self.max_model_length)
-        prompts = [self.vllm_prompt(request.prompt.sample) for request in requests]
-        rules = (self.tokens.stop, self.tokens.banned)
-        params = [SamplingParams(**sampling_arguments(sampling, r.group_id, *rules)) for r in requests]
+        everyones, mine = gather(arguments) if self.is_parallel else (arguments(), slice(None))
+        prompts = [prompt for prompt, _ in everyones]
+        params = [SamplingParams(**sampling) for _, sampling in everyones]
         self.wake_up()
         try:
             outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
@@ -69,21 +93,7 @@ class VLLMEngine:
         finally:
             if self.sleeps:
                 self.llm.sleep(level=1)
-        return [
-            to_group(
-                request,
-                output.prompt_token_ids,
-                [to_answer(completion) for completion in output.outputs],
-                self.policy_version,
-                self.renderer.processor.tokenizer,
-            )
-            for request, output in zip(requests, outputs, strict=True)
-        ]
-
-    def vllm_prompt(self, sample: Sample) -> dict[str, Any]:
-        """The prompt with one placeholder per image, which vLLM expands."""
-        prompt: dict[str, Any] = {"prompt_token_ids": self.renderer.unexpanded_ids(sample)}
-        return prompt | ({"multi_modal_data": {"image": list(sample.images)}} if sample.images else {})
+        return [Reply(output.prompt_token_ids, [to_answer(c) for c in output.outputs]) for output in outputs[mine]]
 
     def sync(self, source: WeightSource, version: int) -> int:
         """Take over the adapter, or the trained weights, and forget what was computed with the old ones."""
@@ -112,15 +122,22 @@ class VLLMEngine:
         """Replace the weights that were trained; returns their bytes."""
         from rl_vlm.generation.vllm_weights import WeightReceiver
 
-        weights = list(source.trained_weights())
-        WeightReceiver.handed_over = weights
+        num_bytes = 0
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, weight in source.trained_weights():
+                num_bytes += weight.nbytes
+                yield name, weight
+
+        WeightReceiver.handed_over = weights()
         try:
             self.llm.start_weight_update()
             self.llm.update_weights({"update_info": {}})
             self.llm.finish_weight_update()
         finally:
             WeightReceiver.handed_over = ()
-        return sum(weight.nbytes for _, weight in weights)
+        return num_bytes
 
     def set_version(self, version: int) -> None:
         """Name the weights that vLLM has; it labels completions with the version that sampled them."""
@@ -133,7 +150,10 @@ class VLLMEngine:
             self.llm.wake_up()
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        if self.is_one_of_several:  # a whole shutdown ends the trainer's process group
+            self.llm.llm_engine.model_executor.shutdown()
+        else:
+            self.llm.llm_engine.engine_core.shutdown()
 
 
 def start_vllm(arguments: dict[str, Any]) -> Any:
@@ -159,6 +179,26 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
             f"vLLM does not run {arguments['model']} as it is set up: {error}\n"
             "The engine hf runs every supported family."
         ) from error
+
+
+def gather(make: Callable[[], list[T]]) -> tuple[list[T], slice]:
+    """What `make` returns on all ranks of this tensor-parallel group, one behind the other, and which are this rank's.
+
+    What it raises on one rank is raised on all, so that none waits for another.
+    """
+    from torch.distributed import all_gather_object
+    from vllm.distributed.parallel_state import get_tp_group
+
+    try:
+        mine: list[T] | RLVLMError = make()
+    except RLVLMError as error:
+        mine = error
+    ranks: list[Any] = [None] * get_tp_group().world_size
+    all_gather_object(ranks, mine, group=get_tp_group().cpu_group)
+    for failure in (found for found in ranks if isinstance(found, RLVLMError)):
+        raise failure
+    start = sum(len(found) for found in ranks[: get_tp_group().rank_in_group])
+    return [one for found in ranks for one in found], slice(start, start + len(ranks[get_tp_group().rank_in_group]))
 
 
 def to_answer(completion: CompletionOutput) -> Answer:

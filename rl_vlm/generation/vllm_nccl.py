@@ -1,16 +1,28 @@
-"""Weights from the trainer's GPU to those of a vLLM server, by vLLM's own NCCL transfer."""
+"""Weights from the trainer's GPU to those of a vLLM server, by vLLM's own NCCL transfer.
+
+NCCL waits forever for a server that is lost. The requests that go with a transfer do not: each fails in bounded time.
+
+send ─ thread ─► request: receive ─ NCCL ─► request: finish ─► outcome
+                   └─ fails, though the thread may hang ─────► outcome, and the transfer is aborted
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import Queue
+from threading import Thread
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rl_vlm.generation import WeightSource
-from rl_vlm.generation.vllm_client import VLLMClient
+from rl_vlm.errors import RLVLMError
+from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
 from rl_vlm.generation.vllm_process import free_port
+
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+"""Another pass through the same weights at each call."""
 
 
 class NCCLSender:
@@ -19,51 +31,83 @@ class NCCLSender:
     def __init__(self, client: VLLMClient) -> None:
         self.client = client
         self.engine: Any = None
+        self.weights: Weights = lambda: iter(())
+        self.outcome: Queue[Exception | None] = Queue()
 
-    def send(self, source: WeightSource) -> None:
-        """Send all trained weights, and wait until the server has loaded them."""
-        if self.engine is None:
-            self.engine = self.connect(source)
-        self.engine.send_weights()
+    def send(self, weights: Weights) -> None:
+        """Send the weights, and wait until the server has loaded them.
 
-    def connect(self, source: WeightSource) -> Any:
+        Raises ServerLost, after which the connection is of no use, and RolloutError for a server that refuses.
+        """
+        self.weights = weights
+        Thread(target=self.transfer, daemon=True).start()
+        error = self.outcome.get()
+        if error is not None:
+            if self.engine is not None:
+                self.engine.shutdown()  # aborts what NCCL waits for, which would keep the GPU busy
+            raise error
+
+    def transfer(self) -> None:
+        """Run vLLM's sending side to its end, or for as long as NCCL waits."""
+        try:
+            if self.engine is None:
+                self.engine = self.connect()
+            self.engine.send_weights()
+            self.outcome.put(None)
+        except RuntimeError as error:  # NCCL's
+            self.outcome.put(ServerLost(f"The vLLM server {self.client.url} cannot be sent weights ({error})."))
+        except Exception as error:
+            self.outcome.put(error)
+
+    def connect(self) -> Any:
         """vLLM's sending side, as rank 0 of a group with the server's GPUs."""
-        from vllm.distributed.weight_transfer.base import ParamMeta
-        from vllm.distributed.weight_transfer.base import WeightSource as VLLMWeightSource
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        class Weights(VLLMWeightSource):
+        sender = self
+
+        class Source(WeightSource):
             def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self]
+                torch.cuda.synchronize()  # the transfer has streams of its own, and the update may still be under way
+                return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in sender.weights()]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                return source.trained_weights()
+                return ((name, weight.cuda()) for name, weight in sender.weights())
 
         address = address_towards(self.client.url)
         world_size = 1 + self.client.get("/get_world_size")["world_size"]
         port = free_port(address)
         info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
-        return WeightTransferTrainerFactory.trainer_init(info, client=Control(self.client), source=Weights())
+        control = Control(self.client, failed=self.outcome.put)
+        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=Source())
 
 
 class Control:
-    """vLLM's `VLLMWeightSyncClient` over a client that has the token."""
+    """vLLM's `VLLMWeightSyncClient` over a client that has the token; `failed` is told of a request that fails."""
 
-    def __init__(self, client: VLLMClient) -> None:
+    def __init__(self, client: VLLMClient, failed: Callable[[Exception], None]) -> None:
         self.client = client
+        self.failed = failed
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        try:
+            self.client.post(path, body)
+        except RLVLMError as error:
+            self.failed(error)
+            raise
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.client.post("/init_weight_transfer_engine", {"init_info": init_info})
+        self.post("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.client.post("/start_weight_update")
+        self.post("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        self.client.post("/update_weights", {"update_info": update_info})
+        self.post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.client.post("/finish_weight_update", {"weight_version": weight_version})
+        self.post("/finish_weight_update", {"weight_version": weight_version})
 
 
 def address_towards(url: str) -> str:

@@ -19,18 +19,20 @@ from typing import Any
 from rl_vlm.errors import RolloutError
 from rl_vlm.families import TokenRules
 from rl_vlm.generation import WeightSource
-from rl_vlm.generation.openai import data_url
+from rl_vlm.generation.openai import image_urls
 from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
-from rl_vlm.generation.vllm_common import (
-    ADAPTER_NAME,
+from rl_vlm.generation.vllm_common import ADAPTER_NAME
+from rl_vlm.generation.vllm_nccl import NCCLSender
+from rl_vlm.generation.vllm_questions import (
     Answer,
     PromptRenderer,
+    Question,
+    Reply,
     check_length,
     sampling_arguments,
-    to_group,
+    to_groups,
     version_label,
 )
-from rl_vlm.generation.vllm_nccl import NCCLSender
 from rl_vlm.types import Group, RolloutRequest, Sampling
 
 RESET_TRIES = 20
@@ -85,25 +87,27 @@ class VLLMServers:
         """
         for request in requests:
             check_length(request, sampling, self.max_model_length)
-        bodies = [self.body(request, sampling) for request in requests]
-        groups_at_once = max(1, self.max_num_seqs // sampling.num_generations)
-        with ThreadPoolExecutor(groups_at_once * len(self.live)) as pool:  # an error cancels what has not begun
-            found = list(pool.map(self.answers, bodies))
-        version, tokenizer = self.policy_version, self.renderer.processor.tokenizer
-        return [
-            to_group(request, prompt_ids, answers, version, tokenizer, self.run)
-            for request, (prompt_ids, answers) in zip(requests, found, strict=True)
-        ]
 
-    def answers(self, body: dict[str, Any]) -> tuple[list[int], list[Answer]]:
-        """Prompt ids and completions of one group, by the first server that gives them."""
+        def ask(asked: list[Question]) -> list[Reply]:
+            urls = {r.group_id: image_urls(r.prompt.sample) for r in requests}  # encoded once per group
+            bodies = [self.body(question, urls[question.request.group_id], sampling) for question in asked]
+            most_completions = max((question.num_completions for question in asked), default=1)
+            at_once = max(1, self.max_num_seqs // most_completions)
+            with ThreadPoolExecutor(at_once * len(self.live)) as pool:  # an error cancels what has not begun
+                return list(pool.map(self.reply, bodies))
+
+        tokenizer = self.renderer.processor.tokenizer
+        return to_groups(requests, ask, sampling, self.policy_version, tokenizer, self.run)
+
+    def reply(self, body: dict[str, Any]) -> Reply:
+        """Prompt ids and completions, by the first server that gives them."""
         while True:
             client = self.next_client()
             try:
                 answer = client.post("/inference/v1/generate", body)
                 answers = [read_choice(client, choice) for choice in answer["choices"]]
                 self.check_not_older(client, answers)
-                return answer["prompt_token_ids"], answers
+                return Reply(answer["prompt_token_ids"], answers)
             except ServerLost as error:
                 self.lose(client, error)
             except (KeyError, TypeError) as error:
@@ -116,14 +120,12 @@ class VLLMServers:
         if self.run and any(label.startswith(self.run) for label in others):
             raise ServerLost(f"The vLLM server {client.url} has weights that are older than the last.")
 
-    def body(self, request: RolloutRequest, sampling: Sampling) -> dict[str, Any]:
-        """A request of vLLM's tokens-in, tokens-out route, with one placeholder token per image."""
-        sample = request.prompt.sample
-        images = [{"type": "image_url", "url": data_url(image)} for image in sample.images]
+    def body(self, question: Question, urls: Sequence[str], sampling: Sampling) -> dict[str, Any]:
+        """A question to vLLM's tokens-in, tokens-out route, with the images at `urls`."""
         return {
-            "token_ids": self.renderer.unexpanded_ids(sample),
-            "content_parts": images or None,
-            "sampling_params": sampling_arguments(sampling, request.group_id, self.tokens.stop, self.tokens.banned),
+            "token_ids": question.token_ids(self.renderer),
+            "content_parts": [{"type": "image_url", "url": url} for url in urls] or None,
+            "sampling_params": sampling_arguments(question, sampling, self.tokens),
             "return_token_ids": True,
             "model": ADAPTER_NAME if self.has_adapter else None,
         }
@@ -145,7 +147,11 @@ class VLLMServers:
                 ) from error
 
     def sync(self, source: WeightSource, version: int) -> int:
-        """Send the adapter, or the trained weights, to every server, and read back their versions."""
+        """Send the adapter, or the trained weights, to every server, and read back their versions.
+
+        Every rank calls it. Shards are gathered before anything else, since a rank that fails would leave the others
+        waiting.
+        """
         num_bytes = 0
         if self.sends_weights:
             send = self.send_adapter if source.sends_adapter else self.send_weights
@@ -159,26 +165,35 @@ class VLLMServers:
                 raise RolloutError(f"Weights for the servers cannot be written to {self.folder}: {error}") from error
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            source.join_gathering()
         self.has_adapter = source.sends_adapter
         self.policy_version = version
         return num_bytes
 
     def sync_by_nccl(self, source: WeightSource, version: int) -> int:
-        """One server after the other: each is a group of its own with the trainer's GPU."""
+        """One server after the other: each is a group of its own with the trainer's GPU.
+
+        The weights are passed through several times, and the ranks that send none gather once: shards are kept in the
+        CPU's memory.
+        """
+        gathered = [(name, weight.cpu()) for name, weight in source.trained_weights()] if source.is_sharded else None
+        weights = source.trained_weights if gathered is None else gathered.__iter__
+        num_bytes = sum(weight.nbytes for _, weight in weights())
         for client in list(self.live):
-            self.update(client, lambda client: self.senders[client].send(source), version)
+            self.update(client, lambda client: self.senders[client].send(weights), version)
         self.policy_version = version
-        return sum(weight.nbytes for _, weight in source.trained_weights()) * len(self.live)
+        return num_bytes * len(self.live)
 
     def write(self, source: WeightSource) -> int:
         """Put the weights where the servers find them; returns their bytes."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
         if source.sends_adapter:
             return source.save_adapter(self.folder)
         from safetensors.torch import save_file
 
         weights = {name: weight.cpu().contiguous() for name, weight in source.trained_weights()}
+        self.folder.mkdir(parents=True)
         save_file(weights, self.folder / "weights.safetensors")
         return sum(weight.nbytes for weight in weights.values())
 

@@ -20,7 +20,7 @@ LAYERS = [
     "data prompts generation reward advantages batching losses policy",  # the stages of a batch
     "checkpoint engine metrics rollout_log sampler tiny weight_sync",
     "loading prefetch progress report run_directory window",
-    "rollout_engines",
+    "in_flight rollout_engines",
     "collector evaluation examples resume",
     "trainer",
 ]

@@ -1,6 +1,7 @@
 """Every family: training passes against the model's own forward, and rollouts against its own `generate`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from transformers import AutoTokenizer
 
 from rl_vlm.families import FAMILIES
 from rl_vlm.generation.hf import HFEngine
+from rl_vlm.in_flight import InFlight, roll_on
 from rl_vlm.policy import Policy
 from rl_vlm.rows import Rows
+from rl_vlm.sampler import Draw
 from rl_vlm.tiny.build import TINY_FAMILIES
-from rl_vlm.types import Prompt, RolloutRequest, Sampling
+from rl_vlm.types import Group, Prompt, RolloutRequest, Sampling
 from tests.integration.builders import make_policy
 from tests.integration.family_parity import Parity, case_groups, cases, measure, scores
 from tests.integration.stock import generate_with_transformers, stock_logprobs
@@ -129,3 +132,24 @@ def test_generator_logprobs_are_those_of_the_models_own_forward(family: str, che
                 policy.transformer, policy.family, group.prompt, completion, banned=engine.banned_token_ids
             )
             assert (completion.generator_logprobs - expected).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_paused_completions_go_on_as_if_they_had_not_been(family: str, checkpoint: Path, policy: Policy) -> None:
+    engine, prompts = make_engine(policy, checkpoint), prompts_of(family, checkpoint)
+    new = [InFlight(Draw(0, i), RolloutRequest(str(i), prompt)) for i, prompt in enumerate(prompts)]
+    at_once = Sampling(num_generations=4, max_completion_length=8, temperature=1.0, seed=0)
+    rollouts: list[list[int]] = []
+
+    def generate(requests: list[RolloutRequest]) -> list[Group]:
+        rollouts.append([request.num_begun_tokens for request in requests])
+        return engine.generate(requests, replace(at_once, max_rollout_tokens=3))
+
+    finished, _ = roll_on(new, len(new), generate)
+    assert [set(lengths) for lengths in rollouts] == [{0}, {3}, {6}]
+    for found, expected in zip(finished.values(), engine.generate([one.request for one in new], at_once), strict=True):
+        assert found.group_id == expected.group_id
+        for ours, whole in zip(found.completions, expected.completions, strict=True):
+            assert (ours.token_ids.tolist(), ours.finish_reason) == (whole.token_ids.tolist(), whole.finish_reason)
+            assert (ours.generator_logprobs - whole.generator_logprobs).abs().max() <= 1e-5
+            assert ours.text == whole.text

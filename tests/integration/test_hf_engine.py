@@ -275,6 +275,6 @@ def test_text_is_decoded_without_special_tokens(tiny, model):
     tokenizer = tiny[2]
     ids = [*tokenizer("7 , is it ?").input_ids, tokenizer.eos_token_id]
     engine = make_engine(model, tokenizer, stops=[tokenizer.eos_token_id])
-    [completion] = engine.completions(torch.tensor([[*ids, 0, 0]]), torch.zeros(1, len(ids) + 2))
+    [completion] = engine.completions(torch.tensor([[*ids, 0, 0]]), torch.zeros(1, len(ids) + 2), "length")
     assert (completion.text, completion.finish_reason) == ("7 , is it ?", "stop")
     assert completion.token_ids.tolist() == ids

@@ -1,9 +1,5 @@
 """An optimizer step does not depend on how its batch is cut: into micro-batches, by sharing, or between processes."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,8 @@ from rl_vlm.metrics import StepMetrics
 from rl_vlm.trainer import Trainer, train
 from tests.integration import mixed_run, tiny_run
 from tests.integration.builders import gradient_error, sharpen, take_gradients
+from tests.integration.two_processes import launch, train_on_two_processes
 
-REPOSITORY = Path(__file__).parents[2]
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 CUTS = {
     "all in one, dense": (10_000, "dense"),
@@ -114,22 +110,6 @@ def test_losses_tell_each_other_apart(trainer: Trainer, monkeypatch: pytest.Monk
 
 
 # Two processes against one
-
-
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` in the repository's root, with one thread per process and a port of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def train_on_two_processes(config: RunConfig, path: Path) -> None:
-    path.write_text(to_yaml(config))
-    result = launch("--config_file", "launch/accelerate/cpu.yaml", "-m", "launch.train", str(path))
-    assert result.returncode == 0, result.stderr
 
 
 def sampled(output_dir: Path) -> dict[tuple[str, int], tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -16,11 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_vlm import checkpoint
+from rl_vlm import trainer as trainer_module
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RewardError
+from rl_vlm.generation.hf import HFEngine
 from rl_vlm.loading import make_initial_model
+from rl_vlm.prompts import PromptBuilder
 from rl_vlm.trainer import Trainer, train
+from rl_vlm.weight_sync import PolicyWeights
 from tests.integration import tiny_run
 from tests.integration.tiny_run import completions, make_config, metric_lines, weights
 
@@ -36,6 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "lora_window": {"use_peft": True, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "bfloat16": {"dtype": "bfloat16", "use_peft": True},
+    "partial_rollouts": {"max_rollout_tokens": 3},
 }
 
 
@@ -87,6 +93,33 @@ def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint
     assert checkpoint.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-3"
     train(resumed(killed))
     assert [line["step"] for line in metric_lines(tmp_path / "killed")] == list(range(1, NUM_STEPS + 1))
+    assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+class Copy(HFEngine):
+    """An engine with weights of its own, as a server has them."""
+
+    def sync(self, source: Any, version: int) -> int:
+        self.model.load_state_dict(source.policy.transformer.state_dict())
+        return super().sync(source, version)
+
+
+def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: PromptBuilder, *__: Any) -> HFEngine:
+    engine = Copy.for_policy(copy.deepcopy(weights.policy), builder.processor.tokenizer, config.rollout.max_num_seqs)
+    engine.policy_version = -1
+    return engine
+
+
+@pytest.mark.parametrize("max_rollout_tokens", [None, 3])
+def test_a_window_that_is_sampled_ahead_is_resumed_as_well(max_rollout_tokens, tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "training_engine", copied_policy)
+    settings = {"engine": "vllm_server", "max_staleness": 1, "max_rollout_tokens": max_rollout_tokens}
+    straight, killed = (config_of("window", tiny_checkpoint, tmp_path / n, **settings) for n in ("straight", "killed"))
+    train(straight)
+    lags = [line["sampling/policy_version_lag"] for line in metric_lines(tmp_path / "straight")]
+    assert lags[0] == 0 and max(lags) >= 4  # a window of four updates
+    train_until(4, killed, monkeypatch)
+    train(resumed(killed))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
 

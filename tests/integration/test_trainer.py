@@ -222,6 +222,23 @@ def test_an_adapter_that_only_vllm_cannot_load_trains_with_the_hf_engine(tiny_ch
     assert all("visual" in name and tensor.any() for name, tensor in stored.items())
 
 
+def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_checkpoint, tmp_path, loss_calls):
+    settings = {"max_rollout_tokens": 2, "max_completion_length": 5, "max_steps": 4, "beta": 0.1, "num_iterations": 2}
+    run(make_config(tiny_checkpoint, tmp_path, **settings))
+    groups = {row["group_id"]: row for rows in completions(tmp_path).values() for row in rows}
+    lengths = {row["completion_length"] for rows in completions(tmp_path).values() for row in rows}
+    assert {2, 5} <= lengths  # ended within the first rollout, and at the limit
+    assert len(groups) == 2 * 2  # windows of two groups, none trained on twice
+    lines = metric_lines(tmp_path)
+    assert lines[0]["sampling/policy_version_lag"] == 0
+    assert lines[2]["sampling/policy_version_lag"] > 0  # begun two updates ago
+    first, _, second, _ = loss_calls
+    for inputs, moved in ((first[0], False), (second[0], True)):
+        assert inputs.generator_logprobs_NT is not None
+        differences = (inputs.generator_logprobs_NT - inputs.policy_logprobs_NT.detach())[inputs.mask_NT].abs()
+        assert (differences.max() > 1e-3) == moved
+
+
 def test_completions_are_printed(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path, num_completions_to_print=3, log_completions=False, max_steps=2)
     train(config)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ pytest.importorskip("vllm", reason="needs vllm")
 from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
 from rl_vlm.generation.vllm_common import engine_arguments
 from rl_vlm.generation.vllm_local import VLLMEngine
+from rl_vlm.in_flight import InFlight, roll_on
 from rl_vlm.metrics import MetricsLog
+from rl_vlm.sampler import Draw
 from rl_vlm.trainer import train
 from rl_vlm.types import RolloutRequest
 from rl_vlm.weight_sync import PolicyWeights
@@ -73,6 +76,23 @@ def test_log_probs_follow_the_policy(checkpoint: Path, engine: VLLMEngine, varia
     side.update(fixed)  # and without sending the weights, they part
     groups = engine.generate(side.requests, sampling(seed=99))
     assert (generator_logprobs(groups) - side.scores(groups)).abs().max() > 1e-2
+
+
+def test_paused_completions_go_on_behind_what_there_is_of_them(checkpoint: Path, engine: VLLMEngine) -> None:
+    side = Side.of(checkpoint)
+    engine.adapter = None
+    engine.load_weights(PolicyWeights(side.policy, "adapter"))
+    for temperature in (0.0, 1.0):
+        at_once = replace(sampling(seed=0, temperature=temperature), num_generations=1 if temperature == 0 else 3)
+        new = [InFlight(Draw(0, i), request) for i, request in enumerate(side.requests)]
+        groups, _ = roll_on(
+            new, len(new), lambda requests, s=at_once: engine.generate(requests, replace(s, max_rollout_tokens=3))
+        )
+        found = list(groups.values())
+        assert max(len(c.token_ids) for group in found for c in group.completions) == at_once.max_completion_length
+        assert (generator_logprobs(found) - side.scores(found)).abs().max() <= 1e-3
+        if temperature == 0:
+            assert token_ids(found) == token_ids(engine.generate(side.requests, at_once))
 
 
 def test_a_run_samples_from_its_own_weights_also_after_a_kill(tmp_path: Path) -> None:

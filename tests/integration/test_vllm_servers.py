@@ -3,13 +3,16 @@
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import psutil
 import pytest
+from PIL import Image
+from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="needs vllm")
 
@@ -18,12 +21,16 @@ from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
 from rl_vlm.generation.vllm_common import engine_arguments
 from rl_vlm.generation.vllm_process import ServerProcess, free_port
 from rl_vlm.generation.vllm_servers import VLLMServers
+from rl_vlm.metrics import MetricsLog
+from rl_vlm.trainer import train
 from rl_vlm.types import RolloutRequest
 from rl_vlm.weight_sync import PolicyWeights
+from tests.integration import tiny_run
 from tests.integration.builders import make_prompt, noise_image, sharp_checkpoint
-from tests.integration.vllm_parity import Side, generator_logprobs, sampling, token_ids
+from tests.integration.vllm_parity import Side, generator_logprobs, make_config, sampling, token_ids
 
 HOST, TIMEOUT = "127.0.0.1", 240.0
+NUM_UPDATES = 20
 
 
 @dataclass
@@ -42,7 +49,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     checkpoint = sharp_checkpoint("qwen2_5_vl", folder / "checkpoint")
-    arguments = engine_arguments(Side.of(checkpoint).config, str(checkpoint), lora_rank=None)
+    arguments = engine_arguments(make_config(checkpoint, engine="vllm_server"), str(checkpoint), lora_rank=None)
     token = secrets.token_urlsafe()
     process = ServerProcess(arguments, token, folder / "server.log", HOST, None)
     client = VLLMClient(process.url, token, TIMEOUT)
@@ -57,7 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_log_probs_follow_the_policy(served: Served, tmp_path: Path) -> None:
     side = Side.of(served.checkpoint)
     engine, source = served.engine(side, tmp_path / "weights"), PolicyWeights(side.policy, "adapter")
-    for version in range(4):
+    for version in range(NUM_UPDATES):
         assert engine.sync(source, version) == sum(w.nbytes for _, w in source.trained_weights())
         groups = engine.generate(side.requests, sampling(seed=version))
         assert {group.policy_version for group in groups} == {version}
@@ -66,9 +73,34 @@ def test_log_probs_follow_the_policy(served: Served, tmp_path: Path) -> None:
         side.update(groups)
         assert (side.scores(groups) - before).abs().max() > 0.01
     assert not (tmp_path / "weights").exists()
-    engine.sync(source, 4)
+    engine.sync(source, NUM_UPDATES)
     greedy = sampling(seed=0, num_generations=1, temperature=0.0)
     assert token_ids(engine.generate(side.requests, greedy)) == token_ids(side.hf.generate(side.requests, greedy))
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+def test_a_file_is_sent_as_it_is_and_decodes_to_the_trainers_pixels(
+    served: Served, tmp_path: Path, format: str
+) -> None:
+    side = Side.of(served.checkpoint)
+    engine, source = served.engine(side, tmp_path / "weights"), PolicyWeights(side.policy, "adapter")
+    engine.sync(source, 0)
+    file, other = (encoded(noise_image(48, 32, seed), format) for seed in (5, 6))
+    sample = make_prompt(served.checkpoint, [Image.open(BytesIO(file)).convert("RGB")]).sample
+
+    def mismatch(sent: bytes) -> float:
+        request = RolloutRequest("g", side.builder.build(replace(sample, encoded_images={0: sent})))
+        groups = engine.generate([request], sampling(seed=0))
+        return (generator_logprobs(groups) - side.scores(groups)).abs().max().item()
+
+    assert mismatch(file) <= 1e-4
+    assert mismatch(other) > 1e-2
+
+
+def encoded(image: Image.Image, format: str) -> bytes:
+    file = BytesIO()
+    image.save(file, format)
+    return file.getvalue()
 
 
 def test_only_health_answers_without_the_token(served: Served) -> None:
@@ -180,3 +212,21 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"(?s)ended with status \d+. The end of .*server.log:.*nothing"):
         process.wait_until_healthy(VLLMClient(process.url, token, TIMEOUT), TIMEOUT)
     process.stop()
+
+
+def test_a_run_of_lora_samples_from_its_adapter_and_leaves_no_server(tmp_path: Path) -> None:
+    checkpoint, output = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint"), tmp_path / "run"
+    config = tiny_run.make_config(
+        checkpoint, output, engine="vllm_server", vllm_max_model_length=256, max_num_seqs=16, use_peft=True, lora_r=4,
+        max_steps=3,
+    )  # fmt: skip
+    children = set(psutil.Process().children(recursive=True))
+    train(config)
+    lines = MetricsLog(output / "metrics.jsonl").read()
+    assert [line["sampling/policy_version_lag"] for line in lines] == [0, 0, 0]
+    assert all(line["sampling/sampling_logp_difference/max"] <= 1e-3 for line in lines)
+    saved = load_file(output / "checkpoint-3" / "adapter_model.safetensors")
+    assert max(weight.abs().max() for name, weight in saved.items() if "lora_B" in name) > 1e-3
+    adapter_bytes = (output / "checkpoint-3" / "adapter_model.safetensors").stat().st_size
+    assert [line["weight_sync/bytes"] for line in lines] == [adapter_bytes] * 3
+    assert set(psutil.Process().children(recursive=True)) <= children

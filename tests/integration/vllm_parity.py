@@ -23,7 +23,9 @@ from tests.integration.builders import make_prompt, noise_image
 IMAGES = [[noise_image(32, 24, seed=1)], [noise_image(48, 16, seed=2), noise_image(16, 64, seed=3)], []]
 """One image, two images of different sizes, none."""
 
-SETTINGS: dict[str, Any] = {"max_completion_length": 8, "vllm_max_model_length": 256, "max_num_seqs": 64}
+SETTINGS: dict[str, Any] = {
+    "engine": "vllm", "max_completion_length": 8, "vllm_max_model_length": 256, "max_num_seqs": 64,
+}  # fmt: skip
 
 
 def make_config(checkpoint: Path, **settings: Any) -> RunConfig:

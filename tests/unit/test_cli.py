@@ -124,6 +124,7 @@ def test_serve_hands_on_the_words_of_the_trainer(config, monkeypatch):
     assert cli.main(["serve", config]) == 0
     (run, *rest), (_, *defaults) = seen
     assert (run.train.seed, run.rollout.top_p) == (3, 0.5)
+    assert run.rollout.engine == "vllm_server"
     assert rest == [[config, "seed=3", "top_p=0.5"], "0.0.0.0", 8000]
     assert defaults == [[config], "127.0.0.1", None]
 
@@ -136,7 +137,23 @@ def test_the_way_to_join_servers_is_a_shell_command(config, monkeypatch):
     joined = "vllm_server_base_url=[http://node-b:8000,http://127.0.0.1:8001]"
     expected = ["my run.yaml", "system_prompt=Think.", "rollout.engine=vllm_server", joined]
     assert shlex.split(command) == ["rl-vlm", "train", *expected]
-    assert load_config(config, [joined]).vllm.vllm_server_base_url == ["http://node-b:8000", "http://127.0.0.1:8001"]
+    vllm = load_config(config, expected[2:]).vllm
+    assert vllm.vllm_server_base_url == ["http://node-b:8000", "http://127.0.0.1:8001"]
+
+
+def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
+    seen = []
+    monkeypatch.setattr(serve, "serve", lambda *arguments: seen.append(arguments))
+    starting = ["vllm_num_servers=2", "vllm.vllm_server_devices=['0','1']"]
+    assert cli.main(["serve", config, "rollout.engine=hf", "vllm_max_model_length=9", *starting]) == 0
+    ((run, words, *_),) = seen
+    assert (run.rollout.engine, run.vllm.vllm_max_model_length, run.vllm.vllm_num_servers) == ("vllm_server", 9, 2)
+
+    *_, command = serve.how_to_join(["http://a:1"], "secret", words).splitlines()
+    _, _, path, *overrides = shlex.split(command)
+    joined = load_config(path, overrides)
+    assert (joined.rollout.engine, joined.vllm.vllm_server_base_url) == ("vllm_server", ["http://a:1"])
+    assert (joined.vllm.vllm_max_model_length, joined.vllm.vllm_num_servers) == (9, 1)
 
 
 @pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 0), (RolloutError("server 1 has ended"), 2)])

@@ -1,3 +1,4 @@
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +20,20 @@ config = RunConfig.model_validate(
 )
 
 
-def test_the_resolved_yaml_loads_to_the_same_config(tmp_path):
+joining = RunConfig.model_validate(
+    {
+        "model": {"model_name_or_path": "tiny"},
+        "rollout": {"engine": "vllm_server"},
+        "vllm": {"vllm_server_base_url": ["http://a:1"], "vllm_request_timeout": 60},
+    }
+)
+
+
+@pytest.mark.parametrize("run", [config, joining])
+def test_the_resolved_yaml_loads_to_the_same_config(tmp_path, run):
     path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config))
-    assert load_config(path) == config
+    path.write_text(to_yaml(run))
+    assert load_config(path) == run
 
 
 @settings(max_examples=50, deadline=None)

@@ -144,6 +144,28 @@ def test_malformed_overrides(write):
         ("{reward_funcs: [a, b], reward_weights: [1]}", "`reward_weights` has 1 entries for 2 `reward_funcs`"),
         ("{reward_funcs: [{function: a, weight: 2}], reward_weights: [1]}", "are both given"),
         ("num_generations_eval: 4", "set `eval_temperature` above 0"),
+        (
+            "{vllm_max_model_length: 64, vllm_weight_transfer: nccl, vllm_num_servers: 1}",
+            "`vllm_max_model_length`, `vllm_weight_transfer`: no effect on `engine` hf; leave them out, put them aside "
+            "with `use_vllm` false, or set `engine` to vllm or vllm_server",
+        ),
+        ("{engine: hf, vllm_enable_sleep_mode: true}", "`vllm_enable_sleep_mode`: no effect on `engine` hf"),
+        (
+            "{engine: vllm, vllm_max_model_length: 64, vllm_num_servers: 2, vllm_server_timeout: 1}",
+            "`vllm_num_servers`, `vllm_server_timeout`: no effect on `engine` vllm; leave them out, or set `engine` to "
+            "vllm_server",
+        ),
+        ("{engine: vllm, vllm_request_timeout: 1}", "`vllm_request_timeout`: no effect on `engine` vllm"),
+        ("{engine: vllm, vllm_server_base_url: 'http://a:1'}", "`vllm_server_base_url`: no effect on `engine` vllm"),
+        (
+            "{engine: vllm_server, vllm_enable_sleep_mode: true}",
+            "`vllm_enable_sleep_mode`: no effect on `engine` vllm_server; leave them out, or set `engine` to vllm",
+        ),
+        (
+            "{engine: vllm_server, vllm_server_base_url: 'http://a:1', vllm_num_servers: 2}",
+            "are for servers that are started, and others are joined",
+        ),
+        ("{engine: vllm_server, vllm_server_base_url: 'a:1'}", "an address begins with http:// or https://"),
         ("{min_pixels: 9, max_pixels: 4}", "`min_pixels` 9 is above `max_pixels` 4"),
         ("{use_peft: true, beta: 0.1, init_lora_weights: pissa}", "`init_lora_weights` pissa changes the base weights"),
         ("{use_peft: true, beta: 0.1, init_lora_weights: olora}", "set `beta` to 0"),
@@ -178,6 +200,9 @@ def test_combinations_that_contradict_each_other(write, settings, expected):
     "settings",
     [
         "{resume_from_checkpoint: auto, overwrite_output_dir: true}",
+        "{vllm_num_servers: 1, vllm_server_timeout: 240, vllm_gpu_memory_utilization: 0.3, vllm_server_base_url: []}",
+        "{engine: vllm, vllm_enable_sleep_mode: true, vllm_max_logp_difference: 1, vllm_num_servers: 1}",
+        "{engine: vllm_server, vllm_server_base_url: 'http://a:1', vllm_num_servers: 1, vllm_request_timeout: 9}",
         "{use_peft: true, beta: 0.1, init_lora_weights: orthogonal}",
         "{use_peft: true, init_lora_weights: pissa}",
         "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}",

@@ -34,9 +34,6 @@ def test_a_trl_file_loads():
         "max_completion_length": 1024,
         "epsilon_high": 0.28,
         "mask_truncated_completions": True,
-        "vllm_model_impl": "transformers",
-        "vllm_gpu_memory_utilization": 0.5,
-        "vllm_max_model_length": 4096,
         "vllm_importance_sampling_mode": "token_truncate",
         "vllm_importance_sampling_clip_max": 2.0,
         "output_dir": "runs/qwen",
@@ -100,7 +97,8 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("use_vllm", False, {}),
+        ("use_vllm", False, {"engine": "hf"}),
+        ("use_vllm", None, {}),
         ("use_vllm", True, {"engine": "vllm"}),
         ("vllm_mode", "colocate", {}),
         ("vllm_server_host", "0.0.0.0", {}),
@@ -139,7 +137,7 @@ JOINED = {"engine": "vllm_server", "vllm_server_base_url": "http://127.0.0.1:800
             {"vllm_server_host": "gpu-7", "vllm_server_base_url": "https://a:1"},
             JOINED | {"vllm_server_base_url": "https://a:1"},
         ),
-        ({"use_vllm": False}, {}),
+        ({"use_vllm": False}, {"engine": "hf"}),
     ],
 )
 def test_servers_that_trl_joins(beside, expected):
@@ -162,6 +160,31 @@ def test_servers_that_trl_joins(beside, expected):
 def test_a_server_that_would_not_be_used_is_refused(given, name, message):
     with pytest.raises(ValueError, match=message):
         translate(name, given[name], given)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "vllm"),
+    [
+        ([], {}),
+        (["rollout.engine=hf"], {}),
+        (["rollout.engine=vllm"], {"vllm_max_model_length": 4096, "vllm_gpu_memory_utilization": 0.5}),
+        (["use_vllm=true"], {"vllm_max_model_length": 4096, "vllm_gpu_memory_utilization": 0.5}),
+    ],
+)
+def test_vllm_turned_off_puts_its_settings_aside(tmp_path, overrides, vllm):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model_name_or_path: tiny\nuse_vllm: false\nvllm_mode: colocate\nvllm_server_port: 9000\n"
+        "vllm_max_model_length: 4096\nvllm_gpu_memory_utilization: 0.5\n"
+    )
+    found = changed(load_config(path, overrides))
+    assert {name: value for name, value in found.items() if name.startswith("vllm_")} == vllm
+
+
+def test_vllm_can_be_turned_off_on_the_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: tiny\nrollout: {engine: vllm_server}\nvllm: {vllm_num_servers: 2}\n")
+    assert changed(load_config(path, ["use_vllm=false"])) == {"model_name_or_path": "tiny"}
 
 
 @pytest.mark.parametrize("name", ["save_strategy", "eval_strategy"])

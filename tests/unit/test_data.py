@@ -369,6 +369,49 @@ def test_every_image_is_rgb_and_the_first_frame(rows_of):
     assert colors(images) == [RED, (128, 128, 128), BLUE]
 
 
+EXIF_TURNED, EXIF_UPRIGHT = Image.Exif(), Image.Exif()
+EXIF_TURNED[0x0112], EXIF_UPRIGHT[0x0112] = 6, 1
+NOISE = Image.fromarray(np.random.default_rng(0).integers(256, size=(20, 30, 3), dtype=np.uint8))
+FRAMES = {"save_all": True, "append_images": [picture(BLUE, NOISE.size)]}
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [("PNG", {}), ("JPEG", {}), ("JPEG", {"exif": EXIF_UPRIGHT}), ("WEBP", {}), ("WEBP", {"lossless": True})],
+)
+def test_a_file_that_decodes_to_the_same_pixels_is_kept(rows_of, format: str, options: dict):
+    file = encoded(NOISE, format, **options)
+    Path("noise").write_bytes(file)
+    sample = rows_of([{"prompt": "a", "images": [picture(), file, "noise", {"bytes": file, "path": None}]}]).sample(0)
+    assert sample.encoded_images == {1: file, 2: file, 3: file}
+    with Image.open(io.BytesIO(file)) as decoded:
+        assert all(image.tobytes() == decoded.tobytes() for image in sample.images[1:])
+
+
+@pytest.mark.parametrize(
+    ("image", "format", "options"),
+    [
+        (NOISE, "BMP", {}),
+        (NOISE, "GIF", {}),
+        (NOISE, "TIFF", {}),
+        (NOISE.convert("L"), "JPEG", {}),
+        (NOISE.convert("CMYK"), "JPEG", {}),
+        (NOISE.convert("P"), "PNG", {}),
+        (NOISE.convert("RGBA"), "PNG", {}),
+        (Image.new("RGBA", (4, 2), (*BLUE, 9)), "WEBP", {}),
+        (NOISE, "JPEG", {"exif": EXIF_TURNED}),
+        (NOISE, "PNG", {"exif": EXIF_TURNED}),
+        (NOISE, "WEBP", {"exif": EXIF_TURNED}),
+        (NOISE, "PNG", FRAMES),
+        (NOISE, "WEBP", FRAMES),
+        (NOISE, "MPO", FRAMES),
+    ],
+)
+def test_a_file_that_a_server_may_decode_otherwise_is_not_kept(rows_of, image: Image.Image, format: str, options: dict):
+    sample = rows_of([{"prompt": "a", "image": encoded(image, format, **options)}]).sample(0)
+    assert sample.encoded_images == {}
+
+
 def test_sixteen_bit_images_are_refused_instead_of_clipped_to_white(rows_of):
     deep = Image.fromarray(np.full((2, 2), 4096, np.uint16))
     with pytest.raises(DataError, match=r"mode I;16 .* 8 bits"):

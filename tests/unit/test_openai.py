@@ -1,3 +1,4 @@
+import base64
 from email.message import Message
 from io import BytesIO
 from typing import Any
@@ -9,7 +10,7 @@ from PIL import Image
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RolloutError
 from rl_vlm.generation import openai
-from rl_vlm.generation.openai import ChatClient, MessageBuilder, OpenAIEngine, chat_messages, read_answer
+from rl_vlm.generation.openai import ChatClient, MessageBuilder, OpenAIEngine, chat_messages, image_urls, read_answer
 from rl_vlm.types import RolloutRequest, Sample, Sampling
 
 TEXT = {"type": "text", "text": "Which?"}
@@ -31,6 +32,23 @@ def test_images_go_where_their_blocks_are():
     urls = [part["image_url"]["url"] for part in (first, second)]
     assert all(url.startswith("data:image/png;base64,iVBOR") for url in urls)
     assert urls[0] != urls[1]
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+def test_a_rows_own_file_is_sent_as_it_is(format):
+    file = BytesIO()
+    Image.new("RGB", (3, 2), (0, 99, 200)).save(file, format, quality=30)
+    row = sample(("user", [{"type": "image"}, {"type": "image"}]), num_images=2)
+    row.encoded_images[1] = file.getvalue()
+    made, own = image_urls(row)
+    assert own == f"data:image/{format.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+    assert made.startswith("data:image/png;base64,iVBOR")
+    with Image.open(BytesIO(base64.b64decode(made.partition(",")[2]))) as decoded:
+        assert (decoded.mode, decoded.tobytes()) == ("RGB", row.images[0].tobytes())
+
+    prompt = MessageBuilder().build(row)
+    for body in OpenAIEngine(CONFIG).bodies(RolloutRequest("g", prompt), Sampling(2, 8, 1.0, seed=0)):
+        assert [part["image_url"]["url"] for part in body["messages"][0]["content"]] == [made, own]
 
 
 def test_text_alone_is_a_string():

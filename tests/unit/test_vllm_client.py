@@ -87,6 +87,21 @@ def test_what_a_refusal_means(status, kind, server):
     )
 
 
+def test_a_server_that_starts_late_is_awaited(server, caplog):
+    server.status = 503
+    threading.Timer(0.5, setattr, (server, "status", 200)).start()
+    server.client(timeout=5.0).wait_until_up(20.0)
+    (message,) = caplog.messages
+    assert "answers 503 to /health" in message and message.endswith("It has 20 s to start (vllm.vllm_server_timeout).")
+
+
+def test_a_server_that_does_not_start_is_lost(server):
+    server.status = 503
+    client = server.client(timeout=5.0)
+    with pytest.raises(ServerLost, match=rf"{client.url} is not up after 0.2 s \(vllm.vllm_server_timeout\)"):
+        client.wait_until_up(0.2)
+
+
 def test_answers_without_json(server):
     server.body = b""
     assert server.client(timeout=5.0).get("/reset") is None

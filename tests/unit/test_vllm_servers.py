@@ -1,16 +1,22 @@
-"""What becomes of a sync when servers are lost, without vLLM."""
+"""What servers are sent, and what becomes of a sync when they are lost, without vLLM."""
 
+import base64
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 from torch import Tensor
 
 from rl_vlm.errors import RolloutError
 from rl_vlm.families import TokenRules
 from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
 from rl_vlm.generation.vllm_servers import VLLMServers
+from rl_vlm.types import Prompt, RolloutRequest, Sample, Sampling
 
 
 class Server(VLLMClient):
@@ -19,6 +25,7 @@ class Server(VLLMClient):
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(f"http://{name}", "token", 1.0)
         self.folder, self.is_dead, self.version = folder, False, "-1"
+        self.asked: Any = None
 
     def get(self, path: str) -> Any:
         setup = {"max_model_len": 64, "weight_transfer": "rl_vlm"}
@@ -27,6 +34,9 @@ class Server(VLLMClient):
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         if self.is_dead:
             raise ServerLost(f"The vLLM server {self.url} does not answer.")
+        if path == "/inference/v1/generate":
+            self.asked = body
+            raise RolloutError("asked")
         assert (self.folder / "adapter").exists()
         self.version = (body or {}).get("new_version", self.version)
         return {"success": True}
@@ -34,16 +44,21 @@ class Server(VLLMClient):
 
 class Adapter:
     sends_adapter = True
+    is_sharded = False
 
     def save_adapter(self, directory: Path) -> int:
+        directory.mkdir()
         return (directory / "adapter").write_bytes(b"1234")
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError("the adapter is sent")
 
+    def join_gathering(self) -> None:
+        raise AssertionError("this process sends")
+
 
 class Renderer:
-    processor = None
+    processor = SimpleNamespace(tokenizer=None)
 
     def unexpanded_ids(self, sample: object) -> list[int]:
         return []
@@ -65,3 +80,23 @@ def test_weights_go_to_the_servers_that_live_and_are_deleted(tmp_path: Path, cap
     with pytest.raises(RolloutError, match=r"http://a does not answer. No server is left"):
         engine.sync(Adapter(), 3)
     assert not folder.exists()
+
+
+def test_a_rows_own_file_goes_to_a_server_as_it_is(tmp_path: Path):
+    folder = tmp_path / "weight_sync"
+    server = Server("a", folder)
+    engine = VLLMServers([server], TokenRules([], []), Renderer(), folder, sends_weights=True, expected={})
+    image = Image.new("RGB", (2, 2))
+    sample = Sample("s", [], [image, image], {}, "", {1: jpeg(image)})
+    request = RolloutRequest("g", Prompt(sample, torch.zeros(3, dtype=torch.int64), {}, {}))
+    with pytest.raises(RolloutError, match="asked"):
+        engine.generate([request], Sampling(2, 8, 1.0, seed=0))
+    made, own = server.asked["content_parts"]
+    assert made["url"].startswith("data:image/png;base64,iVBOR")
+    assert own == {"type": "image_url", "url": f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}"}
+
+
+def jpeg(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "JPEG")
+    return file.getvalue()

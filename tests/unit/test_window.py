@@ -53,7 +53,7 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
     subject.groups[1].old_logprobs[0] = torch.tensor([-1.0, -2.0])
     torch.save(subject.state_dict(), tmp_path / "window.pt")
     state = torch.load(tmp_path / "window.pt", weights_only=True)
-    found = Window.from_state(state, [prompt(name) for name in "abcd"])
+    found = Window.from_state(state, lambda draw: prompt("abcd"[draw.row]))
 
     assert (found.draws, found.updates_done, found.is_spent) == (subject.draws, 3, False)
     assert isinstance(found.draws[0], Draw)

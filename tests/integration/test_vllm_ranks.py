@@ -1,0 +1,42 @@
+"""vLLM in each of two processes: a model per rank, or one over both."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm")
+
+from rl_vlm.errors import ConfigError
+from rl_vlm.metrics import MetricsLog
+from rl_vlm.rollout_engines import beside_ranks
+from rl_vlm.tiny.build import build_tiny
+from tests.integration import tiny_run
+from tests.integration.builders import sharpen
+from tests.integration.two_processes import train_on_two_processes
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_sample_from_the_policys_weights(tensor_parallel_size: int, tmp_path: Path) -> None:
+    config = tiny_run.make_config(
+        sharpen(build_tiny("qwen2_5_vl", tmp_path / "checkpoint", hidden_size=128)),  # four heads
+        tmp_path / "run",
+        engine="vllm",
+        vllm_tensor_parallel_size=tensor_parallel_size,
+        vllm_max_model_length=256,
+        max_num_seqs=16,
+        max_steps=3,
+        eval_dataset_name=tiny_run.HELD_OUT_ROWS,
+    )
+    train_on_two_processes(config, tmp_path / "run.yaml")
+    lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["sampling/sampling_logp_difference/max"] <= 1e-3 for line in lines[1:])
+    assert [line["sampling/policy_version_lag"] for line in lines[1:]] == [0, 0, 0]
+    for rows in tiny_run.completions(tmp_path / "run").values():
+        assert len(rows) == 2 * 4 and len({row["sample_id"] for row in rows}) == 2  # each rank its own prompt
+
+
+def test_ranks_that_do_not_divide_into_models_are_refused(tmp_path: Path) -> None:
+    config = tiny_run.make_config("model", tmp_path, engine="vllm", vllm_tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size 2 .* number, 3, is no multiple"):
+        beside_ranks(config, 3)

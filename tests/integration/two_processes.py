@@ -1,0 +1,31 @@
+"""Runs of two processes on the CPUs of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.config.schema import RunConfig
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` in the repository's root, with one thread per process and a port of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def train_on_two_processes(config: RunConfig, path: Path) -> None:
+    """Train with the settings of `config`, which are put in a file at `path`."""
+    path.write_text(to_yaml(config))
+    result = launch("--config_file", "launch/accelerate/cpu.yaml", "-m", "launch.train", str(path))
+    assert result.returncode == 0, result.stderr
