@@ -183,7 +183,7 @@ def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, c
 
 @pytest.mark.parametrize(("setting", "rank"), [("seed=0", None), ("use_peft=true", 4), ("lora_sync=merge", None)])
 def test_the_rank_of_the_adapter_that_will_be_sent(setting, rank, config, tmp_path):
-    settings = [config, ["lora_r=4", setting, f"model_name_or_path={tmp_path}"]]
+    settings = [config, ["rollout.engine=vllm_server", "lora_r=4", setting, f"model_name_or_path={tmp_path}"]]
     assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == rank
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == (
