@@ -104,7 +104,7 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
     "eval": eval_command,
     "serve": serve_command,
 }
-FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server"}}
+FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command makes itself."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"eval": add_eval_flags, "serve": add_serve_flags}
 

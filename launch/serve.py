@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import RunConfig, VLLMConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
-STARTING = ("vllm_num_servers", "vllm_server_devices")
-"""Settings of servers that are started, which a trainer that joins them does not have."""
+STARTING = {"vllm_num_servers": "1", "vllm_server_devices": "[]"}
+"""Settings of servers that are started, as a trainer that joins them has them: unset."""
 OPEN_TO_OTHERS = (
     "WARNING: other machines can reach the servers on {host}. Requests need the token, and carry it unencrypted: "
     "let nobody but the trainer's machines into that network."
@@ -43,7 +43,7 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
         for server in servers:
             client = VLLMClient(server.url, token, settings.vllm_request_timeout)
             server.wait_until_healthy(client, settings.vllm_server_timeout)
-        print(how_to_join([reachable(server.url) for server in servers], token, trainer), flush=True)
+        print(how_to_join([reachable(server.url) for server in servers], token, trainer, settings), flush=True)
         if host not in LOCAL_HOSTS:
             print(OPEN_TO_OTHERS.format(host=host), file=sys.stderr)
         while True:
@@ -70,14 +70,15 @@ def reachable(url: str) -> str:
     return url.replace("//0.0.0.0:", f"//{socket.gethostname()}:")
 
 
-def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str]) -> str:
-    """The addresses, and the two lines that the trainer's side needs."""
+def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str], settings: VLLMConfig) -> str:
+    """The addresses, and the two lines that the trainer's side needs; `settings` are those that `trainer` make."""
     from rl_vlm.generation.vllm_client import TOKEN
 
     words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in STARTING]
-    words = ["rl-vlm", "train", *words, "rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
+    unset = [f"{name}={value}" for name, value in STARTING.items() if name in settings.model_fields_set]
+    joins = ["rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
+    command = shlex.join(["rl-vlm", "train", *words, *unset, *joins])
     addresses = "\n".join(f"  {url}" for url in urls)
     return (
-        f"vLLM answers at\n{addresses}\nuntil Ctrl-C. On the trainer's side:\n\n"
-        f"  export {TOKEN}={token}\n  {shlex.join(words)}\n"
+        f"vLLM answers at\n{addresses}\nuntil Ctrl-C. On the trainer's side:\n\n  export {TOKEN}={token}\n  {command}\n"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_log import completion_rows, print_rows
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import Draw, PromptSampler
-from rl_vlm.types import Group, RewardTable, RolloutRequest, ScoredGroup, TrainerState
+from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 from rl_vlm.window import Window
 
 
@@ -55,6 +55,22 @@ class Ahead:
     sampled: Future[Sampled]
 
 
+@dataclass(frozen=True)
+class Ready:
+    """The window ahead, once it is sampled and written down, and what was counted of it."""
+
+    window: Window
+    metrics: StepMetrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self.window.state_dict(), "metrics": self.metrics.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> Ready:
+        """What `state_dict` holds, with the prompts that `build` makes of its draws."""
+        return cls(Window.from_state(state["window"], build), StepMetrics.from_state(state["metrics"]))
+
+
 @dataclass
 class Collector:
     """What it takes to get from the sampler's next draws to scored groups."""
@@ -69,8 +85,7 @@ class Collector:
     rewards: RewardSuite
     in_flight: list[InFlight] = field(default_factory=list)
     ahead: Ahead | None = None
-    ready: Window | None = None
-    """The window ahead, once it is sampled and written down."""
+    ready: Ready | None = None
     background: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
 
     def collect(self, state: TrainerState, metrics: StepMetrics) -> Window:
@@ -80,10 +95,10 @@ class Collector:
             windows = self.draw()
             new = self.engine.together(lambda: self.begin(windows, state, metrics))
             sampled = self.engine.together(lambda: self.sample(new, len(windows[0]), state, metrics))
+            return self.window(sampled, state, metrics)
         except BaseException:
             self.go_back(before)
             raise
-        return self.window(sampled, state, metrics)
 
     def collect_ahead(self, state: TrainerState) -> None:
         """Begin to sample the next window, which training will reach at `state`, with the weights of now."""
@@ -98,22 +113,24 @@ class Collector:
     def take_ahead(self, metrics: StepMetrics) -> Window | None:
         """The window that was begun, once it is there; None if none was."""
         with metrics.stage("rollout_wait"):
-            self.finish_ahead(metrics)
-        window, self.ready = self.ready, None
-        return window
+            self.finish_ahead()
+        ready, self.ready = self.ready, None
+        if ready is None:
+            return None
+        metrics.include(ready.metrics, stages="ahead/")
+        return ready.window
 
-    def finish_ahead(self, metrics: StepMetrics) -> None:
+    def finish_ahead(self) -> None:
         """Make the window that was begun `ready`. An error takes the collector back to where it was before it."""
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return
         try:
             sampled = self.engine.together(ahead.sampled.result)
+            self.ready = Ready(self.window(sampled, ahead.state, ahead.metrics), ahead.metrics)
         except BaseException:
             self.go_back(ahead.before)
             raise
-        metrics.include(ahead.metrics)
-        self.ready = self.window(sampled, ahead.state, metrics)
 
     def wait(self) -> None:
         """Until the generator is free for something else."""
@@ -143,10 +160,10 @@ class Collector:
 
     def begin(self, windows: list[list[Draw]], state: TrainerState, metrics: StepMetrics) -> list[InFlight]:
         """The drawn rows with their prompts."""
+        draws = [draw for window in windows for draw in window]
         with metrics.stage("data"):
             return [
                 InFlight(draw, RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt))
-                for draws in windows
                 for draw, prompt in zip(draws, self.prefetcher.prompts(draws), strict=True)
             ]
 
@@ -233,10 +250,14 @@ class Collector:
         if not log.log_completions and not log.num_completions_to_print:
             return
         rows = self.engine.gather(completion_rows(step, groups, table))
-        if self.engine.is_main:
-            print_rows(rows[: log.num_completions_to_print])
-            if log.log_completions:
-                self.directory.write_completions(step, rows)
+
+        def write() -> None:
+            if self.engine.is_main:
+                print_rows(rows[: log.num_completions_to_print])
+                if log.log_completions:
+                    self.directory.write_completions(step, rows)
+
+        self.engine.together(write)
 
 
 def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) -> None:

@@ -1,12 +1,14 @@
 """Groups between their first token and their last. With partial rollouts that can take several rollouts and windows.
 
-max_rollout_tokens = 2, windows of two groups, four in flight:
+max_rollout_tokens = 2, windows of two groups; the tokens of each group's longest completion, by rollout:
 
-    rollout   0          1          2                    window 0   a, c   (first to be finished)
-    a         x x ■                                      window 1   b, d
-    b         x x        x x        x ■                  window 2   …
-    c         x ■
-    d         x x        x x        ■
+    rollout    0     1     2
+    a          ..                    window 0 (rollout 0): a, c, which are finished first
+    b          ..    ..    .         window 1 (rollouts 1 and 2): b, d
+    c          .
+    d          ..    .
+    e                ..    ..   …    e and f are new in window 1, and go on in window 2
+    f                ..    ..   …
 
 (Kimi k1.5, https://arxiv.org/abs/2501.12599, section 2.6.)
 """

@@ -70,8 +70,8 @@ class StepMetrics:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def include(self, other: StepMetrics) -> None:
-        """Add what was counted elsewhere."""
+    def include(self, other: StepMetrics, stages: str = "") -> None:
+        """Add what was counted elsewhere; the names of its stages get the prefix `stages`."""
         for name, (total, count) in other.means.items():
             self.add_mean(name, total, count)
         for name, value in other.sums.items():
@@ -79,7 +79,18 @@ class StepMetrics:
         for key, values in other.values.items():
             self.values[key] += values
         for name, value in other.seconds.items():
-            self.seconds[name] += value
+            self.seconds[f"{stages}{name}"] += value
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was counted."""
+        return {name: dict(parts) for name, parts in vars(self).items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Mapping[Any, Any]]) -> StepMetrics:
+        metrics = cls()
+        for name, parts in state.items():
+            getattr(metrics, name).update(parts)
+        return metrics
 
     def reduce(self, gather: Gather) -> dict[str, float]:
         """The metrics over all ranks; times are the slowest rank's. A statistic of nothing is left out."""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_vlm import checkpoint
+from rl_vlm.collector import Ready
+from rl_vlm.config.schema import RolloutConfig
 from rl_vlm.errors import CheckpointError, RLVLMError
 from rl_vlm.in_flight import InFlight
 from rl_vlm.loading import save_policy
-from rl_vlm.metrics import StepMetrics
 from rl_vlm.window import Window
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def save_run(trainer: Trainer) -> None:
     A window that is sampled ahead is waited for: it is of weights that a resumed run has no more.
     """
     try:
-        trainer.collector.finish_ahead(StepMetrics())
+        trainer.collector.finish_ahead()
     except RLVLMError as error:
         logger.warning("the window ahead could not be sampled, and will be sampled again: %s", error)
     ranks = trainer.engine.gather([rank_state(trainer)])
@@ -60,6 +61,7 @@ def save_run(trainer: Trainer) -> None:
             checkpoint.prune(path, trainer.config.train.save_total_limit, best)
 
     trainer.engine.together(write_and_prune)
+    trainer.sync_is_due = True
 
 
 def rank_state(trainer: Trainer) -> dict[str, Any]:
@@ -107,6 +109,18 @@ def restore_run(trainer: Trainer, path: Path) -> None:
     rank = torch.load(path / f"rank_{trainer.engine.rank}.pt", weights_only=True)
     build = trainer.prefetcher.source.build
     trainer.window = Window.from_state(rank["window"], build) if rank["window"] else None
-    trainer.collector.ready = Window.from_state(rank["next_window"], build) if rank["next_window"] else None
+    trainer.collector.ready = Ready.from_state(rank["next_window"], build) if rank["next_window"] else None
     trainer.collector.in_flight = [InFlight.from_state(state, build) for state in rank["in_flight"]]
+    check_in_flight(trainer.collector.in_flight, trainer.config.rollout, path)
     checkpoint.restore_random_states(rank["random"])
+
+
+def check_in_flight(in_flight: list[InFlight], rollout: RolloutConfig, path: Path) -> None:
+    """Raises CheckpointError where paused completions cannot go on by the settings of this run."""
+    longest = max((one.request.num_begun_tokens for one in in_flight if not one.finished), default=0)
+    if (in_flight and rollout.max_rollout_tokens is None) or longest >= rollout.max_completion_length:
+        raise CheckpointError(
+            f"{path} holds groups in flight, with paused completions of up to {longest} tokens, and this run has "
+            f"rollout.max_rollout_tokens {rollout.max_rollout_tokens} and rollout.max_completion_length "
+            f"{rollout.max_completion_length}; resume with the settings of the checkpoint's run"
+        )

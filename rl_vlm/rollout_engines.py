@@ -15,7 +15,7 @@ from rl_vlm.generation import RolloutEngine
 from rl_vlm.generation.hf import HFEngine
 from rl_vlm.generation.openai import MessageBuilder, OpenAIEngine
 from rl_vlm.generation.vllm_client import TOKEN, VLLMClient
-from rl_vlm.generation.vllm_common import engine_arguments
+from rl_vlm.generation.vllm_common import engine_arguments, weight_transfer
 from rl_vlm.generation.vllm_local import VLLMEngine
 from rl_vlm.generation.vllm_process import LOOPBACK, start_servers, stop_servers
 from rl_vlm.generation.vllm_servers import VLLMServers
@@ -130,6 +130,8 @@ def server_engine(
     def connect() -> VLLMServers:
         names = ("dtype", "mm_processor_kwargs", "logprobs_mode", "max_lora_rank")
         expected = {"model_type": model_type} | {name: arguments.get(name) for name in names}
+        if vllm.vllm_weight_transfer != "auto":
+            expected["weight_transfer"] = weight_transfer(config)
         return VLLMServers(
             clients, tokens, builder, output_dir / "weight_sync", engine.is_main, expected, config.rollout.max_num_seqs,
             run, lambda: stop_servers(processes),

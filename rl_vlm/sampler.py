@@ -61,7 +61,7 @@ class PromptSampler:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data that all steps so far amount to."""
+        """Passes over the data that all draws so far amount to."""
         return self.cursor / self.num_rows
 
     def _draw(self, position: int) -> Draw:

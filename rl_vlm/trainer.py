@@ -27,6 +27,7 @@ from rl_vlm.data import Rows, load_rows
 from rl_vlm.engine import Engine
 from rl_vlm.errors import ConfigError, RLVLMError, RolloutError, TrainingError
 from rl_vlm.evaluation import Evaluator
+from rl_vlm.generation.sampling import sampling_of
 from rl_vlm.loading import (
     Reference,
     initial_checkpoint,
@@ -55,7 +56,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_engines import training_engine
 from rl_vlm.run_directory import RunDirectory
 from rl_vlm.sampler import PromptSampler
-from rl_vlm.types import MicroBatch, ScoredGroup, TokenScores, TrainerState, length_mask, pad_rows
+from rl_vlm.types import MicroBatch, RolloutRequest, ScoredGroup, TokenScores, TrainerState, length_mask, pad_rows
 from rl_vlm.vision import VisionEncoder, spare_sample
 from rl_vlm.weight_sync import PolicyWeights
 from rl_vlm.window import LogprobField, Window, keep, kept
@@ -64,6 +65,7 @@ Sharing = Literal["auto", "shared", "dense"]
 
 MAX_NONFINITE_STEPS = 3
 NUM_CHECKED_GROUPS = 2
+MAX_CHECKED_TOKENS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class Trainer:
         self.engine.prepare(self.policy.train(), train, self.total_steps)
         self.weights = PolicyWeights(self.policy, config.rollout.lora_sync)
         self.generator = training_engine(config, initial, self.weights, builder, self.engine)
+        self.sync_is_due = True  # nothing has been sent
         self.generator_checked = config.rollout.engine == "hf"  # which samples from the policy itself
         try:
             self.set_up_steps(PromptSource(rows, row_indices, builder), resumed)
@@ -163,9 +166,7 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One optimizer step: the algorithm."""
         metrics = StepMetrics()
-        self.policy.counters.clear()  # of an evaluation
-        for vision in self.encoders:
-            vision.features.clear()  # those of an earlier step
+        self.start_counting()
         with metrics.stage("step"):
             window = self.current_window(metrics)
             groups = window.step_groups()
@@ -190,6 +191,12 @@ class Trainer:
         self.add_metrics(groups, metrics)
         return metrics
 
+    def start_counting(self) -> None:
+        """Forget what was counted, and kept of images, by an evaluation, a check, or an earlier step."""
+        self.policy.counters.clear()
+        for vision in self.encoders:
+            vision.features.clear()
+
     def current_window(self, metrics: StepMetrics) -> Window:
         """The window in training, or a new one with the log-probs that its later updates need."""
         if self.window is None or self.window.is_spent:
@@ -197,7 +204,8 @@ class Trainer:
         if self.window is None or self.window.updates_done == 0:
             self.sync_generator(self.config.rollout.weight_sync_steps, metrics)
             self.window = self.window or self.collector.collect(self.state, metrics)
-            self.check_generator(self.window.groups)
+            if not self.generator_checked:
+                self.check_generator(self.window.groups)
             self.collect_ahead(self.window.updates_left)
             with metrics.stage("old_logprobs"):
                 self.score(self.window.later_groups(), self.policy, "old_logprobs")
@@ -214,26 +222,38 @@ class Trainer:
 
     @torch.no_grad()
     def check_generator(self, groups: Sequence[ScoredGroup]) -> None:
-        """Before the first step: raises RolloutError if an engine has other weights than the policy."""
-        older = any(scored.group.policy_version != self.progress.policy_version for scored in groups)
-        if self.generator_checked or self.engine.max([older])[0]:
-            return
+        """Before the first step: raises RolloutError if an engine has other weights than the policy.
+
+        By short completions to the window's first prompts, which are of the weights of now, as the window may not be.
+        """
         self.generator_checked = True
+        rollout = self.config.rollout
+        length = min(rollout.max_completion_length, MAX_CHECKED_TOKENS)
+        sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature)
+        requests = [RolloutRequest(f"check/{g.group.group_id}", g.group.prompt) for g in groups[:NUM_CHECKED_GROUPS]]
+        sampled = self.engine.together(
+            lambda: self.generator.generate(requests, replace(sampling, max_completion_length=length))
+        )
+        fresh = [replace(scored, group=group) for scored, group in zip(groups, sampled, strict=False)]
         self.policy.eval()
         gaps = []
-        for batch in self.cut(groups[:NUM_CHECKED_GROUPS], self.scoring_sharing):
+        for batch in self.cut(fresh, self.scoring_sharing):
             mask = length_mask([len(c.token_ids) for c in batch.completions], self.engine.device)
-            sampled = pad_rows([c.generator_logprobs for c in batch.completions]).to(self.engine.device)
-            gaps.append((self.policy(batch).logprobs_NT - sampled)[mask].abs())
+            logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(self.engine.device)
+            gaps.append((self.policy(batch).logprobs_NT - logprobs_NT)[mask].abs())
         self.policy.train()
-        bound = self.config.vllm.vllm_max_logp_difference
-        self.engine.together(lambda: check_gap(torch.cat(gaps), bound) if gaps else None)
+        self.start_counting()
+        self.engine.together(lambda: check_gap(torch.cat(gaps), self.config.vllm.vllm_max_logp_difference))
 
     def sync_generator(self, max_updates_behind: int, metrics: StepMetrics) -> None:
-        """Send the generator the policy's weights if it is this many updates behind."""
-        version, found = self.progress.policy_version, self.generator.policy_version
-        if found >= 0 and version - found < max_updates_behind:
+        """Send the generator the policy's weights if it is this many updates behind.
+
+        Also behind a checkpoint, since a run that is resumed from it must send them.
+        """
+        version = self.progress.policy_version
+        if not self.sync_is_due and version - self.generator.policy_version < max_updates_behind:
             return
+        self.sync_is_due = False
         with metrics.stage("weight_sync"):
             num_bytes = self.engine.together(lambda: self.generator.sync(self.weights, version))
         metrics.add_sum("weight_sync/bytes", num_bytes)

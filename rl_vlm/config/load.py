@@ -22,6 +22,10 @@ FULL_NAMES = {setting.split(".")[1]: setting for setting in SETTINGS}
 KNOWN_KEYS = FULL_NAMES | {section: section for section in SECTIONS}
 
 
+ASIDE = ("vllm.", "algorithm.vllm_")
+"""Beginnings of the settings that `use_vllm: false` puts aside."""
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[str, Any] = {}) -> RunConfig:
     """The run that the YAML file at `path` describes, with `overrides` such as `train.max_steps=10` or `max_steps=10`.
 
@@ -40,7 +44,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     settings |= fixed
     engine = settings.get("rollout.engine") or "hf"
     if engine == "hf" and any(keys.get("use_vllm") is False for keys in layers.values()):
-        settings = {name: value for name, value in settings.items() if not name.startswith("vllm.")}
+        settings = {name: value for name, value in settings.items() if not name.startswith(ASIDE)}
 
     try:
         config = RunConfig.model_validate(_nest(settings))

@@ -451,6 +451,14 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
         yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
+    corrections = [name for name in AlgorithmConfig.model_fields if name.startswith("vllm_importance_sampling_")]
+    unread = [n for n in corrections if getattr(algorithm, n) != AlgorithmConfig.model_fields[n].default]
+    if unread and not config.rollout.is_off_policy:
+        names = ", ".join(f"`{name}`" for name in unread)
+        yield (
+            f"{names}: no effect on `engine` hf without `max_rollout_tokens`, which samples from the trained weights; "
+            "leave them out, or put them aside with `use_vllm` false"
+        )
     low, high = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
     if high and low >= high:
         yield (

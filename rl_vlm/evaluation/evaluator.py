@@ -23,7 +23,7 @@ from rl_vlm.generation.sampling import sampling_of
 from rl_vlm.prompts import PromptBuilder
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout_log import completion_rows
-from rl_vlm.types import Group, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
+from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
 """Requests of a chunk, as a multiple of those at once: few wait for the slowest, and few are lost to a kill."""
@@ -94,15 +94,23 @@ class Evaluator:
                 if all(index in done for index in everyones):
                     continue
                 indices = [index for index in everyones[rank::num_ranks] if index not in done]
-                chunk = self.engine.together(partial(self.evaluate_rows, indices, state, directory))
+                prompts = self.engine.together(partial(self.prompts, indices))
+                chunk = self.engine.together(partial(self.evaluate_rows, indices, prompts, state, directory))
                 throughput.add(len(indices), chunk)
                 yield chunk
 
+    def prompts(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts of dataset rows. Raises DataError, naming the row, for one that cannot be used."""
+        return [self.builder.build(self.rows.sample(index)) for index in indices]
+
     def evaluate_rows(
-        self, indices: Sequence[int], state: TrainerState, directory: EvaluationDirectory | None
+        self,
+        indices: Sequence[int],
+        prompts: Sequence[Prompt],
+        state: TrainerState,
+        directory: EvaluationDirectory | None,
     ) -> Chunk:
         """The dataset rows `indices`, evaluated, and kept in `directory`."""
-        prompts = [self.builder.build(self.rows.sample(index)) for index in indices]
         requests = [RolloutRequest(f"evaluation/{prompt.sample.sample_id}", prompt) for prompt in prompts]
         groups = self.generator.generate(requests, self.sampling)
         if not groups:

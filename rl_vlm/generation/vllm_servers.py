@@ -72,6 +72,7 @@ class VLLMServers:
         self.max_num_seqs = max_num_seqs
         self.run = run
         self.stop_servers = close
+        self.is_closed = False
         self.turn = itertools.count()
         self.lock = threading.Lock()
         setups = [check_setup(client, expected) for client in clients]
@@ -91,8 +92,8 @@ class VLLMServers:
         def ask(asked: list[Question]) -> list[Reply]:
             urls = {r.group_id: image_urls(r.prompt.sample) for r in requests}  # encoded once per group
             bodies = [self.body(question, urls[question.request.group_id], sampling) for question in asked]
-            most_completions = max((question.num_completions for question in asked), default=1)
-            at_once = max(1, self.max_num_seqs // most_completions)
+            num_completions = sum(question.num_completions for question in asked)
+            at_once = max(1, self.max_num_seqs * len(asked) // max(1, num_completions))
             with ThreadPoolExecutor(at_once * len(self.live)) as pool:  # an error cancels what has not begun
                 return list(pool.map(self.reply, bodies))
 
@@ -101,7 +102,7 @@ class VLLMServers:
 
     def reply(self, body: dict[str, Any]) -> Reply:
         """Prompt ids and completions, by the first server that gives them."""
-        while True:
+        while not self.is_closed:
             client = self.next_client()
             try:
                 answer = client.post("/inference/v1/generate", body)
@@ -112,6 +113,7 @@ class VLLMServers:
                 self.lose(client, error)
             except (KeyError, TypeError) as error:
                 raise RolloutError(f"The vLLM server {client.url} answers something else: {error!r}") from error
+        raise RolloutError("The run has ended.")
 
     def check_not_older(self, client: VLLMClient, answers: Sequence[Answer]) -> None:
         """Raises ServerLost for a server with older weights of this run: it was given up while they were sent."""
@@ -220,8 +222,11 @@ class VLLMServers:
             raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, and was sent {label}.")
 
     def send_adapter(self, client: VLLMClient) -> None:
+        """The old adapter makes room: one that is loaded in its place would be read from its files at every request."""
+        if ADAPTER_NAME in {model["id"] for model in client.get("/v1/models")["data"]}:
+            client.post("/v1/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
         path = str(self.folder.resolve())
-        client.post("/v1/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": path, "load_inplace": True})
+        client.post("/v1/load_lora_adapter", {"lora_name": ADAPTER_NAME, "lora_path": path})
 
     def send_weights(self, client: VLLMClient) -> None:
         client.post("/start_weight_update")
@@ -229,6 +234,7 @@ class VLLMServers:
         client.post("/finish_weight_update")
 
     def close(self) -> None:
+        self.is_closed = True
         self.stop_servers()
 
 

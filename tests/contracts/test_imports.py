@@ -21,7 +21,8 @@ LAYERS = [
     "checkpoint engine metrics rollout_log sampler tiny weight_sync",
     "loading prefetch progress report run_directory window",
     "in_flight rollout_engines",
-    "collector evaluation examples resume",
+    "collector evaluation examples",
+    "resume",
     "trainer",
 ]
 """Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that

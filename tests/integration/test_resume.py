@@ -41,8 +41,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "lora_window": {"use_peft": True, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "bfloat16": {"dtype": "bfloat16", "use_peft": True},
-    "partial_rollouts": {"max_rollout_tokens": 3},
-}
+    "partial_rollouts": {
+        "max_rollout_tokens": 4, "max_completion_length": 24, "num_generations": 2, "prompts_per_step": 4,
+    },
+}  # fmt: skip
 
 
 class Killed(BaseException):
@@ -110,17 +112,33 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
     return engine
 
 
-@pytest.mark.parametrize("max_rollout_tokens", [None, 3])
-def test_a_window_that_is_sampled_ahead_is_resumed_as_well(max_rollout_tokens, tiny_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("variant", ["full", "window", "partial_rollouts"])
+def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "training_engine", copied_policy)
-    settings = {"engine": "vllm_server", "max_staleness": 1, "max_rollout_tokens": max_rollout_tokens}
-    straight, killed = (config_of("window", tiny_checkpoint, tmp_path / n, **settings) for n in ("straight", "killed"))
+    settings = {"engine": "vllm_server", "max_staleness": 1}
+    straight, killed = (
+        config_of(variant, tiny_checkpoint, tmp_path / name, **settings) for name in ("straight", "killed")
+    )
     train(straight)
     lags = [line["sampling/policy_version_lag"] for line in metric_lines(tmp_path / "straight")]
-    assert lags[0] == 0 and max(lags) >= 4  # a window of four updates
+    assert lags[0] == 0 and max(lags) >= {"full": 1, "window": 4, "partial_rollouts": 2}[variant]
     train_until(4, killed, monkeypatch)
     train(resumed(killed))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_rollout_tokens": None}, {"max_rollout_tokens": 1, "max_completion_length": 2}]
+)
+def test_settings_that_paused_completions_cannot_go_on_with_are_refused(change, tiny_checkpoint, tmp_path):
+    config = config_of("partial_rollouts", tiny_checkpoint, tmp_path, max_steps=1)
+    train(config)
+    in_flight = torch.load(tmp_path / "checkpoint-1" / "rank_0.pt", weights_only=True)["in_flight"]
+    completions = [completion for one in in_flight for completion in one["begun"]["completions"]]
+    assert {"paused", "stop"} <= {completion["finish_reason"] for completion in completions}
+    rollout = config.rollout.model_copy(update=change)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 holds groups in flight, .* of up to \d+ tokens"):
+        train(resumed(config.model_copy(update={"rollout": rollout})))
 
 
 def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_path, monkeypatch):

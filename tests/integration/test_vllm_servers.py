@@ -12,7 +12,6 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 from PIL import Image
-from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="needs vllm")
 
@@ -214,19 +213,19 @@ def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     process.stop()
 
 
-def test_a_run_of_lora_samples_from_its_adapter_and_leaves_no_server(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_of_lora_samples_from_its_own_adapter_and_leaves_no_server(tmp_path: Path) -> None:
     checkpoint, output = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint"), tmp_path / "run"
     config = tiny_run.make_config(
         checkpoint, output, engine="vllm_server", vllm_max_model_length=256, max_num_seqs=16, use_peft=True, lora_r=4,
-        max_steps=3,
+        max_steps=5, weight_sync_steps=2,
     )  # fmt: skip
     children = set(psutil.Process().children(recursive=True))
     train(config)
     lines = MetricsLog(output / "metrics.jsonl").read()
-    assert [line["sampling/policy_version_lag"] for line in lines] == [0, 0, 0]
-    assert all(line["sampling/sampling_logp_difference/max"] <= 1e-3 for line in lines)
-    saved = load_file(output / "checkpoint-3" / "adapter_model.safetensors")
-    assert max(weight.abs().max() for name, weight in saved.items() if "lora_B" in name) > 1e-3
-    adapter_bytes = (output / "checkpoint-3" / "adapter_model.safetensors").stat().st_size
-    assert [line["weight_sync/bytes"] for line in lines] == [adapter_bytes] * 3
+    assert [line["sampling/policy_version_lag"] for line in lines] == [0, 1, 0, 1, 0]
+    gaps = [line["sampling/sampling_logp_difference/max"] for line in lines]
+    assert max(gaps[::2]) < 1e-4 and min(gaps[1::2]) > 1e-3, gaps
+    num_bytes = (output / "checkpoint-5" / "adapter_model.safetensors").stat().st_size
+    assert [line.get("weight_sync/bytes") for line in lines] == [num_bytes, None, num_bytes, None, num_bytes]
     assert set(psutil.Process().children(recursive=True)) <= children

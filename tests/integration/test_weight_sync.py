@@ -42,8 +42,11 @@ class Server(VLLMClient):
         self.received, self.version = received, ""
 
     def get(self, path: str) -> Any:
-        setup = {"max_model_len": 64, "weight_transfer": "rl_vlm"}
-        return setup if path == "/rl_vlm/setup" else {"weight_version": self.version}
+        return {
+            "/rl_vlm/setup": {"max_model_len": 64, "weight_transfer": "rl_vlm"},
+            "/v1/models": {"data": []},
+            "/weight_info": {"weight_version": self.version},
+        }[path]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         body = body or {}

@@ -9,6 +9,7 @@ import pytest
 
 from launch import cli, evaluate, serve, train
 from rl_vlm.config.load import load_config
+from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import ConfigError, DataError, RolloutError
 
 
@@ -132,7 +133,9 @@ def test_serve_hands_on_the_words_of_the_trainer(config, monkeypatch):
 def test_the_way_to_join_servers_is_a_shell_command(config, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node-b")
     urls = [serve.reachable("http://0.0.0.0:8000"), serve.reachable("http://127.0.0.1:8001")]
-    *_, export, command = serve.how_to_join(urls, "secret", ["my run.yaml", "system_prompt=Think."]).splitlines()
+    *_, export, command = serve.how_to_join(
+        urls, "secret", ["my run.yaml", "system_prompt=Think."], VLLMConfig()
+    ).splitlines()
     assert export.split() == ["export", "RL_VLM_SERVER_TOKEN=secret"]
     joined = "vllm_server_base_url=[http://node-b:8000,http://127.0.0.1:8001]"
     expected = ["my run.yaml", "system_prompt=Think.", "rollout.engine=vllm_server", joined]
@@ -149,7 +152,7 @@ def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
     ((run, words, *_),) = seen
     assert (run.rollout.engine, run.vllm.vllm_max_model_length, run.vllm.vllm_num_servers) == ("vllm_server", 9, 2)
 
-    *_, command = serve.how_to_join(["http://a:1"], "secret", words).splitlines()
+    *_, command = serve.how_to_join(["http://a:1"], "secret", words, run.vllm).splitlines()
     _, _, path, *overrides = shlex.split(command)
     joined = load_config(path, overrides)
     assert (joined.rollout.engine, joined.vllm.vllm_server_base_url) == ("vllm_server", ["http://a:1"])

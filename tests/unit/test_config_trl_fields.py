@@ -34,8 +34,6 @@ def test_a_trl_file_loads():
         "max_completion_length": 1024,
         "epsilon_high": 0.28,
         "mask_truncated_completions": True,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": 2.0,
         "output_dir": "runs/qwen",
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,

@@ -20,16 +20,20 @@ from rl_vlm.types import Prompt, RolloutRequest, Sample, Sampling
 
 
 class Server(VLLMClient):
-    """Takes every adapter, unless it is dead."""
+    """Takes one adapter at a time, unless it is dead."""
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(f"http://{name}", "token", 1.0)
         self.folder, self.is_dead, self.version = folder, False, "-1"
         self.asked: Any = None
+        self.models = ["base"]
 
     def get(self, path: str) -> Any:
-        setup = {"max_model_len": 64, "weight_transfer": "rl_vlm"}
-        return setup if path == "/rl_vlm/setup" else {"weight_version": self.version}
+        return {
+            "/rl_vlm/setup": {"max_model_len": 64, "weight_transfer": "rl_vlm"},
+            "/v1/models": {"data": [{"id": name} for name in self.models]},
+            "/weight_info": {"weight_version": self.version},
+        }[path]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         if self.is_dead:
@@ -38,7 +42,13 @@ class Server(VLLMClient):
             self.asked = body
             raise RolloutError("asked")
         assert (self.folder / "adapter").exists()
-        self.version = (body or {}).get("new_version", self.version)
+        body = body or {}
+        if path == "/v1/load_lora_adapter":
+            assert body == {"lora_name": "policy", "lora_path": str(self.folder)} and self.models == ["base"]
+            self.models.append("policy")
+        if path == "/v1/unload_lora_adapter":
+            self.models.remove(body["lora_name"])
+        self.version = body.get("new_version", self.version)
         return {"success": True}
 
 
