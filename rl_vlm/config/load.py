@@ -35,16 +35,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems: list[str] = []
-    layers = {str(path): _read_file(path), "command line": _parse_overrides(overrides)}
-    for source, keys in layers.items():
+    aside: set[str] = set()
+    for source, keys in ((str(path), _read_file(path)), ("command line", _parse_overrides(overrides))):
         found, refused = _resolve(keys)
         settings |= found
+        aside -= found.keys()
+        if keys.get("use_vllm") is False:
+            aside = {name for name in settings if name.startswith(ASIDE)}
         sources |= dict.fromkeys(found, source)
         problems += [f"{source}: {problem}" for problem in refused]
     settings |= fixed
-    engine = settings.get("rollout.engine") or "hf"
-    if engine == "hf" and any(keys.get("use_vllm") is False for keys in layers.values()):
-        settings = {name: value for name, value in settings.items() if not name.startswith(ASIDE)}
+    if settings.get("rollout.engine") in (None, "hf"):
+        settings = {name: value for name, value in settings.items() if name not in aside}
 
     try:
         config = RunConfig.model_validate(_nest(settings))
