@@ -81,7 +81,7 @@ def test_log_probs_follow_the_policy(checkpoint: Path, engine: VLLMEngine, varia
 def test_paused_completions_go_on_behind_what_there_is_of_them(checkpoint: Path, engine: VLLMEngine) -> None:
     side = Side.of(checkpoint)
     engine.adapter = None
-    engine.load_weights(PolicyWeights(side.policy, "adapter"))
+    engine.sync(PolicyWeights(side.policy, "adapter"), 0)
     for temperature in (0.0, 1.0):
         at_once = replace(sampling(seed=0, temperature=temperature), num_generations=1 if temperature == 0 else 3)
         new = [InFlight(Draw(0, i), request) for i, request in enumerate(side.requests)]
