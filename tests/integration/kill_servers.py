@@ -110,7 +110,7 @@ class Run:
             raise Wrong(f"ended after step {last}, and its last checkpoint is {saved}")
         if self.running():
             raise Wrong(f"left processes {[p.pid for p in self.running()]}")
-        resume = [*settings, "resume_from_checkpoint=auto", f"max_steps={last + 1}"]
+        resume = [*settings, "use_vllm=false", "resume_from_checkpoint=auto", f"max_steps={last + 1}"]
         if start(self.output_dir, resume).wait() != 0 or self.steps() != last + 1:
             raise Wrong(f"could not be resumed from {saved}, see {self.errors}")
         return seconds
