@@ -112,8 +112,9 @@ class Collector:
 
     def take_ahead(self, metrics: StepMetrics) -> Window | None:
         """The window that was begun, once it is there; None if none was."""
-        with metrics.stage("rollout_wait"):
-            self.finish_ahead()
+        if self.ahead is not None:
+            with metrics.stage("rollout_wait"):
+                self.finish_ahead()
         ready, self.ready = self.ready, None
         if ready is None:
             return None
