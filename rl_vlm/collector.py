@@ -170,20 +170,29 @@ class Collector:
 
     def sample(self, new: list[InFlight], num: int, state: TrainerState, metrics: StepMetrics) -> Sampled:
         """The `num` groups of a window, of what was in flight and what is new."""
-        rollout = self.config.rollout
-        sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature, rollout.max_rollout_tokens)
-
-        def generate(requests: list[RolloutRequest]) -> list[Group]:
-            return self.generator.generate(requests, sampling)
-
-        with metrics.stage("generation"):
-            finished, self.in_flight = roll_on([*self.in_flight, *new], num, generate)
+        limit = self.config.rollout.max_rollout_tokens
+        finished, self.in_flight = roll_on(
+            [*self.in_flight, *new], num, lambda requests: self.generate(requests, metrics, limit)
+        )
         groups = list(finished.values())
-        with metrics.stage("rewards"):
-            table = self.rewards.score(groups, state)
-        if rollout.max_resampling_rounds:
+        table = self.score(groups, state, metrics)
+        if self.config.rollout.max_resampling_rounds:
             self.resample(groups, table, state, metrics)
         return Sampled(list(finished), groups, table)
+
+    def generate(
+        self, requests: list[RolloutRequest], metrics: StepMetrics, max_rollout_tokens: int | None = None
+    ) -> list[Group]:
+        """One group per request; without a limit, whole ones."""
+        rollout = self.config.rollout
+        with metrics.stage("generation"):
+            sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature, max_rollout_tokens)
+            return self.generator.generate(requests, sampling)
+
+    def score(self, groups: list[Group], state: TrainerState, metrics: StepMetrics) -> RewardTable:
+        """What the reward functions say of the groups."""
+        with metrics.stage("rewards"):
+            return self.rewards.score(groups, state)
 
     def resample(self, groups: list[Group], table: RewardTable, state: TrainerState, metrics: StepMetrics) -> None:
         """Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) for the prompts whose groups have no variance.
@@ -192,15 +201,11 @@ class Collector:
         """
         rounds = num_groups = num_recovered = 0
         constant, first_ids = self.without_variance(table), [group.group_id for group in groups]
-        rollout = self.config.rollout
-        sampling = sampling_of(self.config, rollout.num_generations, rollout.temperature)
-        while constant and rounds < rollout.max_resampling_rounds:
+        while constant and rounds < self.config.rollout.max_resampling_rounds:
             rounds += 1
             again = [RolloutRequest(f"{first_ids[p]}/resample-{rounds}", groups[p].prompt) for p in constant]
-            with metrics.stage("generation"):
-                new_groups = self.generator.generate(again, sampling)
-            with metrics.stage("rewards"):
-                new_table = self.rewards.score(new_groups, state)
+            new_groups = self.generate(again, metrics)
+            new_table = self.score(new_groups, state, metrics)
             still_constant = self.without_variance(new_table)
             recovered = {p: i for i, p in enumerate(constant) if i not in still_constant}
             for p, i in recovered.items():
@@ -209,7 +214,7 @@ class Collector:
             num_groups, num_recovered = num_groups + len(again), num_recovered + len(recovered)
             constant = [constant[i] for i in still_constant]
         metrics.add_values(torch.tensor([float(rounds)]), max="resampling/rounds")
-        metrics.add_sum("resampling/completions", num_groups * rollout.num_generations)
+        metrics.add_sum("resampling/completions", num_groups * self.config.rollout.num_generations)
         metrics.add_sum("resampling/groups_recovered", num_recovered)
 
     def without_variance(self, table: RewardTable) -> list[int]:

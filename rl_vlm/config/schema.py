@@ -378,6 +378,11 @@ SETTINGS: dict[str, FieldInfo] = {
 """Every setting by its full name, `section.leaf`."""
 
 
+def _changed(section: Section) -> list[str]:
+    """The settings of a section that are not at their defaults."""
+    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+
+
 def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine == "hf" and rollout.weight_sync_steps > 1:
@@ -411,7 +416,7 @@ ONE_ENGINE_READS = {"vllm_enable_sleep_mode": "vllm"} | dict.fromkeys(
 
 def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
     engine, settings = config.rollout.engine, config.vllm
-    changed = [name for name, field in VLLMConfig.model_fields.items() if getattr(settings, name) != field.default]
+    changed = _changed(settings)
     unread = [name for name in changed if engine == "hf" or ONE_ENGINE_READS.get(name, engine) != engine]
     if unread:
         names = ", ".join(f"`{name}`" for name in unread)
@@ -451,8 +456,7 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
         yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
-    corrections = [name for name in AlgorithmConfig.model_fields if name.startswith("vllm_importance_sampling_")]
-    unread = [n for n in corrections if getattr(algorithm, n) != AlgorithmConfig.model_fields[n].default]
+    unread = [name for name in _changed(algorithm) if name.startswith("vllm_importance_sampling_")]
     if unread and not config.rollout.is_off_policy:
         names = ", ".join(f"`{name}`" for name in unread)
         yield (
