@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -109,13 +109,14 @@ class HFEngine:
         So do completions that go on after equally many tokens.
         """
         lengths = [(request.num_begun_tokens, len(request.prompt.token_ids)) for request in requests]
+        by_length = sorted(range(len(requests)), key=lengths.__getitem__)
         prompts_at_once = max(1, self.max_num_seqs // sampling.num_generations)
         if self.vision.family.cross_attends:
             prompts_at_once = 1
         groups: dict[int, Group] = {}
         with generation_mode(self.model), self.autocast():
-            for num_begun in sorted({num for num, _ in lengths}):
-                alike = sorted((i for i in range(len(requests)) if lengths[i][0] == num_begun), key=lengths.__getitem__)
+            for _, equally_begun in groupby(by_length, key=lambda i: lengths[i][0]):
+                alike = list(equally_begun)
                 for start in range(0, len(alike), prompts_at_once):
                     indices = alike[start : start + prompts_at_once]
                     batch = self.generate_batch([requests[i] for i in indices], sampling)
