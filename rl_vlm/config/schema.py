@@ -3,11 +3,12 @@
 Leaf names are unique over all sections, so `max_steps=10` on the command line and a flat TRL YAML are unambiguous.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from rl_vlm.config.conflicts import conflicts_of
 
 
 class Section(BaseModel):
@@ -294,22 +295,6 @@ class TrainConfig(Section):
     """Whether a larger value of that metric is better."""
 
 
-SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "polynomial": ("lr_end", "power"),
-    "constant": (),
-    "constant_with_warmup": (),
-    "inverse_sqrt": ("timescale",),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
-    "warmup_stable_decay": (
-        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
-    ),
-}  # fmt: skip
-"""What `transformers.get_scheduler` passes on to each schedule."""
-
-
 class EvaluationConfig(Section):
     endpoint_url: str | None = Field(default=None, pattern="^https?://")
     """Address of a served model with OpenAI's chat completions, such as `http://localhost:8000/v1`. `rl-vlm eval` then
@@ -361,11 +346,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunConfig":
-        checks = (
-            _rollout_conflicts, _vllm_conflicts, _reward_conflicts, _algorithm_conflicts, _schedule_conflicts,
-            _train_conflicts,
-        )  # fmt: skip
-        if conflicts := [conflict for check in checks for conflict in check(self)]:
+        if conflicts := list(conflicts_of(self)):
             raise ValueError("\n".join(conflicts))
         return self
 
@@ -376,133 +357,3 @@ SETTINGS: dict[str, FieldInfo] = {
     f"{section}.{leaf}": field for section, model in SECTIONS.items() for leaf, field in model.model_fields.items()
 }
 """Every setting by its full name, `section.leaf`."""
-
-
-def _changed(section: Section) -> list[str]:
-    """The settings of a section that are not at their defaults."""
-    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
-
-
-def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.engine == "hf" and rollout.weight_sync_steps > 1:
-        yield "`weight_sync_steps` has no effect on `engine` hf, which samples from the trained weights themselves"
-    if rollout.engine == "hf" and rollout.lora_sync == "merge":
-        yield "`lora_sync` has no effect on `engine` hf, which samples from the trained weights themselves"
-    if rollout.max_staleness and rollout.engine != "vllm_server":
-        yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the training"
-    if rollout.max_rollout_tokens and rollout.max_rollout_tokens >= rollout.max_completion_length:
-        yield (
-            f"`max_rollout_tokens` {rollout.max_rollout_tokens} pauses no completion: none is longer than "
-            f"`max_completion_length` {rollout.max_completion_length}"
-        )
-    varies = [name for name in ("max_rollout_tokens", "max_resampling_rounds") if getattr(rollout, name)]
-    if rollout.engine == "vllm" and config.vllm.vllm_tensor_parallel_size > 1 and varies:
-        yield (
-            f"`{varies[0]}` cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` vllm: ranks that have "
-            "a model together must ask it equally often"
-        )
-
-
-ONE_ENGINE_READS = {"vllm_enable_sleep_mode": "vllm"} | dict.fromkeys(
-    (
-        "vllm_server_base_url", "vllm_num_servers", "vllm_server_devices", "vllm_server_timeout",
-        "vllm_request_timeout", "vllm_weight_transfer",
-    ),
-    "vllm_server",
-)  # fmt: skip
-"""Settings of vLLM that one of its two engines has no use for."""
-
-
-def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
-    engine, settings = config.rollout.engine, config.vllm
-    changed = _changed(settings)
-    unread = [name for name in changed if engine == "hf" or ONE_ENGINE_READS.get(name, engine) != engine]
-    if unread:
-        names = ", ".join(f"`{name}`" for name in unread)
-        others = "vllm or vllm_server" if engine == "hf" else ONE_ENGINE_READS[unread[0]]
-        aside = ", put them aside with `use_vllm` false" if engine == "hf" else ""
-        yield f"{names}: no effect on `engine` {engine}; leave them out{aside}, or set `engine` to {others}"
-    if settings.vllm_server_base_url and {"vllm_num_servers", "vllm_server_devices"} & set(changed):
-        yield "`vllm_num_servers` and `vllm_server_devices` are for servers that are started, and others are joined"
-    if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
-        yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address begins with http:// or https://"
-    if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:
-        yield (
-            f"`vllm_server_devices` names {len(settings.vllm_server_devices)} sets of devices for "
-            f"`vllm_num_servers` {settings.vllm_num_servers}; give one per server"
-        )
-
-
-def _reward_conflicts(config: RunConfig) -> Iterator[str]:
-    funcs, weights = config.rewards.reward_funcs, config.rewards.reward_weights
-    if weights is not None and len(weights) != len(funcs):
-        yield f"`reward_weights` has {len(weights)} entries for {len(funcs)} `reward_funcs`; give one per function"
-    if weights is not None and any(isinstance(spec, RewardSpec) and spec.weight != 1.0 for spec in funcs):
-        yield "`reward_weights` and a `weight` in `reward_funcs` are both given; keep one of them"
-    if config.rollout.num_generations_eval > 1 and config.rollout.eval_temperature == 0:
-        yield "`num_generations_eval` > 1 samples one greedy answer several times; set `eval_temperature` above 0"
-
-
-def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
-        yield "`loss_type` cispo needs `epsilon_high`, its largest weight, for instance 5.0"
-    if algorithm.loss_type == "sapo" and algorithm.epsilon_high is not None:
-        yield "`epsilon_high` has no effect on `loss_type` sapo, which has no clip; leave it out"
-    if algorithm.loss_type in ("cispo", "sapo") and algorithm.delta is not None:
-        yield f"`delta` has no effect on `loss_type` {algorithm.loss_type}; leave it out"
-    if algorithm.sync_ref_model and algorithm.beta == 0:
-        yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
-    if algorithm.sync_ref_model and config.model.use_peft:
-        yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
-    unread = [name for name in _changed(algorithm) if name.startswith("vllm_importance_sampling_")]
-    if unread and not config.rollout.is_off_policy:
-        names = ", ".join(f"`{name}`" for name in unread)
-        yield (
-            f"{names}: no effect on `engine` hf without `max_rollout_tokens`, which samples from the trained weights; "
-            "leave them out, or put them aside with `use_vllm` false"
-        )
-    low, high = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
-    if high and low >= high:
-        yield (
-            f"`vllm_importance_sampling_clip_min` {low:g} is not below `vllm_importance_sampling_clip_max` {high:g}; "
-            "lower the one, or raise the other (0: no upper bound)"
-        )
-    model = config.model
-    if algorithm.beta > 0 and model.use_peft and model.init_lora_weights in ("pissa", "olora"):
-        yield (
-            f"`init_lora_weights` {model.init_lora_weights} changes the base weights, so that the model without its "
-            f"adapter is no reference for `beta` {algorithm.beta:g}; "
-            "use true, false, gaussian or orthogonal, or set `beta` to 0"
-        )
-
-
-def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
-    schedule, given = config.train.lr_scheduler_type, config.train.lr_scheduler_kwargs.keys()
-    known = SCHEDULE_KWARGS[schedule]
-    if unknown := given - set(known):
-        found, valid = ", ".join(sorted(unknown)), ", ".join(known) or "none"
-        yield f"`lr_scheduler_kwargs` has {found}; those of `lr_scheduler_type` {schedule} are: {valid}"
-    if schedule == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
-        yield "`lr_scheduler_type` cosine_with_min_lr needs one of `min_lr` and `min_lr_rate` in `lr_scheduler_kwargs`"
-    if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
-        yield "`lr_scheduler_type` warmup_stable_decay needs `num_decay_steps` in `lr_scheduler_kwargs`"
-
-
-def _train_conflicts(config: RunConfig) -> Iterator[str]:
-    train, data = config.train, config.data
-    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
-        yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
-    if data.dataloader_prefetch_factor is not None and data.dataloader_num_workers == 0:
-        yield "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0: no worker would build ahead"
-    if train.eval_steps and data.eval_dataset_name is None:
-        yield f"`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"
-    if train.load_best_model_at_end:
-        if data.eval_dataset_name is None or not train.eval_steps:
-            yield "`load_best_model_at_end` needs `eval_dataset_name` and `eval_steps` above 0"
-        elif train.save_steps == 0 or train.save_steps % train.eval_steps:
-            yield (
-                f"`load_best_model_at_end` needs `save_steps` to be a multiple of `eval_steps` {train.eval_steps}, "
-                f"so that what is saved has been evaluated; it is {train.save_steps}"
-            )
