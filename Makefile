@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check lock
+.PHONY: help quickstart test test-ci test-all check lock
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
@@ -15,10 +15,13 @@ help:  ## Show this list
 quickstart: $(INSTALLED)  ## Set up and teach a small model to read digits, on a CPU
 	$(BIN)/rl-vlm train configs/digits.yaml
 
-test: $(INSTALLED)  ## Set up and run the tests (TESTS=path, WORKERS=n)
-	$(PYTEST) -m "not slow" $(TESTS)
+test: $(INSTALLED)  ## Set up and run the tests that take minutes (TESTS=path, WORKERS=n)
+	$(PYTEST) -m "not ci and not slow" $(TESTS)
 
-test-all: $(INSTALLED)  ## Run the slow tests as well
+test-ci: $(INSTALLED)  ## Run the longer ones: whole runs, several processes, vLLM, every family
+	$(PYTEST) -m "ci and not slow" $(TESTS)
+
+test-all: $(INSTALLED)  ## Run all tests
 	$(PYTEST) $(TESTS)
 
 check: $(INSTALLED)  ## Lint, formatting and types
@@ -28,7 +31,7 @@ check: $(INSTALLED)  ## Lint, formatting and types
 
 lock: $(INSTALLED)  ## Recompile requirements/dev.txt
 	$(BIN)/uv pip compile --universal --python-version 3.11 --custom-compile-command "make lock" \
-		--override requirements/overrides.txt pyproject.toml --extra dev requirements/dev.in --output-file requirements/dev.txt
+		--override requirements/overrides.txt pyproject.toml --extra dev --extra quickstart requirements/dev.in --output-file requirements/dev.txt
 
 $(INSTALLED): requirements/dev.txt requirements/overrides.txt pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -1,8 +1,7 @@
-"""What every benchmark needs: alternating timings, memory of a fresh process, and results with what they ran on."""
+"""Shared parts of the benchmarks: alternating timings, memory in a fresh process, versions and machine, tables."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -16,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "benchmarks"
 PACKAGES = "torch transformers trl peft accelerate".split()
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc gives tensors back to the system as soon as they are freed, so that the resident size is what is in use."""
+"""glibc returns tensors to the system as soon as they are freed, so that the resident size is the memory in use."""
 
 
 def alternate(sides: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, one side after the other, `repeats` rounds; callers warm up before."""
+    """Return the seconds of each call. The sides take turns for `repeats` rounds; callers warm up before."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, run in sides.items():
@@ -34,12 +32,12 @@ def alternate(sides: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str,
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> float:
-    """Median over the rounds of `of` / `to` in the same round, which a drift of the machine's speed leaves alone."""
+    """Compute the median over rounds of `of` / `to` in the same round, so that drift of the machine's speed cancels."""
     return statistics.median(a / b for a, b in zip(seconds[of], seconds[to], strict=True))
 
 
 def peak_growth(run: Callable[[], Any]) -> int:
-    """Bytes by which the resident size at its peak during `run` exceeds that before it (Linux)."""
+    """Return by how many bytes the peak resident size during `run` exceeds the resident size before it (Linux)."""
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
     run()
@@ -52,7 +50,7 @@ def _status(field: str) -> int:
 
 
 def in_fresh_process(script: str, arguments: Sequence[str]) -> Any:
-    """The JSON that `benchmarks/SCRIPT arguments` prints as its last line. Raises CalledProcessError if it fails."""
+    """Run `benchmarks/SCRIPT arguments`; return the JSON of its last line. Raises CalledProcessError if it fails."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         env=os.environ | RETURN_FREED_MEMORY,
@@ -64,7 +62,7 @@ def in_fresh_process(script: str, arguments: Sequence[str]) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what was measured, and the machine."""
+    """Return the versions of Python and the packages, and a description of the machine."""
     import torch
 
     cpu = next(
@@ -79,25 +77,6 @@ def environment() -> dict[str, Any]:
 def _cpu_info() -> list[str]:
     path = Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []
-
-
-def result_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--docs", metavar="NAME", help="keep it as docs/benchmarks/NAME.json and redraw the page")
-
-
-def finish(result: dict[str, Any], table: str, arguments: argparse.Namespace) -> None:
-    """Print the table, write the JSON, redraw the page of the documentation."""
-    from benchmarks.report import update_page
-
-    print(table)
-    text = json.dumps(result, indent=1) + "\n"
-    if arguments.json:
-        arguments.json.write_text(text)
-    if arguments.docs:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{arguments.docs}.json").write_text(text)
-        update_page()
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

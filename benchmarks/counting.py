@@ -1,4 +1,4 @@
-"""FLOPs as torch counts them while a pass runs, to hold the arithmetic of `flops.py` against."""
+"""FLOPs as torch counts them while a pass runs, to check the arithmetic of `flops.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def counted_flops(run: Callable[[], Any]) -> float:
-    """Matrix products, convolutions and attention of `run`, by torch's own formulas.
+    """Count the FLOPs of matrix products, convolutions and attention in `run` by torch's own formulas.
 
-    torch has none for the attention kernel of CPUs. Here causal attention counts the pairs that see each other, masked
-    attention all pairs, and a backward twice its forward: the kernel's own recomputation of scores is left out.
+    torch has no formula for the attention kernel of CPUs. Here causal attention counts the pairs that see each other,
+    and masked attention counts all pairs. A backward counts twice its forward, without the kernel's recomputation of
+    scores.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     mapping: dict[Any, Any] = {

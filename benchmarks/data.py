@@ -1,11 +1,11 @@
-"""Does data keep up? 16 rows with JPEGs of 1024 x 1024 pixels are needed every 2 seconds, by 0, 1 and 2 workers.
+"""Time that training waits for data: 16 rows with JPEGs of 1024 x 1024 pixels every 2 seconds, 0, 1 and 2 workers.
 
     python benchmarks/data.py [--json FILE]
 
-A step is the wait for its prompts and a sleep in place of the model. Rows come from a JSONL file and images from disk;
-the image processor is Qwen2.5-VL's, the tokenizer a tiny one. The first two steps are shown apart: the main process
-builds the first window, and the second one waits until workers have started. "release" is the time to free the last
-step's prompts, 376 MB of pixel values, which training takes as well and does not count as waiting.
+A step waits for its prompts, then sleeps in place of the model. Rows come from a JSONL file and images from disk; the
+image processor is Qwen2.5-VL's, the tokenizer a tiny one. The first two steps are reported separately: the main process
+builds the first window, and the second step waits until the workers have started. "release" is the time to free the
+previous step's prompts, 376 MB of pixel values. Training spends this time too and does not count it as waiting.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessor
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
-from rl_vlm.data import load_rows
-from rl_vlm.prefetch import Prefetcher, PromptSource
-from rl_vlm.prompts import PromptBuilder, load_processor
-from rl_vlm.sampler import PromptSampler
+from rl_vlm.data.loader import PromptLoader, PromptSource
+from rl_vlm.data.prompts import PromptBuilder, load_processor
+from rl_vlm.data.sampler import PromptSampler
+from rl_vlm.data.samples import load_rows
 from rl_vlm.tiny.build import build_tiny
 
 NUM_ROWS = 48
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def make_source(directory: Path) -> tuple[PromptSource, DataConfig]:
-    """Rows with their images on disk, and the processor that reads them."""
+    """Write rows and their images to `directory` and build the source that reads them."""
     lines = []
     for index in range(NUM_ROWS):
         picture(index).save(directory / f"{index}.jpg", quality=90)
@@ -71,7 +71,7 @@ def make_source(directory: Path) -> tuple[PromptSource, DataConfig]:
 
 
 def picture(seed: int) -> Image.Image:
-    """Colour patches with some noise, of which a JPEG has a photograph's size."""
+    """Make an image of colour patches with some noise, whose JPEG is about as large as a photograph's."""
     generator = np.random.default_rng(seed)
     patches = np.kron(generator.integers(0, 256, (WIDTH // 16, WIDTH // 16, 3)), np.ones((16, 16, 1)))
     noisy = patches + generator.integers(-9, 10, patches.shape)
@@ -79,17 +79,17 @@ def picture(seed: int) -> Image.Image:
 
 
 def measure(source: PromptSource, data: DataConfig, num_workers: int, num_steps: int) -> dict[str, Any]:
-    """Seconds of waiting, and of freeing what was waited for, over the steps."""
+    """Measure the seconds that steps wait for prompts and take to free them."""
     data = data.model_copy(update={"dataloader_num_workers": num_workers})
     sampler = PromptSampler(len(source.row_indices), PROMPTS_PER_STEP, seed=0)
-    prefetcher = Prefetcher(source, sampler, steps_per_window=1, data=data)
+    prefetcher = PromptLoader(source, sampler, steps_per_window=1, data=data)
     waits, releases, prompts = [], [], []
     try:
         for _ in range(NUM_FIRST + num_steps):
             start = time.perf_counter()
             fresh = prefetcher.prompts(sampler.next_step())
             received = time.perf_counter()
-            prompts = fresh  # as in training, the last window's memory goes once the next window is there
+            prompts = fresh  # as in training, the previous window is freed once the next one has arrived
             waits.append(received - start)
             releases.append(time.perf_counter() - received)
             assert len(prompts) == PROMPTS_PER_STEP

@@ -4,9 +4,9 @@ A matrix product of (m, k) and (k, n) counts 2 m k n. Norms, activations, rotati
 attention counts the pairs of tokens that see each other, which is also what the CPU kernels compute, block by block.
 
     part        forward once per                    backward, in forwards
-    vision      image patch                         2 if trained; 1 (attention 2) where only passed through
+    vision      image patch                         2 if trained; 1 (attention 2) if gradients only pass through
     language    token of the row(s)                 2; with LoRA 1 for frozen matrices, 2 for attention and adapters
-    head        scored completion token             2 (LoRA 1), and 1 for logits that chunked heads compute again
+    head        scored completion token             2 (LoRA 1), and 1 for logits, which chunked heads recompute
 
 Checkpointing adds one forward of every layer that has a backward.
 """
@@ -44,6 +44,14 @@ class Workload:
         return rows, self.image_tokens // rows
 
 
+SWEEPS: dict[str, tuple[int, ...]] = {
+    "num_generations": (1, 2, 4, 8, 16),
+    "image_tokens": (100, 300, 1000, 2000),
+    "completion_tokens": (50, 200, 800),
+}
+"""Values of one field of `Workload` in benchmarks/scaling.py; the other fields keep their defaults."""
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained and how; `lora_r` above 0 means adapters on a frozen model with a frozen vision tower."""
@@ -67,7 +75,7 @@ FULL, LORA, FROZEN, FORWARD_ONLY = Passes(3, 3), Passes(2, 3, 3), Passes(2, 3), 
 
 
 def plus_forward(passes: Passes) -> Passes:
-    """With one more forward of everything: recomputation."""
+    """Add one forward of everything, for recomputation."""
     return Passes(passes.linear + 1, passes.attention + 1, passes.adapter and passes.adapter + 1)
 
 
@@ -92,7 +100,7 @@ def causal_pairs(tokens: int) -> float:
 
 
 def vision_flops(vision: Any, grid: tuple[int, int], passes: Passes = FORWARD_ONLY) -> float:
-    """Vision tower and merger on one image of `grid` image tokens."""
+    """Compute the FLOPs of the vision tower and merger on one image of `grid` image tokens."""
     merge, hidden = vision.spatial_merge_size, vision.hidden_size
     height, width = (side * merge for side in grid)
     patches = height * width
@@ -110,12 +118,12 @@ def vision_flops(vision: Any, grid: tuple[int, int], passes: Passes = FORWARD_ON
 
 
 def _sum_of_squares(side: int, window: int) -> int:
-    """Of the lengths of the windows along one side of the image."""
+    """Sum the squared lengths of the windows along one side of the image."""
     return side // window * window**2 + (side % window) ** 2
 
 
 def language_flops(text: Any, tokens: float, pairs: float, passes: Passes = FORWARD_ONLY, lora_r: int = 0) -> float:
-    """Decoder layers on `tokens` tokens of which `pairs` pairs see each other."""
+    """Compute the FLOPs of the decoder layers on `tokens` tokens, of which `pairs` pairs see each other."""
     head_dim = text.hidden_size // text.num_attention_heads
     kv, hidden, mlp = text.num_key_value_heads * head_dim, text.hidden_size, text.intermediate_size
     shapes = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, mlp)] * 3
@@ -130,7 +138,7 @@ def head_flops(text: Any, tokens: float, passes: int = 1) -> float:
 
 
 def dense_flops(config: Any, work: Workload, training: Training, vision_once: bool = False) -> Flops:
-    """One row `[prompt][completion]` per completion, and one image per completion unless `vision_once`."""
+    """Compute the FLOPs of one row `[prompt][completion]` and, unless `vision_once`, one image per completion."""
     count, row = work.num_generations, work.prompt_tokens + work.completion_tokens
     rows = RowFlops(count * row, count * causal_pairs(row), count * work.completion_tokens)
     if vision_once:
@@ -139,14 +147,14 @@ def dense_flops(config: Any, work: Workload, training: Training, vision_once: bo
 
 
 def shared_flops(config: Any, work: Workload, training: Training) -> Flops:
-    """Each token and each image once."""
+    """Compute the FLOPs of each token and each image once."""
     prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
     pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
     return _pass_flops(config, work, training, RowFlops(prefix + count * completion, pairs, count * completion))
 
 
 def floor_flops(config: Any, work: Workload, training: Training) -> Flops:
-    """A row of P tokens and k rows of R tokens that do not see it; a plain head, which computes logits once."""
+    """Compute the FLOPs of a row of P tokens and k rows of R tokens that do not see it, with logits computed once."""
     prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
     pairs = causal_pairs(prefix) + count * causal_pairs(completion)
     rows = RowFlops(prefix + count * completion, pairs, count * completion)
@@ -154,17 +162,17 @@ def floor_flops(config: Any, work: Workload, training: Training) -> Flops:
 
 
 def flop_ceiling(config: Any, work: Workload, training: Training, vision_once: bool = False) -> float:
-    """How much faster sharing can be at equal FLOPs per second."""
+    """Compute the speed-up of the shared over the dense pass at equal FLOPs per second."""
     return dense_flops(config, work, training, vision_once).total / shared_flops(config, work, training).total
 
 
 @dataclass(frozen=True)
 class RowFlops:
-    """What of the language model's rows costs FLOPs."""
+    """Sizes of the language model's rows that determine its FLOPs."""
 
     tokens: int
     pairs: float
-    """Of tokens that see each other."""
+    """Pairs of tokens that see each other."""
     scored: int
 
 
@@ -177,9 +185,9 @@ def _pass_flops(
     passed_through: bool = False,
     head_again: int = 1,
 ) -> Flops:
-    """Forward, backward, and the reference's forward for `beta` > 0.
+    """Compute the FLOPs of forward, backward and, if `beta` > 0, the reference's forward.
 
-    `passed_through`: a frozen tower is recomputed and back-propagated all the same, and runs for the reference again.
+    `passed_through`: a frozen tower is recomputed and back-propagated too, and runs again for the reference.
     """
     text, lora_r = config.text_config, training.lora_r
     again = plus_forward if training.gradient_checkpointing else lambda passes: passes

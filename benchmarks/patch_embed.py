@@ -1,10 +1,10 @@
-"""Patch embedding as the convolution that checkpoints hold, and as a matrix product with the same weights.
+"""Patch embedding as a convolution, the form in checkpoints, and as a matrix product with the same weights.
 
     python benchmarks/patch_embed.py --json result.json
 
-With stride = kernel every patch meets the kernel once, so that both are the same sums. Qwen-VL's processors hand the
-tower patches already cut out (Conv3d on one patch each); SigLIP's and CLIP's hand it images (Conv2d), which the
-linear form cuts up first. Times are forward and backward to the weights, alternating.
+If stride = kernel, each patch is multiplied by the kernel once, so that both forms compute the same sums. Qwen-VL's
+processors give the tower patches already cut out (Conv3d on one patch each). SigLIP's and CLIP's give it images
+(Conv2d), which the linear form cuts into patches first. Times are of forward and backward to the weights, alternating.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
@@ -22,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import alternate, environment, finish, markdown_table, ratio, result_arguments
+from benchmarks.common import alternate, environment, ratio
+from benchmarks.report import finish, patch_embed_table, result_arguments
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Case:
 
     conv: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
-    """(patches, values) cut out already, or (images, channels, height, width)."""
+    """(patches, values) if already cut out, or (images, channels, height, width)."""
 
 
 CASES = {
@@ -46,7 +46,7 @@ CASES = {
 
 
 def convolution(conv: nn.Module, values: Tensor) -> Tensor:
-    """(patches, embedding), as the towers' own code computes it."""
+    """Compute (patches, embedding) as the towers' own code does."""
     if values.ndim == 2:
         weight: Any = conv.weight
         return conv(values.view(-1, *weight.shape[1:])).flatten(1)
@@ -54,7 +54,7 @@ def convolution(conv: nn.Module, values: Tensor) -> Tensor:
 
 
 def linear(conv: nn.Module, values: Tensor) -> Tensor:
-    """The same by one matrix product."""
+    """Compute the same values by one matrix product."""
     weight: Any = conv.weight
     bias: Any = conv.bias
     patches = values if values.ndim == 2 else cut(values, weight.shape[-1])
@@ -62,7 +62,7 @@ def linear(conv: nn.Module, values: Tensor) -> Tensor:
 
 
 def cut(images: Tensor, size: int) -> Tensor:
-    """(images, channels, height, width) -> (patches, channels * size * size); pixels beyond whole patches are left."""
+    """Cut (images, channels, height, width) into (patches, channels * size * size) without pixels beyond them."""
     rows, columns = images.shape[2] // size, images.shape[3] // size
     images = images[:, :, : rows * size, : columns * size]
     parts = images.unflatten(3, (columns, size)).unflatten(2, (rows, size))  # (N, C, rows, size, columns, size)
@@ -92,20 +92,6 @@ def measure_case(case: Case, repeats: int) -> dict[str, Any]:
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            name,
-            *(f"{1e3 * median(case['seconds'][form]):.1f}" for form in ("conv", "linear")),
-            f"{case['speedup']:.2f}",
-            f"{case['max_output_difference']:.0e}",
-            f"{case['max_gradient_difference']:.0e}",
-        ]
-        for name, case in result["cases"].items()
-    ]
-    return markdown_table(["patch embedding", "conv ms", "linear ms", "conv/linear", "largest Δ", "gradient Δ"], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
@@ -113,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = {name: measure_case(case, args.repeats) for name, case in CASES.items()}
     result = {"benchmark": "patch_embed", "cases": cases, **environment()}
-    finish(result, table(result), args)
+    finish(result, patch_embed_table([result]), args)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Tables and charts of docs/benchmarks.md from the results in docs/benchmarks/*.json.
+"""Output of results, and the tables and charts of docs/benchmarks.md from the results in docs/benchmarks/*.json.
 
     python benchmarks/report.py
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`; the text around it is written by hand. Each table has its
-chart, docs/images/benchmark_NAME.png.
+A table stands between `<!-- NAME -->` and `<!-- end -->`; the text around it is written by hand. Each table has a
+chart, docs/images/benchmark_NAME.png. The benchmarks import this module, which imports none of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -18,15 +19,34 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
-from benchmarks.common import RESULTS, ROOT, markdown_table
+from benchmarks.common import ROOT, markdown_table
+from benchmarks.flops import SWEEPS
 
+RESULTS = ROOT / "docs" / "benchmarks"
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 Results = Sequence[dict[str, Any]]
 
 
+def result_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--docs", metavar="NAME", help="keep it as docs/benchmarks/NAME.json and redraw the page")
+
+
+def finish(result: dict[str, Any], table: str, arguments: argparse.Namespace) -> None:
+    """Print the table; write the result if `--json` is given; keep it and redraw the page if `--docs` is given."""
+    print(table)
+    text = json.dumps(result, indent=1) + "\n"
+    if arguments.json:
+        arguments.json.write_text(text)
+    if arguments.docs:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{arguments.docs}.json").write_text(text)
+        update_page()
+
+
 def update_page() -> None:
-    """Redraw what there are results for. Raises ValueError if the page has no place for a table."""
+    """Redraw the tables and charts that have results. Raises ValueError if the page has no place for a table."""
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     text = PAGE.read_text()
     for name, (table, chart) in REPORTS.items():
@@ -39,7 +59,7 @@ def update_page() -> None:
 
 
 def fill(text: str, name: str, table: str) -> str:
-    """The page's text with another table between the marks of `name`."""
+    """Return the page's text with `table` between the marks of `name`. Raises ValueError if it has no such marks."""
     marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not marks.search(text):
         raise ValueError(f"{PAGE} has no <!-- {name} --> … <!-- end -->")
@@ -47,7 +67,7 @@ def fill(text: str, name: str, table: str) -> str:
 
 
 def measured_on(results: Results) -> str:
-    """One line on machine and versions."""
+    """Describe the machines and versions in one line."""
     lines = {
         f"{r['machine']['cpu']}, {r['machine']['threads']} threads, {r['machine']['dtype']}; "
         + ", ".join(f"{name} {version}" for name, version in r["versions"].items())
@@ -69,7 +89,7 @@ def save_chart(chart: Any, results: Results, path: Path) -> None:
 
 
 def case_name(result: dict[str, Any]) -> str:
-    """What sets a training pass apart from the others."""
+    """Name the settings that distinguish a training pass from the others."""
     work = result["workload"]
     parts = [f"vs {result['peer']}, G = {work['num_generations']}"]
     return ", ".join([*parts, *(["LoRA"] if work["lora"] else []), *([f"beta {work['beta']}"] if work["beta"] else [])])
@@ -90,7 +110,7 @@ def train_step_table(results: Results) -> str:
 
 
 def train_step_chart(results: Results, pyplot: Any) -> Any:
-    """Speed-up of each case beside its ceiling, rho, and what the floor would reach."""
+    """Draw the speed-up of each case with its ceiling, rho, and the speed-up of the floor."""
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.6 * len(results)))
     places = range(len(results))
     axes.barh(places, [r["speedup_vs_peer"] for r in results], color="tab:blue", height=0.6, label="measured")
@@ -122,7 +142,7 @@ def rollout_name(result: dict[str, Any]) -> str:
 
 
 def rollout_chart(results: Results, pyplot: Any) -> Any:
-    """Seconds of prefill and of what follows, for both sides."""
+    """Draw the seconds of prefill and of the other tokens for both sides."""
     bars = [(f"{rollout_name(r)}: {side}", r["seconds"], side) for r in results for side in ("ours", "generate")]
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.5 * len(bars)))
     names = [name for name, _, _ in bars]
@@ -137,15 +157,23 @@ def rollout_chart(results: Results, pyplot: Any) -> Any:
 
 
 def scaling_table(results: Results) -> str:
-    from benchmarks.scaling import table
-
-    return table(results[-1])
+    head = ["sweep", "G", "image", "completion", "shared s", "dense s", "dense/shared", "FLOPs", "rho", "vs floor"]
+    rows = [
+        [
+            point["sweep"],
+            point["num_generations"],
+            point["image_tokens"],
+            point["completion_tokens"],
+            *(f"{median(point['seconds'][side]):.2f}" for side in ("shared", "dense")),
+            *(f"{point[key]:.2f}" for key in ("measured_ratio", "flop_ratio", "token_ratio", "time_vs_floor")),
+        ]
+        for point in results[-1]["points"]
+    ]
+    return markdown_table(head, rows)
 
 
 def scaling_chart(results: Results, pyplot: Any) -> Any:
-    """Dense over shared, beside theory, along each sweep; and the shared time over the floor's."""
-    from benchmarks.scaling import SWEEPS
-
+    """Draw dense over shared time beside theory along each sweep, and shared time over the floor's."""
     found = results[-1]["points"]
     figure, all_axes = pyplot.subplots(1, len(SWEEPS), figsize=(11, 3.6))
     lines = {
@@ -167,13 +195,21 @@ def scaling_chart(results: Results, pyplot: Any) -> Any:
 
 
 def patch_embed_table(results: Results) -> str:
-    from benchmarks.patch_embed import table
-
-    return table(results[-1])
+    rows = [
+        [
+            name,
+            *(f"{1e3 * median(case['seconds'][form]):.1f}" for form in ("conv", "linear")),
+            f"{case['speedup']:.2f}",
+            f"{case['max_output_difference']:.0e}",
+            f"{case['max_gradient_difference']:.0e}",
+        ]
+        for name, case in results[-1]["cases"].items()
+    ]
+    return markdown_table(["patch embedding", "conv ms", "linear ms", "conv/linear", "largest Δ", "gradient Δ"], rows)
 
 
 def patch_embed_chart(results: Results, pyplot: Any) -> Any:
-    """Milliseconds of both forms."""
+    """Draw the milliseconds of both forms."""
     cases = results[-1]["cases"]
     figure, axes = pyplot.subplots(figsize=(8, 3))
     for offset, form in ((-0.2, "conv"), (0.2, "linear")):
@@ -192,7 +228,7 @@ REPORTS: dict[str, tuple[Any, Any]] = {
     "scaling": (scaling_table, scaling_chart),
     "patch_embed": (patch_embed_table, patch_embed_chart),
 }
-"""By the name of the benchmark: its table and its chart."""
+"""Table and chart of each benchmark, by its name."""
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
 import torch
 
-from benchmarks.common import alternate, environment, finish, markdown_table, ratio, result_arguments
+from benchmarks.common import alternate, environment, markdown_table, ratio
 from benchmarks.counting import counted_flops
 from benchmarks.flops import Training, Workload
+from benchmarks.report import finish, result_arguments
 from benchmarks.shapes import SHAPES
 from benchmarks.sides import Setup
-from rl_vlm.generation.hf import HFEngine
-from rl_vlm.loading import load_policy
+from rl_vlm.model.loading import load_policy
+from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.types import RolloutRequest, Sampling
 
 SIDES = ("ours", "generate")
@@ -45,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def own_rollout(setup: Setup) -> Callable[[int], None]:
-    """A group of so many tokens per completion, from a prompt that nothing is kept of."""
+    """Return a function that generates a group of so many tokens per completion, with nothing cached for its prompt."""
     from transformers import AutoTokenizer
 
     policy = load_policy(setup.config, str(setup.checkpoint)).eval()
@@ -61,7 +62,7 @@ def own_rollout(setup: Setup) -> Callable[[int], None]:
 
 
 def generate_rollout(setup: Setup) -> Callable[[int], None]:
-    """The same by the model's own `generate`."""
+    """Return a function that does the same by the model's own `generate`."""
     from transformers import AutoModelForImageTextToText
 
     model: Any = AutoModelForImageTextToText.from_pretrained(setup.checkpoint, attn_implementation="sdpa").eval()

@@ -3,8 +3,9 @@
     python benchmarks/scaling.py --json result.json
 
 Each point is one group; one quantity varies and the others stay at 8 completions of 200 tokens behind 1,000 tokens of
-image and 40 of text. The last row has rho < 1.15: little to share, where a shared row must not cost more than it saves.
-The vision tower runs once per group on both paths, so the measured ratio is held against FLOPs and rho alike.
+image and 40 of text. The last row has little to share, rho < 1.15: there a shared row must not cost more than it saves.
+The vision tower runs once per group on both paths. The measured ratio is reported beside those of FLOPs and of language
+tokens (rho).
 """
 
 from __future__ import annotations
@@ -15,23 +16,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
-from benchmarks.common import alternate, environment, finish, markdown_table, ratio, result_arguments
-from benchmarks.flops import Training, Workload, flop_ceiling
+from benchmarks.common import alternate, environment, ratio
+from benchmarks.flops import SWEEPS, Training, Workload, flop_ceiling
+from benchmarks.report import finish, result_arguments, scaling_table
 from benchmarks.shapes import SHAPES, model_config
 from benchmarks.sides import Setup, floor_side, own_side
 
-SWEEPS: dict[str, tuple[int, ...]] = {
-    "num_generations": (1, 2, 4, 8, 16),
-    "image_tokens": (100, 300, 1000, 2000),
-    "completion_tokens": (50, 200, 800),
-}
 LITTLE_TO_SHARE = Workload(image_tokens=64, text_tokens=40, completion_tokens=600, num_generations=4)
-"""rho = 1.13"""
+"""rho = 1.12"""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def points(only: str | None) -> list[tuple[str, Workload]]:
-    """Every point with the name of its sweep."""
+    """Return each point with the name of its sweep; only those of the sweep `only` if it is given."""
     found = [(name, dataclasses.replace(Workload(), **{name: value})) for name, row in SWEEPS.items() for value in row]
     found.append(("little_to_share", LITTLE_TO_SHARE))
     return [(name, work) for name, work in found if only in (None, name)]
@@ -73,26 +69,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "scaling", "shape": args.shape, "points": found, **environment()}
 
 
-def table(result: dict[str, Any]) -> str:
-    head = ["sweep", "G", "image", "completion", "shared s", "dense s", "dense/shared", "FLOPs", "rho", "vs floor"]
-    rows = [
-        [
-            point["sweep"],
-            point["num_generations"],
-            point["image_tokens"],
-            point["completion_tokens"],
-            *(f"{median(point['seconds'][side]):.2f}" for side in ("shared", "dense")),
-            *(f"{point[key]:.2f}" for key in ("measured_ratio", "flop_ratio", "token_ratio", "time_vs_floor")),
-        ]
-        for point in result["points"]
-    ]
-    return markdown_table(head, rows)
-
-
 def main() -> None:
     args = parse()
     measured = measure(args)
-    finish(measured, table(measured), args)
+    finish(measured, scaling_table([measured]), args)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The model and the group that benchmarks measure: Qwen2.5-VL-3B in small, with random weights.
+"""The model and the group that benchmarks measure: a small Qwen2.5-VL with random weights.
 
-40 million parameters whose FLOPs on a prompt of 1,000 image and 40 text tokens and a completion of 200 divide among
-vision tower, language layers and LM head as those of Qwen2.5-VL-3B do (`proportions`; head dimensions 80 and 128, one
-vision layer of eight with full attention, and the MLPs' ratios are the 3B's too):
+It has 41 million parameters. On a prompt of 1,000 image and 40 text tokens and a completion of 200, its FLOPs divide
+among vision tower, language layers and LM head as those of Qwen2.5-VL-3B do (`proportions`). Head dimensions of 80 and
+128, full attention in one vision layer of eight, and the MLPs' ratios are the 3B's too.
 
                  vision   language   head
     3B           0.431    0.559      0.010
@@ -20,7 +20,7 @@ from PIL import Image
 
 from benchmarks.flops import Flops, Workload, causal_pairs, head_flops, language_flops, vision_flops
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.prompts import PromptBuilder
+from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.tiny.family import chat_template
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
@@ -51,13 +51,13 @@ TOY: Shape = (
 
 SHAPES = {"small": SMALL, "toy": TOY}
 LORA_R = 5
-"""Of SMALL; as large a part of its width as rank 16 is of the 3B's."""
+"""LoRA rank for SMALL: the same fraction of its width as rank 16 is of the 3B's."""
 FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 32, 256
 """Completions are drawn from these ids: bytes, no special tokens."""
 
 
 def model_config(shape: Shape, tokenizer: Any = None) -> Any:
-    """A `Qwen2_5_VLConfig`; without a tokenizer the special tokens keep the ids of the class."""
+    """Build a `Qwen2_5_VLConfig`. Without a tokenizer the special tokens keep the default ids of the class."""
     from transformers import Qwen2_5_VLConfig
 
     text, vision = (dict(part) for part in shape)
@@ -77,7 +77,7 @@ def model_config(shape: Shape, tokenizer: Any = None) -> Any:
 
 
 def proportions(shape: Shape, work: Workload) -> Flops:
-    """Share of each part in one forward of one padded row, as the dense path computes it."""
+    """Compute the share of each part in one forward of one padded row, as on the dense path."""
     config = model_config(shape)
     row = work.prompt_tokens + work.completion_tokens
     flops = Flops(
@@ -111,21 +111,21 @@ def build_checkpoint(shape: Shape, directory: Path, seed: int = 0) -> Path:
 
 
 def make_image(work: Workload, shape: Shape, seed: int = 0) -> Image.Image:
-    """Noise that the processor turns into exactly `work.image_tokens` tokens."""
+    """Make an image of noise that the processor turns into exactly `work.image_tokens` tokens."""
     height, width = (2 * shape[1]["patch_size"] * side for side in work.image_grid)
     generator = torch.Generator().manual_seed(seed)
     return Image.fromarray(torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8).numpy())
 
 
 def make_prompt(checkpoint: Path, work: Workload, shape: Shape) -> Prompt:
-    """An image and text of exactly `work.prompt_tokens` tokens; raises ValueError if the template alone has more."""
+    """Build a prompt of exactly `work.prompt_tokens` tokens. Raises ValueError if it has more even without text."""
     from transformers import AutoProcessor
 
     builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
     image = make_image(work, shape)
 
     def build(num_characters: int) -> Prompt:
-        text = "~" * num_characters  # a token each: no merge has it
+        text = "~" * num_characters  # one token each, as no merge of the tokenizer contains it
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
         return builder.build(Sample("sample", messages, [image], {}, messages))
 
@@ -136,8 +136,8 @@ def make_prompt(checkpoint: Path, work: Workload, shape: Shape) -> Prompt:
 
 
 def make_group(prompt: Prompt, work: Workload, seed: int = 0) -> ScoredGroup:
-    """A group of random completions with rewards 0, 1, 2, … and TRL's advantages of them."""
-    from rl_vlm.advantages import compute_advantages
+    """Build a group of random completions with rewards 0, 1, 2, … and TRL's advantages for them."""
+    from rl_vlm.algorithm.advantages import compute_advantages
 
     generator = torch.Generator().manual_seed(seed)
     shape = (work.num_generations, work.completion_tokens)
@@ -156,5 +156,5 @@ def make_group(prompt: Prompt, work: Workload, seed: int = 0) -> ScoredGroup:
 
 
 def micro_batch(groups: Sequence[ScoredGroup], shared: bool) -> MicroBatch:
-    """Whole groups in one micro-batch."""
+    """Put whole groups in one micro-batch."""
     return MicroBatch([SubGroup(group, list(range(len(group.group.completions)))) for group in groups], shared)

@@ -1,7 +1,7 @@
 """One training pass over one group, done four ways: shared, dense, by TRL, and as the floor.
 
-A training pass is: reference log-probs where `beta` > 0, policy log-probs, loss, backward. Every side starts from the
-same weights and completions and leaves gradients under the same parameter names (the floor's mean nothing).
+A training pass is: reference log-probs if `beta` > 0, policy log-probs, loss, backward. Every side starts from the
+same weights and completions and leaves gradients under the same parameter names (the floor's are not meaningful).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from benchmarks.flops import Training, Workload
 from benchmarks.shapes import Shape, build_checkpoint, make_group, make_image, make_prompt, micro_batch
+from rl_vlm.algorithm.losses import LossInputs, count_denominators, policy_loss
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.loading import load_policy, load_reference, lora_config
-from rl_vlm.losses import LossInputs, count_denominators, policy_loss
+from rl_vlm.model.loading import load_policy, lora_config
+from rl_vlm.model.reference import load_reference
 from rl_vlm.types import Prompt, ScoredGroup, length_mask
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns at every use
@@ -30,7 +31,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns a
 
 @dataclass(frozen=True)
 class Setup:
-    """What all sides have in common."""
+    """The parts common to all sides."""
 
     shape: Shape
     work: Workload
@@ -40,14 +41,14 @@ class Setup:
 
     @staticmethod
     def build(shape: Shape, work: Workload, training: Training, directory: Path) -> Setup:
-        """A fresh checkpoint in `directory`."""
+        """Build a fresh checkpoint in `directory` and a group for it."""
         checkpoint = build_checkpoint(shape, directory)
         group = make_group(make_prompt(checkpoint, work, shape), work)
         return Setup(shape, work, training, checkpoint, group)
 
     @property
     def config(self) -> RunConfig:
-        """The settings of a run of ours."""
+        """The configuration of a run of this project."""
         lora = self.training.lora_r
         model: dict[str, Any] = {"model_name_or_path": str(self.checkpoint)}
         if lora:
@@ -65,7 +66,7 @@ class Setup:
         )
 
     def new_group(self) -> ScoredGroup:
-        """The group around a new prompt: features and positions that were kept for the old one do not count."""
+        """Return the group with a copy of its prompt, without features and positions cached for the old one."""
         group = dataclasses.replace(self.group.group, prompt=dataclasses.replace(self.group.group.prompt))
         return dataclasses.replace(self.group, group=group)
 
@@ -79,7 +80,7 @@ class Side:
     """Everything up to the backward pass."""
 
     def run(self) -> float:
-        """The whole pass; gradients stay until the next one."""
+        """Run the whole pass and return its loss. Gradients stay until the next pass."""
         self.model.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()
@@ -87,9 +88,9 @@ class Side:
 
 
 def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
-    """This system, on the group-shared row or on one padded row per completion.
+    """Build the side of this project, on the group-shared row or on one padded row per completion.
 
-    Without `bans` placeholder tokens keep their probability, as with TRL, for gradients to be equal.
+    Without `bans` placeholder tokens keep their probability as in TRL, so that gradients are equal.
     """
     config, work = setup.config, setup.work
     policy = load_policy(config, str(setup.checkpoint)).train()
@@ -119,9 +120,9 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
 
 
 def trl_side(setup: Setup, output_dir: Path) -> Side:
-    """TRL's `GRPOTrainer` on sdpa with its chunked LM head on completions only, the group in one micro-batch.
+    """Build the side of TRL's `GRPOTrainer`: sdpa, chunked LM head on completions only, the group in one micro-batch.
 
-    The batch is the trainer's own, made of the same completions and rewards; the reference pass is the call that
+    The trainer makes its own batch from the same completions and rewards. The reference pass is the call that
     `_generate_and_score_completions` makes.
     """
     from transformers import PreTrainedModel
@@ -144,7 +145,7 @@ def trl_side(setup: Setup, output_dir: Path) -> Side:
 
 
 def make_trainer(setup: Setup, output_dir: Path) -> Any:
-    """A `GRPOTrainer` in the state that `train()` brings it to, with the group's completions as its rollouts."""
+    """Build a `GRPOTrainer` in the state that `train()` brings it to, with the group's completions as its rollouts."""
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText
     from trl.trainer.grpo_config import GRPOConfig
@@ -181,9 +182,9 @@ def make_trainer(setup: Setup, output_dir: Path) -> Any:
 
 
 def head_on_completions_only() -> AbstractContextManager[Any]:
-    """TRL's head scores prompts too where there is no Triton, as on CPUs: six times the work at 1,040 + 200 tokens.
+    """Make TRL's head select positions as on a GPU inside, in TRL's favour; the kernel stays its own for CPUs.
 
-    Inside, it selects positions as on a GPU, in TRL's favour; the kernel stays its own for CPUs.
+    Without Triton, as on CPUs, it scores prompts too: six times the work at 1,040 + 200 tokens.
     """
     import trl.trainer.utils
 
@@ -192,7 +193,7 @@ def head_on_completions_only() -> AbstractContextManager[Any]:
 
 @torch.no_grad()
 def trl_reference_logprobs(trainer: Any, reference: Any, batch: dict[str, Any]) -> Tensor:
-    """Log-probs of the reference model, or of the policy without its adapter."""
+    """Compute log-probs of the reference model, or of the policy without its adapter."""
     from trl.models.utils import disable_gradient_checkpointing
     from trl.trainer.utils import use_adapter
 
@@ -211,8 +212,10 @@ def trl_reference_logprobs(trainer: Any, reference: Any, batch: dict[str, Any]) 
 
 
 def floor_side(setup: Setup) -> Side:
-    """What the same unique tokens cost in stock calls: one row of P, k rows of R that see no prompt, vision once,
-    a plain cross entropy on completions only."""
+    """Build the floor, a pass over the same unique tokens in stock calls.
+
+    It has one row of P, k rows of R that see no prompt, vision once, and a plain cross entropy on completions only.
+    """
     policy = load_policy(setup.config, str(setup.checkpoint)).train()
     policy.transformer.set_attn_implementation("sdpa")
     reference = load_reference(setup.config, str(setup.checkpoint), policy, resumed=None)
@@ -234,7 +237,7 @@ def floor_side(setup: Setup) -> Side:
 
 
 def stock_features(model: Any, prompt: Prompt) -> Tensor:
-    """Image features (image tokens, hidden), without gradients where the tower is frozen."""
+    """Compute image features (image tokens, hidden), without gradients if the tower is frozen."""
     trained = any(p.requires_grad for p in model.model.visual.parameters())
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
         pixels, grid = prompt.mm_inputs["pixel_values"], prompt.mm_inputs["image_grid_thw"]
@@ -242,7 +245,7 @@ def stock_features(model: Any, prompt: Prompt) -> Tensor:
 
 
 def stock_loss(model: Any, prompt: Prompt, completions: Tensor, features: Tensor) -> Tensor:
-    """A loss that all unique tokens take part in."""
+    """Compute a loss that depends on all unique tokens."""
     embeddings = model.get_input_embeddings()(prompt.token_ids)
     places = (prompt.token_ids == model.config.image_token_id).nonzero()[:, 0]
     row = embeddings.index_copy(0, places, features)[None]
@@ -253,7 +256,7 @@ def stock_loss(model: Any, prompt: Prompt, completions: Tensor, features: Tensor
 
 
 def give_adapters_weights(model: nn.Module) -> None:
-    """The same small random LoRA weights on every side: as initialised, half of an adapter has no gradient."""
+    """Set the same small random LoRA weights on every side. As initialised, half of an adapter has no gradient."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -262,10 +265,10 @@ def give_adapters_weights(model: nn.Module) -> None:
 
 
 def differences(ours: Side, peer: Side) -> dict[str, float]:
-    """Of one pass of both: |loss - loss'| and the largest relative difference of a parameter's gradient.
+    """Run one pass of both; return |loss - loss'| and the largest relative difference of a parameter's gradient.
 
     The latter is norm(g - g') / max(norm(g'), 1e-3 of the largest norm), as in the parity tests. Raises AssertionError
-    if other parameters have gradients.
+    if not the same parameters have gradients on both sides.
     """
     losses = [side.run() for side in (ours, peer)]
     found, expected = (

@@ -3,7 +3,7 @@
     python benchmarks/train_step.py --peer trl --num-generations 8 --json result.json
 
 Both sides and the floor run in one process, alternating; the reported ratios are medians over rounds. Memory is the
-growth of the resident size at its peak in a fresh process per side. See docs/benchmarks.md for what the numbers mean.
+growth of the resident size at its peak in a fresh process per side. docs/benchmarks.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from benchmarks.common import (
     alternate,
     environment,
-    finish,
     in_fresh_process,
     markdown_table,
     peak_growth,
     ratio,
-    result_arguments,
 )
 from benchmarks.counting import counted_flops
 from benchmarks.flops import Training, Workload, dense_flops, floor_flops, shared_flops
+from benchmarks.report import finish, result_arguments
 from benchmarks.shapes import LORA_R, SHAPES, model_config
 from benchmarks.sides import Setup, Side, differences, floor_side, own_side, trl_side
 
@@ -66,7 +65,7 @@ def make_side(name: str, setup: Setup, directory: Path) -> Side:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the table and the JSON hold."""
+    """Measure everything that the table and the JSON contain."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         setup = Setup.build(SHAPES[args.shape], workload(args), training(args), directory / "model")
@@ -85,7 +84,7 @@ def memory_arguments(args: argparse.Namespace, side: str) -> list[str]:
 
 
 def measure_memory(args: argparse.Namespace) -> int:
-    """Bytes of one side's first pass: activations, gradients, and what its kernels need."""
+    """Measure the bytes of one side's first pass: activations, gradients, and memory of its kernels."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         setup = Setup.build(SHAPES[args.shape], workload(args), training(args), directory / "model")
@@ -129,7 +128,7 @@ WORKLOAD = "num_generations image_tokens text_tokens completion_tokens lora beta
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line per side, then one line per conclusion."""
+    """Format one line per side, then one line per conclusion."""
     peer = result["peer"]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""The `rl-vlm` command. What a command runs is imported when it runs: help and config errors need no torch."""
+"""The `rl-vlm` command. Commands import what they need when they run, so help and config errors need no torch."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.describe import describe, settings_help
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
@@ -19,8 +19,8 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     plan = plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if options.dry_run:
         return _print(describe(config, plan))
-    from rl_vlm.report.outcome import training_outcome
-    from rl_vlm.trainer import train
+    from rl_vlm.log.outcome import training_outcome
+    from rl_vlm.run import train
 
     _hide_progress_of_files()
     _print(training_outcome(train(config), config.train.output_dir) + "\n")
@@ -32,7 +32,7 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     if options.dry_run:
         return _print(describe(config))
     from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
-    from rl_vlm.report.outcome import comparison_outcome, evaluation_outcome
+    from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
 
     _hide_progress_of_files()
     checkpoints = options.checkpoint or [config.model.model_name_or_path]
@@ -54,7 +54,7 @@ def serve_command(config: RunConfig, options: argparse.Namespace) -> None:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Where the servers listen."""
+    """Add the options for the address of the servers."""
     parser.usage = f"{parser.usage} [--host HOST] [--port PORT]"
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="HOST",
@@ -67,7 +67,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_eval_flags(parser: argparse.ArgumentParser) -> None:
-    """What one evaluation is asked for, beside the settings of the model and the data."""
+    """Add the options of an evaluation that are not settings of a run."""
     parser.usage = f"{parser.usage} [--by COLUMN] [--keep LOW..HIGH] [--keep-by FUNCTION] [--checkpoint PATH]"
     parser.add_argument(
         "--by", action="append", default=[], metavar="COLUMN",
@@ -105,12 +105,12 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
     "serve": serve_command,
 }
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
-"""Settings that a command makes itself."""
+"""Settings that a command fixes."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"eval": add_eval_flags, "serve": add_serve_flags}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `rl-vlm COMMAND …`; the exit status is 2 for an error that the user can mend."""
+    """Run `rl-vlm COMMAND …` and return its exit status, which is 2 for an error that the user can fix."""
     commands = "\n".join(f"  {name:8}{command.__doc__}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="rl-vlm",
@@ -126,13 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Runs the command `name` and returns its exit status."""
+    """Run the command `name` and return its exit status."""
     options = _parser(name).parse_intermixed_args(arguments)
-    sys.path.append(os.getcwd())  # `module:function` settings name modules beside the config, as under `python -m`
     try:
         COMMANDS[name](load_config(options.config, options.overrides, FIXED.get(name, {})), options)
     except RLVLMError as error:
-        # Every process finds the same fault in a config; other errors may be one process's own.
+        # All processes find the same error in a config; other errors may occur in one process only.
         if _is_first_process() or not isinstance(error, ConfigError):
             print(f"rl-vlm {name} {options.config} failed:\n{error}", file=sys.stderr)
         return 2
@@ -162,7 +161,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _hide_progress_of_files() -> None:
-    """One bar on the terminal: transformers shows one for every model file that it reads or writes."""
+    """Hide the bars that transformers shows for every model file, so that the terminal shows only that of the run."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -1,4 +1,4 @@
-"""`rl-vlm serve`: vLLM servers with a run's own settings, which a trainer elsewhere joins."""
+"""`rl-vlm serve`: vLLM servers with the settings of a run, for a separately started trainer to join."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ from rl_vlm.config.schema import RunConfig, VLLMConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 STARTING = {"vllm_num_servers": "1", "vllm_server_devices": "[]"}
-"""Settings of servers that are started, as a trainer that joins them has them: unset."""
+"""Settings of servers to start, with the values that unset them for a trainer that joins servers."""
 OPEN_TO_OTHERS = (
     "WARNING: other machines can reach the servers on {host}. Requests need the token, and carry it unencrypted: "
     "let nobody but the trainer's machines into that network."
@@ -22,18 +22,18 @@ OPEN_TO_OTHERS = (
 
 
 def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None) -> None:
-    """Start the run's servers on this machine, say how to join them, and stay until Ctrl-C or SIGTERM.
+    """Start the run's servers on this machine, print how to join them, and wait for Ctrl-C or SIGTERM.
 
-    `trainer` are the words of `rl-vlm train` that its settings come from. Of several servers, each listens one port
-    above the last, and without a port on any that is free. Raises RolloutError, with the end of its log, if one ends.
+    `trainer` holds the arguments of `rl-vlm train` for these settings. Several servers listen on consecutive ports from
+    `port`, or on free ports if it is None. Raises RolloutError with the end of the log if a server ends.
     """
-    from rl_vlm.engine import Engine
-    from rl_vlm.generation.vllm_client import TOKEN, VLLMClient
-    from rl_vlm.generation.vllm_common import engine_arguments
-    from rl_vlm.generation.vllm_process import start_servers, stop_servers
-    from rl_vlm.loading import base_of, initial_checkpoint
+    from rl_vlm.distributed.ranks import Ranks
+    from rl_vlm.model.loading import base_of, initial_checkpoint
+    from rl_vlm.rollout.vllm.arguments import engine_arguments
+    from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
+    from rl_vlm.rollout.vllm.process import start_servers, stop_servers
 
-    initial = initial_checkpoint(config, Engine(config.train.output_dir, config.log))
+    initial = initial_checkpoint(config, Ranks())
     arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial))
     token, settings = os.environ.get(TOKEN) or secrets.token_urlsafe(32), config.vllm
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -57,8 +57,8 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
 
 
 def sent_adapter_rank(config: RunConfig, initial: str) -> int | None:
-    """Rank of the adapter that the run will send, or None if it sends weights."""
-    from rl_vlm.loading import adapter_rank
+    """Return the rank of the adapter that the run will send, or None if it sends weights."""
+    from rl_vlm.model.loading import adapter_rank
 
     if config.rollout.lora_sync != "adapter":
         return None
@@ -66,13 +66,16 @@ def sent_adapter_rank(config: RunConfig, initial: str) -> int | None:
 
 
 def reachable(url: str) -> str:
-    """The address from elsewhere, where the server listens on every interface."""
+    """Return the URL for other machines: the host name replaces 0.0.0.0 if the server listens on every interface."""
     return url.replace("//0.0.0.0:", f"//{socket.gethostname()}:")
 
 
 def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str], settings: VLLMConfig) -> str:
-    """The addresses, and the two lines that the trainer's side needs; `settings` are those that `trainer` make."""
-    from rl_vlm.generation.vllm_client import TOKEN
+    """Return the URLs of the servers and the two commands of the trainer's side.
+
+    `trainer` holds the arguments of `rl-vlm train`, and `settings` their values.
+    """
+    from rl_vlm.rollout.vllm.client import TOKEN
 
     words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in STARTING]
     unset = [f"{name}={value}" for name, value in STARTING.items() if name in settings.model_fields_set]

@@ -1,4 +1,4 @@
-"""How a reward function is called: with the arguments it declares, sync or async."""
+"""Calls of reward functions, sync or async, with the arguments that they declare."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from typing import Any
 
 from rewards.contract import Answer, Fault, RewardFunction, failed, read_returned
 
-# What every call offers beside the columns of the data; log_extra and log_metric come from the call itself.
+# Arguments that every call offers besides the columns of the data; `Call` adds log_extra and log_metric.
 OFFERED = ("prompts", "completions", "completion_ids", "images", "trainer_state", "log_extra", "log_metric")
 
 
 def parameters(function: RewardFunction) -> dict[str, Parameter]:
-    """The named parameters of a function."""
+    """Return the named parameters of a function."""
     unnamed = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind not in unnamed}
 
 
 def takes_anything(function: RewardFunction) -> bool:
-    """Whether a function has `**kwargs`."""
+    """Return whether a function has `**kwargs`."""
     return any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered arguments that the function declares, or all if it has `**kwargs`."""
+    """Return the offered arguments that the function declares, or all if it has `**kwargs`."""
     if takes_anything(function):
         return dict(offered)
     return {name: offered[name] for name in parameters(function) if name in offered}
 
 
 class Call:
-    """One call for `count` completions. A sync function has run once this exists; an async one may still be running."""
+    """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later."""
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], count: int) -> None:
-        """`arguments` are passed as they are; `log_extra` and `log_metric` are added if the function declares them."""
+        """`arguments` are passed unchanged; `log_extra` and `log_metric` are added if the function declares them."""
         self.count = count
         self.extras: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
@@ -57,17 +57,17 @@ class Call:
             self.returned.set_exception(error)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """TRL's `log_extra`: a column for the rollout log, one value per completion."""
+        """Add a column to the completions file, one value per completion (TRL's `log_extra`)."""
         if len(values) != self.count:
             raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
         self.extras[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """TRL's `log_metric`: a scalar, averaged over the calls of a step."""
+        """Add a scalar that is averaged over the calls of a step (TRL's `log_metric`)."""
         self.metrics.setdefault(name, []).append(float(value))
 
     def answer(self) -> Answer:
-        """Waits for the function, and reads what it returned."""
+        """Wait for the function and read what it returned."""
         try:
             answer = read_returned(self.returned.result(), self.count)
         except (Exception, SystemExit) as error:
@@ -77,7 +77,7 @@ class Call:
 
 
 def describe(error: BaseException) -> str:
-    """An exception on one line, with the place it came from."""
+    """Describe an exception on one line, with the place where it was raised."""
     *_, place = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno} in {place.name})"
 
@@ -91,7 +91,7 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
 
 @functools.cache
 def background_loop() -> asyncio.AbstractEventLoop:
-    """An event loop in its own thread, kept for good: the clients that async functions hold belong to one loop."""
+    """Start one event loop for the run, in its own thread: clients that async functions keep belong to one loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
     return loop

@@ -1,4 +1,4 @@
-"""Multiple choice: is the option that the answer names the right one?"""
+"""Reward for multiple choice: the answer names the right option."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATEMENT = re.compile(r"(?i)\b(?:answer|option|choice)(?: is:?|:) ?(?:(?:option
 def choice(
     completions: Sequence[Completion], solution: Sequence[Any], *, letters: str = "ABCDEFGHIJ"
 ) -> list[float | None]:
-    """1.0 where the answer names the option that `solution` names, else 0.0; None where `solution` names none.
+    """Return 1.0 if the answer names the option that `solution` names, else 0.0; None if `solution` names none.
 
     Options are named by one of `letters`, in either case. An answer that names several options, or none, scores 0.0.
     """
@@ -26,9 +26,10 @@ def choice(
 
 
 def named_option(text: str, letters: str) -> str | None:
-    """The one option that a text names, as in `B`, `(b)`, `**B**`, `B. a dog`, `The answer is (B) a dog`; else None.
+    """Return the one option that a text names, or None if it names none or several.
 
-    Reads the last closed `<answer>` tag, or the whole text if there is none; in it, what follows each "answer is".
+    Examples: `B`, `(b)`, `**B**`, `B. a dog`, `The answer is (B) a dog`. Reads the last closed `<answer>` tag, or the
+    whole text if there is none; in it, only what follows each "answer is", if there is one.
     """
     words = " ".join(answer_text(text).replace("*", "").replace("`", "").split())
     before, *statements = STATEMENT.split(words)
@@ -37,7 +38,7 @@ def named_option(text: str, letters: str) -> str | None:
 
 
 def _leading_option(text: str, letters: str) -> str | None:
-    """The option at the start of the text, unless other options are listed behind it."""
+    """Return the option at the start of the text, or None if there is none or other options are listed after it."""
     letter = f"[{letters}{letters.lower()}]"
     leading = re.match(rf"[(\[]({letter})[)\]]|({letter})(?=[.):]|,? (?:because|since)\b|$)", text)
     if leading is None:

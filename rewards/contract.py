@@ -22,7 +22,7 @@ LARGEST_REWARD = 1e6
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a call, or one reward of it, cannot be used."""
+    """Why a call, or one score of it, cannot be used."""
 
     kind: FaultKind
     message: str
@@ -33,10 +33,10 @@ Score = float | Fault | None
 
 @dataclass
 class Answer:
-    """What one call said of its completions, in plain Python, so that it can cross processes."""
+    """The result of one call, in plain Python types, so that it can be sent between processes."""
 
     scores: list[Score]
-    """One per completion; None where the function does not apply."""
+    """One per completion; None if the function does not apply."""
     sub_scores: dict[str, list[Any]] = field(default_factory=dict)
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns logged through `log_extra`."""
@@ -45,12 +45,12 @@ class Answer:
 
 
 def failed(fault: Fault, count: int) -> Answer:
-    """The answer of a call that is no use for any of its `count` completions."""
+    """Return the answer of a call that failed for all of its `count` completions."""
     return Answer([fault] * count)
 
 
 def join(answers: Sequence[Answer]) -> Answer:
-    """The answers of several calls as one; a column that a call did not log is None there."""
+    """Join the answers of several calls; a column is None for the completions of a call that did not log it."""
     whole = Answer([score for answer in answers for score in answer.scores])
     for answer in answers:
         for metric, values in answer.metrics.items():
@@ -63,7 +63,7 @@ def join(answers: Sequence[Answer]) -> Answer:
 
 
 def read_returned(returned: Any, count: int) -> Answer:
-    """Checks what a call for `count` completions returned. A bad element faults its completion, all else the call."""
+    """Check what a call for `count` completions returned. A bad element faults its completion, all else the call."""
     lists = _named_lists(returned, count)
     if isinstance(lists, Fault):
         return failed(lists, count)
@@ -72,7 +72,7 @@ def read_returned(returned: Any, count: int) -> Answer:
 
 
 def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
-    """The returned lists by name, `reward` among them, each with one value per completion."""
+    """Return the lists by name, `reward` among them, each with one value per completion; or the fault of the call."""
     if returned is None:
         return Fault("none", "returned None, not a list; a None per completion means that it does not apply")
     named = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
@@ -92,7 +92,7 @@ def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
 
 
 def read_score(value: Any) -> Score:
-    """One element of a returned list as a float, None, or the fault that it is."""
+    """Read one element of a returned list as a float, None or a fault."""
     value = _plain(value)
     if value is None:
         return None
@@ -106,7 +106,7 @@ def read_score(value: Any) -> Score:
 
 
 def _plain(value: Any) -> Any:
-    """The Python number inside a numpy or torch scalar."""
+    """Return the Python number inside a numpy or torch scalar, or any other value unchanged."""
     is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar else value
 

@@ -1,4 +1,4 @@
-"""Is the answer the solution, word for word?"""
+"""Reward for an answer that is the solution, word for word."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rewards.text import Completion, answer_text, completion_text
 def exact_match(
     completions: Sequence[Completion], solution: Sequence[Any], *, ignore_case: bool = False
 ) -> list[float | None]:
-    """1.0 where the answer equals `solution` up to whitespace, else 0.0; None where `solution` is None.
+    """Return 1.0 if the answer equals `solution` up to whitespace, else 0.0; None if `solution` is None.
 
-    The answer is what stands in the last closed `<answer>` tag, or the whole completion if there is none. The solution
+    The answer is the content of the last closed `<answer>` tag, or the whole completion if there is none. The solution
     is read in the same way, so that `<answer>7</answer>` and `7` are the same gold answer.
     """
     return [

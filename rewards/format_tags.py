@@ -1,4 +1,4 @@
-"""Is the completion laid out in the tags that were asked for?"""
+"""Reward for a completion that has the required tags."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rewards.text import Completion, completion_text
 def format_tags(
     completions: Sequence[Completion], *, tags: Sequence[str] = ("answer",), allow_outside: bool = False
 ) -> list[float]:
-    """1.0 for a completion with each of `tags` exactly once, closed, not empty and in this order, else 0.0.
+    """Return 1.0 if a completion has each of `tags` exactly once, closed, not empty and in this order, else 0.0.
 
-    Text outside the tags scores 0.0 unless `allow_outside`.
+    Text outside the tags scores 0.0 unless `allow_outside` is True.
     """
     if isinstance(tags, str):
         raise TypeError(f"`tags` is a list of tag names; write [{tags}]")

@@ -1,4 +1,4 @@
-"""Is the answer the right number?"""
+"""Reward for an answer that is the right number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Quantity(NamedTuple):
 def numeric(
     completions: Sequence[Completion], solution: Sequence[Any], *, rel_tol: float = 1e-9, abs_tol: float = 0.0
 ) -> list[float | None]:
-    """1.0 where the answer is the number `solution` within tolerance, else 0.0; None where `solution` is no number.
+    """Return 1.0 if the answer is the number `solution` within tolerance, else 0.0; None if `solution` is no number.
 
     Tolerances are those of `math.isclose`. Units must agree if both sides have one; `50%` equals both 0.5 and 50.
     """
@@ -46,7 +46,7 @@ def numeric(
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    """Reads numbers such as `-1,234.5`, `3/4`, `1 1/2`, `50%`, `1e-3`, `2 x 10^5`, `$7` and `7 km/h`; else None.
+    """Parse a number such as `-1,234.5`, `3/4`, `1 1/2`, `50%`, `1e-3`, `2 x 10^5`, `$7` or `7 km/h`; else return None.
 
     Only the number may stand in the last closed `<answer>` tag, or in the whole text if there is none.
     """

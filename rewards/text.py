@@ -8,7 +8,7 @@ Completion = str | list[dict[str, Any]]
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a plain completion, or of the last message of a conversational one."""
+    """Return the text of a plain completion, or of the last message of a conversational one."""
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"]
@@ -18,7 +18,7 @@ def completion_text(completion: Completion) -> str:
 
 
 def answer_text(text: str) -> str:
-    """What stands in the last closed `<answer>` tag, or the whole text if there is none; outer whitespace removed."""
+    """Return the content of the last closed `<answer>` tag, or the whole text if there is none, stripped."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start < 0:

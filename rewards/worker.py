@@ -1,4 +1,4 @@
-"""A process that runs one reward function and can be killed, whatever it hangs in.
+"""A process that runs one reward function and can be killed if it hangs.
 
 A thread or a signal handler cannot stop a function that holds the interpreter lock, such as a backtracking regular
 expression; killing its process can.
@@ -14,38 +14,42 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from rewards.calling import Call, describe
-from rewards.contract import Answer, Fault, failed
-from rewards.loading import LoadError, load_function
+from rewards.contract import Answer, Fault, RewardFunction, failed
 
 LOAD_SECONDS = 300.0
-"""Most time that the first start may take; it does not count against a function's timeout."""
+"""Time limit for starting the process before a call; it does not count towards the function's timeout."""
 ORPHAN_SECONDS = 3.0
-"""A worker whose main process was killed ends itself this long after the timeout."""
+"""If the main process was killed, a worker ends itself this long after the timeout."""
 
 Batch = tuple[Mapping[str, Any], int]
 """The arguments of one call, and its number of completions."""
 
 
-class Worker:
-    """Runs a function in a process that starts with the first call, and anew after it was killed."""
+class LoadError(Exception):
+    """Raised if a process could not load its function."""
 
-    def __init__(self, function_name: str, timeout: float) -> None:
-        self._function_name = function_name
+
+class Worker:
+    """Runs a function in a process that the first call starts, and that is restarted after it was killed."""
+
+    def __init__(self, load: Callable[[], RewardFunction], timeout: float) -> None:
+        """`load` is called in the process and must be picklable."""
+        self._load = load
         self._timeout = timeout
         self._process: BaseProcess | None = None
         self._connection: Connection
 
     def call(self, batches: Sequence[Batch]) -> list[Answer]:
-        """Calls the function once per batch, in order, all within `timeout` seconds from when it is loaded.
+        """Call the function once per batch, in order, all within `timeout` seconds from when it is loaded.
 
         When time is up the process is killed: batches answered by then keep their answers, the others fault. A crash
-        faults the batch it happened in, and a new process goes on with the next.
+        faults the batch it happened in, and a new process continues with the next.
         """
         answers: list[Answer] = []
         try:
@@ -72,7 +76,7 @@ class Worker:
         return answers + [failed(fault, count) for _, count in batches[len(answers) :]]
 
     def close(self) -> None:
-        """Kills the process, and those that the function started from it."""
+        """Kill the process, and those that the function started from it."""
         if self._process is None:
             return
         assert self._process.pid, "it was started"
@@ -85,12 +89,12 @@ class Worker:
         self._process = None
 
     def _ensure_started(self, deadline: float) -> None:
-        """Starts the process unless it runs. Raises LoadError if it has not loaded the function by the deadline."""
+        """Start the process unless it runs. Raises LoadError if it has not loaded the function by the deadline."""
         if self._process is not None:
             return
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, self._function_name), name=self._function_name)
+        process = context.Process(target=serve, args=(theirs, self._load))
         process.start()
         theirs.close()
         self._process = process
@@ -114,7 +118,7 @@ class Worker:
         return pickle.loads(message)
 
     def _ending(self) -> str:
-        """Clears away a process that has ended, and says how it did."""
+        """Clean up a process that has ended, and return how it ended."""
         process = self._process
         assert process is not None
         process.join(timeout=1.0)
@@ -123,11 +127,11 @@ class Worker:
         return f"its worker process ended with exit code {exit_code}"
 
 
-def serve(connection: Connection, function_name: str) -> None:
-    """The worker process: loads the function, reports a problem or None, then answers calls until the pipe closes."""
+def serve(connection: Connection, load: Callable[[], RewardFunction]) -> None:
+    """Run the worker process: load the function, report a problem or None, then answer calls until the pipe closes."""
     os.setsid()  # a group of its own, so that processes which the function starts are killed with it
     try:
-        function = load_function(function_name)
+        function = load()
     except Exception as error:
         connection.send_bytes(pickle.dumps(str(error)))
         return
@@ -135,7 +139,7 @@ def serve(connection: Connection, function_name: str) -> None:
     with contextlib.suppress(EOFError):
         while True:
             batches, seconds = pickle.loads(connection.recv_bytes())
-            # Should the main process be gone by then, this ends the worker; it needs no interpreter lock.
+            # This ends the worker if the main process is gone by then; it needs no interpreter lock.
             faulthandler.dump_traceback_later(seconds + ORPHAN_SECONDS, exit=True)
             for arguments, count in batches:
                 connection.send_bytes(_pickled(Call(function, arguments, count).answer(), count))

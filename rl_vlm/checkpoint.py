@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or absent: written beside, flushed to disk, named last.
+"""Checkpoints that are complete or absent: written to another directory, flushed to disk, then renamed.
 
 checkpoint-40/
     model.safetensors, config.json, … or adapter_model.safetensors, …     as `save_pretrained` writes them
-    trainer_state.json      step, sampler cursor, best evaluation
+    trainer_state.json      step, versions of the weights, evaluations
     optimizer.pt            optimizer and learning-rate schedule
-    rank_0.pt               random states and the pending generation window of each rank
-    manifest.json           every file with its size; a checkpoint without one does not exist
+    rank_0.pt               random states, position in the data and generation windows of each rank
+    manifest.json           every file with its size; a checkpoint without one is ignored
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
 
 
 def begin(output_dir: Path, step: int) -> Path:
-    """An empty directory to write the files of a checkpoint into."""
+    """Create an empty directory for the files of a checkpoint."""
     unfinished = output_dir / f"unfinished-checkpoint-{step}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -39,7 +39,7 @@ def begin(output_dir: Path, step: int) -> Path:
 
 
 def commit(unfinished: Path) -> Path:
-    """Make the directory of `begin` a checkpoint: flush every file, write the manifest, rename."""
+    """Turn the directory of `begin` into a checkpoint: write the manifest, flush every file, rename."""
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
     manifest = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -61,9 +61,9 @@ def flush(path: Path) -> None:
 
 
 def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> Path:
-    """One process writes a whole checkpoint, unless that step has one.
+    """Write a checkpoint unless that step has a complete one. Only one process may call this.
 
-    Raises CheckpointError, for instance on a full disk; earlier checkpoints survive.
+    Raises CheckpointError if writing fails, for instance on a full disk; earlier checkpoints are kept.
     """
     if is_complete(checkpoint_path(output_dir, step)):
         return checkpoint_path(output_dir, step)
@@ -76,12 +76,12 @@ def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> P
         free = shutil.disk_usage(output_dir).free // 2**20
         raise CheckpointError(
             f"could not write checkpoint-{step} in {output_dir} ({error}; {free} MiB free); "
-            f"earlier checkpoints are whole: {', '.join(p.name for p in complete(output_dir)) or 'there is none'}"
+            f"complete checkpoints: {', '.join(p.name for p in complete(output_dir)) or 'there is none'}"
         ) from error
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file of the manifest is there with its size."""
+    """Return whether every file of the manifest exists with its size."""
     try:
         sizes = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -90,7 +90,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def complete(output_dir: Path) -> list[Path]:
-    """All complete checkpoints, oldest step first."""
+    """Return all complete checkpoints, oldest step first."""
     found = [path for path in output_dir.glob("checkpoint-*") if is_complete(path)]
     return sorted(found, key=step_of)
 
@@ -100,7 +100,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def find(setting: str | None, output_dir: Path) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` names. Raises CheckpointError for one that is not complete."""
+    """Return the checkpoint that `resume_from_checkpoint` names, if any. Raises CheckpointError if it is incomplete."""
     if setting is None:
         return None
     if setting == "auto":
@@ -128,7 +128,7 @@ def seed_random_generators(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """States of the global generators, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
+    """Return global generator states, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
     name, keys, *position = np.random.get_state()
     return {
         "python": random.getstate(),

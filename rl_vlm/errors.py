@@ -1,8 +1,11 @@
-"""The errors a user can meet. Each message names what was found, where, and the way out."""
+"""Errors that a user can get. Each message names what was found, where, and a solution."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class RLVLMError(Exception):
-    """Base class: the command line prints its message without a traceback and exits with status 2."""
+    """Base class. The command line prints the message without a traceback and exits with status 2."""
 
 
 class ConfigError(RLVLMError):
@@ -18,20 +21,37 @@ class ModelError(RLVLMError):
 
 
 class RolloutError(RLVLMError):
-    """A rollout engine that cannot be used, is lost, or does not answer for the policy that it was sent."""
+    """A rollout engine that cannot be used, is lost, or samples with other weights than those it was sent."""
 
 
 class RewardError(RLVLMError):
-    """A reward function that cannot be loaded. Faults while it runs mask rows instead; see docs/rewards.md."""
+    """A reward function that cannot be loaded. Failures during a call mask completions instead; see docs/rewards.md."""
 
 
 class CheckpointError(RLVLMError):
-    """A checkpoint that cannot be written or read; earlier checkpoints are left as they were."""
+    """A checkpoint that cannot be written or read; earlier checkpoints are not changed."""
 
 
 class LaunchError(RLVLMError):
-    """The processes that were launched are not the processes that the run sees."""
+    """A mismatch between the processes that were launched and those that the run finds."""
 
 
 class TrainingError(RLVLMError):
-    """The run cannot go on, for instance after three non-finite losses in a row."""
+    """A run that cannot continue, for instance after three consecutive non-finite losses."""
+
+
+def shorten(text: object, length: int = 300) -> str:
+    """Shorten the text to at most `length` characters; an ellipsis replaces the rest."""
+    whole = str(text)
+    return whole if len(whole) <= length else whole[: length - 1] + "…"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the names in order, separated by commas."""
+    return ", ".join(sorted(names)) or "none"

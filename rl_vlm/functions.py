@@ -1,22 +1,111 @@
-"""Users' functions by name."""
+"""Loading of users' functions: `file.py:function`, `module:function`, or an entry point of an installed package.
+
+Modules are also imported from the working directory, as under `python -m`, but last, so that its files shadow no
+package. While a file is loaded, modules of its folder can be imported too.
+"""
 
 from __future__ import annotations
 
 import importlib
-import os
+import importlib.util
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from rl_vlm.errors import RLVLMError
+from rl_vlm.errors import RLVLMError, did_you_mean, listed
+
+Function = Callable[..., Any]
 
 
-def find_function(name: str, error: type[RLVLMError]) -> Callable[..., Any]:
-    """The function `module:function`; modules of the working directory are found too. Raises `error` if none is."""
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+class LoadError(RLVLMError):
+    """A function that cannot be loaded. The message says what was tried, what was expected and what was found."""
+
+
+def names_function(name: str) -> bool:
+    """Return whether a setting has the form of a function's name, `file.py:function` or `module:function`."""
+    return re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None
+
+
+def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
+    """Load `file.py:function` or `module:function`, or a name in `built_ins` or in the entry-point group `group`.
+
+    Modules are also searched for in the working directory. Raises LoadError if the function cannot be loaded.
+    """
+    source, colon, attribute = name.rpartition(":")
+    if not colon:
+        return _load_named(name, built_ins, group)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    function = getattr(module, attribute, None)
+    if callable(function):
+        return function
+    found = "has no function" if function is None else f"has a {type(function).__name__}, not a function, called"
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    raise LoadError(f"{module.__file__} {found} {attribute!r}{did_you_mean(attribute, own)}; it defines: {listed(own)}")
+
+
+def _load_named(name: str, built_ins: Mapping[str, Function], group: str | None) -> Function:
+    if name in built_ins:
+        return built_ins[name]
+    plugins = {plugin.name: plugin for plugin in entry_points(group=group)} if group else {}
+    if name not in plugins:
+        raise LoadError(
+            f"no built-in or installed function is called {name!r}{did_you_mean(name, [*built_ins, *plugins])}; "
+            f"built-in: {listed(built_ins)}; entry points of the group {group}: {listed(plugins)}; "
+            "a function of your own is named `file.py:function` or `module:function`"
+        )
     try:
-        return getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as failure:
-        raise error(f"function {name!r} cannot be loaded: {failure}") from failure
+        return plugins[name].load()
+    except Exception as error:
+        raise LoadError(f"the entry point {plugins[name].value!r} cannot be imported: {_cause(error)}") from error
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise LoadError(f"the module {name!r} cannot be imported from {Path.cwd()}: {_cause(error)}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Load a file as a module. Its name is its path, so that a file called rewards.py does not replace a package."""
+    path = path.resolve()
+    if str(path) in sys.modules:
+        return sys.modules[str(path)]
+    if not path.is_file():
+        beside = sorted(file.name for file in path.parent.glob("*.py"))
+        hint = did_you_mean(path.name, beside)
+        raise LoadError(f"there is no file {path}{hint}; Python files there: {listed(beside)}")
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    assert spec and spec.loader, "the name ends in .py"
+    module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)
+    try:
+        with _importable_from(path.parent):
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[str(path)]
+        raise LoadError(f"{path} cannot be imported: {_cause(error)}") from error
+    return module
+
+
+@contextmanager
+def _importable_from(folder: Path) -> Iterator[None]:
+    """Make modules of the folder importable inside."""
+    added = str(folder) not in sys.path
+    if added:
+        sys.path.append(str(folder))
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(str(folder))
+
+
+def _cause(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Reward functions over groups: every function is called, checked, and read into one table.
+"""Reward functions over groups: call every function, check what it returns, and collect the scores in one table.
 
-A function is called once for all completions of the call, or, where it has a timeout, once per group in a worker
-process that can be killed. What goes wrong masks the completions concerned and is counted; see docs/rewards.md.
+A function is called once for all completions, or, if it has a timeout, once per group in a worker process that can be
+killed. A fault masks the completions concerned and is counted; see docs/rewards.md.
 """
 
 # ruff: noqa: E402 - refuse_shadow() comes before the imports that it guards
@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
-from rl_vlm.errors import RewardError
+from rl_vlm.errors import RewardError, did_you_mean, listed, shorten
+from rl_vlm.functions import LoadError, load_function
 from rl_vlm.types import Group, RewardTable, Sample, TrainerState
 
 
 def refuse_shadow() -> None:
-    """Raises RewardError when `import rewards` would find something else than the package beside this one."""
+    """Raise RewardError if `import rewards` would find something other than the package beside this one."""
     ours = Path(__file__).resolve().parents[1] / "rewards" / "__init__.py"
     spec = importlib.util.find_spec("rewards")
     found = spec and (spec.origin or list(spec.submodule_search_locations or []))
@@ -40,20 +42,19 @@ refuse_shadow()
 
 from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
 from rewards.contract import Answer, Fault, Score, join
-from rewards.loading import LoadError, listed, load_function, suggest
 from rewards.registry import BUILT_INS
 from rewards.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-LONGEST_MESSAGE = 300
+ENTRY_POINT_GROUP = "rl_vlm.rewards"
 
 
 class RewardSuite:
     """The reward functions of a run. Close it, or use it as a context manager, to end its worker processes."""
 
     def __init__(self, config: RewardsConfig) -> None:
-        """Loads every function. Raises RewardError for one that cannot be loaded or named, or for unknown kwargs."""
+        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs or another's name."""
         specs = [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in config.reward_funcs]
         self._rewards = [_Reward(spec) for spec in specs]
         self._warned: set[str] = set()
@@ -64,12 +65,12 @@ class RewardSuite:
                 raise RewardError(f"{self.names.count(name)} reward functions are called {name!r}: give each a `name`")
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises RewardError if a function needs a column that the data does not have."""
+        """Raise RewardError if a function needs a column that the data does not have."""
         for reward in self._rewards:
             reward.check_columns(set(columns))
 
     def score(self, groups: Sequence[Group], state: TrainerState) -> RewardTable:
-        """Calls every function on all completions; async functions and those with a timeout run side by side.
+        """Call every function on all completions. Async functions and those with a timeout run concurrently.
 
         Groups must have the same number of completions. Faults mask completions and are never raised.
         """
@@ -79,7 +80,7 @@ class RewardSuite:
         return self._table(groups, [wait() for wait in waiting])
 
     def close(self) -> None:
-        """Ends the worker processes; the next call would start them anew."""
+        """End the worker processes; the next call would restart them."""
         for reward in self._rewards:
             if reward.worker:
                 reward.worker.close()
@@ -112,7 +113,7 @@ class RewardSuite:
         return table
 
     def _count_faults(self, name: str, scores: Sequence[Score], groups: Sequence[Group], table: RewardTable) -> None:
-        """Adds the faults among the scores to the table; the first of each function and kind is logged."""
+        """Add the faults among the scores to the table, and log the first of each function and kind."""
         rows = [(group.prompt.sample.sample_id, i) for group in groups for i in range(len(group.completions))]
         places: dict[Fault, dict[str, list[int]]] = {}
         for (sample_id, i), score in zip(rows, scores, strict=True):
@@ -122,7 +123,7 @@ class RewardSuite:
             key = f"{name}/{fault.kind}"
             table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))
             where = ", ".join(f"{sample_id} {completions}" for sample_id, completions in masked.items())
-            message = _cut(f"{key}: {fault.message}; masked completions of samples: {where}")
+            message = shorten(f"{key}: {fault.message}; masked completions of samples: {where}")
             table.fault_messages.append(message)
             if key not in self._warned:
                 self._warned.add(key)
@@ -133,15 +134,16 @@ class _Reward:
     """One reward function with its settings, and its worker if it has a timeout."""
 
     def __init__(self, spec: RewardSpec) -> None:
+        load = partial(load_function, spec.function, BUILT_INS, ENTRY_POINT_GROUP)
         try:
-            self.function = load_function(spec.function)
+            self.function = load()
         except LoadError as error:
             raise RewardError(f"reward function {spec.function!r}: {error}") from error
         self.name = spec.name or getattr(self.function, "__name__", type(self.function).__name__)
         known = parameters(self.function)
         for key in spec.kwargs:
             if key not in known and not takes_anything(self.function):
-                hint = suggest(key, known)
+                hint = did_you_mean(key, known)
                 raise RewardError(
                     f"reward function {self.name!r} has no argument {key!r}{hint}; it takes {listed(known)}"
                 )
@@ -149,19 +151,19 @@ class _Reward:
         is_built_in = spec.function in BUILT_INS
         defaults = {key: p.default for key, p in known.items() if is_built_in and p.kind is p.KEYWORD_ONLY}
         self.settings = defaults | spec.kwargs
-        self.worker = Worker(spec.function, spec.timeout) if spec.timeout else None
+        self.worker = Worker(load, spec.timeout) if spec.timeout else None
 
     def check_columns(self, columns: set[str]) -> None:
-        """Raises RewardError for a parameter that nothing would fill."""
+        """Raise RewardError if a parameter without a default would get no value."""
         for key, parameter in parameters(self.function).items():
             if parameter.default is parameter.empty and key not in columns.union(OFFERED, self.settings):
                 raise RewardError(
-                    f"reward function {self.name!r} needs a column {key!r}{suggest(key, columns)}; "
+                    f"reward function {self.name!r} needs a column {key!r}{did_you_mean(key, columns)}; "
                     f"the data has: {listed(columns)}"
                 )
 
     def start(self, groups: Sequence[Group], state: TrainerState) -> Callable[[], Answer]:
-        """Begins the call, or one call per group in the worker; what it returns waits for the answer."""
+        """Start the call, or one call per group in the worker. Returns a function that waits for the answer."""
         columns = {column for group in groups for column in group.prompt.sample.columns}
         # A plain namespace, since a worker would have to import torch to unpickle the class.
         constants = {**self.settings, "trainer_state": SimpleNamespace(**vars(state))}
@@ -178,7 +180,7 @@ class _Reward:
 
 
 def _arguments(groups: Sequence[Group], columns: Iterable[str]) -> dict[str, list[Any]]:
-    """The arguments of TRL's protocol that have one entry per completion; a row without a column has None."""
+    """Build the arguments of TRL's protocol that have one entry per completion; None for a row without the column."""
     rows = [(group.prompt.sample, completion) for group in groups for completion in group.completions]
     return {
         **{column: [sample.columns.get(column) for sample, _ in rows] for column in columns},
@@ -190,13 +192,9 @@ def _arguments(groups: Sequence[Group], columns: Iterable[str]) -> dict[str, lis
 
 
 def _as_completion(sample: Sample, text: str) -> str | list[dict[str, str]]:
-    """Text after a plain-text prompt, a message after a conversation."""
+    """Return text after a plain-text prompt, a message after a conversation."""
     return text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _as_float(score: Score) -> float:
     return score if isinstance(score, float) else math.nan
-
-
-def _cut(message: str) -> str:
-    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"

@@ -1,8 +1,8 @@
-"""The nouns of the system, in the order in which a batch meets them.
+"""The data types of the system, in the order in which a batch passes through them.
 
     Sample ─ prompts ─► Prompt ─ generation ─► Group ─ reward, advantages ─► ScoredGroup ─ batching ─► MicroBatch
 
-Example: 2 prompts, G = 3 completions each, one group cut in two by the token budget:
+Example: 2 prompts, G = 3 completions each, one group split in two by the token budget:
 
     groups        A: [a0 a1 a2]        B: [b0 b1 b2]
     micro-batch 0 SubGroup(A, members=[0, 1, 2]), SubGroup(B, members=[0])
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,8 +25,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Sharing = Literal["auto", "shared", "dense"]
+"""How often a group's prompt is computed: once (shared), once per completion (dense), or whichever is cheaper."""
 FinishReason = Literal["stop", "length", "paused"]
-"""Why a completion ends: a stop token, the length limit, or only this rollout's share of it."""
+"""Why a completion ends: a stop token, the length limit, or the token limit of one partial rollout."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Sample:
     prompt: Any
     """The prompt as reward functions receive it: messages, or the text of a plain-text row."""
     encoded_images: dict[int, bytes] = field(default_factory=dict)
-    """By index in `images`: the row's own PNG, JPEG or WEBP, where decoding it gives these pixels. Servers are sent it
-    as it is, and other images as PNG."""
+    """By index in `images`: the row's own PNG, JPEG or WEBP file, if it decodes to these pixels. It is sent to servers
+    unchanged; other images are sent as PNG."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A sample rendered for one model. Its images travel inside it, never in a list beside it.
+    """A sample rendered for one model, together with its image inputs.
 
-    Two prompts are the same only if they are one object: equal token ids may stand for different images.
+    Prompts are compared by identity, since equal token ids may stand for different images.
     """
 
     sample: Sample
@@ -64,7 +66,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. Temperature 0 is greedy."""
+    """How completions are generated. Temperature 0 is greedy."""
 
     num_generations: int
     max_completion_length: int
@@ -74,20 +76,36 @@ class Sampling:
     top_k: int = 0
     min_p: float | None = None
     max_rollout_tokens: int | None = None
-    """Tokens that one rollout adds to a completion before it is paused; None: no limit."""
+    """Tokens that one rollout adds to a completion before pausing it; None means no limit."""
 
     def end(self, start: int) -> int:
-        """The length at which a rollout ends a completion that has `start` tokens at its beginning."""
+        """Return the length at which a rollout ends a completion that has `start` tokens so far."""
         return min(self.max_completion_length, start + (self.max_rollout_tokens or self.max_completion_length))
 
     def reason_at(self, length: int) -> FinishReason:
-        """Why a completion of this length ends without a stop token."""
+        """Return why a completion of this length ends without a stop token."""
         return "length" if length == self.max_completion_length else "paused"
+
+
+@dataclass
+class Progress:
+    """Progress of training."""
+
+    max_steps: int
+    """Optimizer steps of the run."""
+    global_step: int = 0
+    """Number of complete optimizer steps."""
+    policy_version: int = 0
+    """Number of weight updates. A skipped step does not count."""
+    saved_version: int = 0
+    """`policy_version` of the last checkpoint."""
+    nonfinite_in_a_row: int = 0
+    """Number of skipped steps since the last one with a finite loss and gradient."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the run stands, as reward functions receive it in `trainer_state`."""
+    """State of the run, as reward functions receive it in `trainer_state`."""
 
     global_step: int
     max_steps: int
@@ -96,7 +114,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer. EOS is its last token when `finish_reason` is "stop"."""
+    """One generated completion. EOS is its last token if `finish_reason` is "stop"."""
 
     token_ids: Int[Tensor, " completion_tokens"]
     generator_logprobs: Float[Tensor, " completion_tokens"]
@@ -109,7 +127,15 @@ class Completion:
         return self.finish_reason == "paused"
 
 
-UNBEGUN = Completion(torch.empty(0, dtype=torch.int64), torch.empty(0), "paused", "")
+@dataclass(frozen=True)
+class ServedCompletion(Completion):
+    """A completion from a server that returns text without tokens; `token_ids` is empty."""
+
+    num_tokens: int | None = None
+    """Number of tokens that the server reports; None if it reports none."""
+
+
+NO_TOKENS = Completion(torch.empty(0, dtype=torch.int64), torch.empty(0), "paused", "")
 
 
 @dataclass(frozen=True)
@@ -120,49 +146,49 @@ class Group:
     prompt: Prompt
     completions: list[Completion]
     policy_version: int
-    """Of the weights that sampled its first tokens; what was paused has later tokens by newer ones."""
+    """Version of the weights that generated the first tokens; resumed completions have later tokens from newer ones."""
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A prompt to sample from. Each completion's random stream is a hash of (seed, group_id, completion index)."""
+    """A prompt to generate completions for. Random streams are hashes of (seed, group_id, completion index)."""
 
     group_id: str
-    """Names the draw, not only the row: optimizer step, epoch and sample id."""
+    """Identifies the draw, not only the row: optimizer step, epoch and sample id."""
     prompt: Prompt
-    begun: Group | None = None
-    """What earlier rollouts made of it. Its paused completions are equally long: each has hit the same limits."""
+    partial: Group | None = None
+    """The group from earlier rollouts. Its paused completions are equally long, since each reached the same limits."""
 
     def paused(self, num_generations: int) -> dict[int, Completion]:
-        """The completions to sample, by index: as far as they have come."""
-        completions = self.begun.completions if self.begun else [UNBEGUN] * num_generations
+        """Return the completions to generate, by index, with the tokens that they have so far."""
+        completions = self.partial.completions if self.partial else [NO_TOKENS] * num_generations
         return {i: completion for i, completion in enumerate(completions) if completion.is_paused}
 
     @property
-    def num_begun_tokens(self) -> int:
-        """Tokens that each paused completion has."""
+    def num_paused_tokens(self) -> int:
+        """Number of tokens that each paused completion has."""
         return len(next(iter(self.paused(1).values())).token_ids)
 
     def group(self, sampled: Sequence[Completion], policy_version: int) -> Group:
-        """The group, with `sampled` for what was paused, in order."""
-        if self.begun is None:
+        """Build the group, with `sampled` in place of the paused completions, in order."""
+        if self.partial is None:
             return Group(self.group_id, self.prompt, list(sampled), policy_version)
         further = iter(sampled)
-        completions = [next(further) if c.is_paused else c for c in self.begun.completions]
-        return replace(self.begun, completions=completions)
+        completions = [next(further) if c.is_paused else c for c in self.partial.completions]
+        return replace(self.partial, completions=completions)
 
 
 @dataclass
 class RewardTable:
-    """What the reward functions said of P groups of G completions."""
+    """Scores of P groups of G completions from all reward functions."""
 
     names: list[str]
     scores_PGF: Float[Tensor, "prompts group functions"]
-    """NaN where a function does not apply to a completion, and in every faulted cell."""
+    """NaN if a function does not apply to a completion, and for every fault."""
     valid_PG: Bool[Tensor, "prompts group"]
-    """False where a function failed on the completion, or none applied: out of baseline, loss and denominator."""
+    """False if a function failed on the completion or none applied: left out of baseline, loss and denominator."""
     breakdown: dict[str, list[list[Any]]] = field(default_factory=dict)
-    """Named sub-scores and extra columns, each P lists of G values, for the rollout log."""
+    """Named sub-scores and extra columns, each P lists of G values, for the completions file."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """Scalars that reward functions logged through `log_metric`."""
     fault_counts: dict[str, int] = field(default_factory=dict)
@@ -173,22 +199,22 @@ class RewardTable:
 
 @dataclass
 class ScoredGroup:
-    """A group with what training needs of it."""
+    """A group with its rewards, advantages and log-probs for training."""
 
     group: Group
     scores_GF: Float[Tensor, "group functions"]
-    """Reward of each function, unweighted; NaN where it does not apply."""
+    """Reward of each function, unweighted; NaN if it does not apply."""
     rewards_G: Float[Tensor, " group"]
-    """Weighted sum of the rewards; NaN where `valid_G` is False."""
+    """Weighted sum of the rewards; NaN if `valid_G` is False."""
     advantages_G: Float[Tensor, " group"]
-    """0 where `valid_G` is False."""
+    """0 if `valid_G` is False."""
     valid_G: Bool[Tensor, " group"]
     has_variance: bool
-    """False when all valid rewards are equal: no policy gradient comes from this group."""
+    """False if all valid rewards are equal: the group has no policy gradient."""
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By completion, once computed. A window's first optimizer step uses the training forward's own, detached."""
+    """By completion, once computed. The first optimizer step of a window uses those of its own forward, detached."""
     ref_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By completion, when the KL term needs them."""
+    """By completion, if the KL term needs them."""
 
 
 @dataclass(frozen=True)
@@ -209,15 +235,15 @@ class SubGroup:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward sees."""
+    """Input of one forward and backward."""
 
     subgroups: Sequence[SubGroup]
     shared: bool
     """True: each prompt is computed once for its completions. False: one padded row per completion."""
     dense_reason: str | None = None
-    """Why it is not shared, for the metrics."""
-    weight: float = 1.0
-    """0 for the dummy that a rank runs to keep its number of micro-batches equal to the others'."""
+    """Why prefixes are not shared, for the metrics."""
+    is_dummy: bool = False
+    """Whether it only pads this rank's number of micro-batches to that of the others. Its loss is multiplied by 0."""
 
     @property
     def completions(self) -> list[Completion]:
@@ -225,26 +251,28 @@ class MicroBatch:
         return [completion for subgroup in self.subgroups for completion in subgroup.completions]
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    """Per-token results of one forward over N completions, right-padded; padded positions hold 0."""
+class PolicyOutput(NamedTuple):
+    """Per-token results of one forward over N completions, right-padded; padded positions hold 0.
+
+    A tuple, since FSDP and DeepSpeed look for the tensors in a module's output.
+    """
 
     logprobs_NT: Float[Tensor, "completions tokens"]
     entropies_NT: Float[Tensor, "completions tokens"]
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:
-    """N vectors of lengths up to T -> (N, T), right-padded with 0."""
+    """Stack N vectors of lengths up to T into (N, T), right-padded with 0."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> Bool[Tensor, "completions tokens"]:
-    """Lengths of N completions -> (N, max length), True at real tokens."""
+    """Build the (N, max length) mask of N completions, True at real tokens."""
     ends = torch.tensor(list(lengths), device=device)
     return torch.arange(int(ends.max()), device=device)[None, :] < ends[:, None]
 
 
 def concatenate_images(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
-    """Image inputs of all prompts that have some, in order of the prompts."""
+    """Concatenate the image inputs of all prompts that have some, in order of the prompts."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.mm_inputs)
     return {name: torch.cat([p.mm_inputs[name] for p in prompts if name in p.mm_inputs]).to(device) for name in names}

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, or that nothing would read: every message names them, and the way out."""
+"""Settings that contradict each other or have no effect. Every message names the settings and a solution."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
         "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
     ),
 }  # fmt: skip
-"""What `transformers.get_scheduler` passes on to each schedule."""
+"""Arguments that `transformers.get_scheduler` passes to each schedule."""
 
 
 def conflicts_of(config: RunConfig) -> Iterator[str]:
-    """One message per conflict."""
+    """Yield one message per conflict."""
     yield from _rollout_conflicts(config)
     yield from _vllm_conflicts(config)
     yield from _reward_conflicts(config)
@@ -35,7 +35,7 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
 
 
 def _changed(section: Section) -> list[str]:
-    """The settings of a section that are not at their defaults."""
+    """Return the names of the settings of a section that differ from their defaults."""
     return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
 
 
@@ -46,17 +46,17 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
     if rollout.engine == "hf" and rollout.lora_sync == "merge":
         yield "`lora_sync` has no effect on `engine` hf, which samples from the trained weights themselves"
     if rollout.max_staleness and rollout.engine != "vllm_server":
-        yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the training"
+        yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the trainer"
     if rollout.max_rollout_tokens and rollout.max_rollout_tokens >= rollout.max_completion_length:
         yield (
-            f"`max_rollout_tokens` {rollout.max_rollout_tokens} pauses no completion: none is longer than "
-            f"`max_completion_length` {rollout.max_completion_length}"
+            f"`max_rollout_tokens` {rollout.max_rollout_tokens} has no effect: it must be below "
+            f"`max_completion_length` {rollout.max_completion_length} to pause a completion"
         )
     varies = [name for name in ("max_rollout_tokens", "max_resampling_rounds") if getattr(rollout, name)]
     if rollout.engine == "vllm" and config.vllm.vllm_tensor_parallel_size > 1 and varies:
         yield (
-            f"`{varies[0]}` cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` vllm: ranks that have "
-            "a model together must ask it equally often"
+            f"`{varies[0]}` cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` vllm: ranks that "
+            "share a model must call it the same number of times"
         )
 
 
@@ -67,7 +67,7 @@ ONE_ENGINE_READS = {"vllm_enable_sleep_mode": "vllm"} | dict.fromkeys(
     ),
     "vllm_server",
 )  # fmt: skip
-"""Settings of vLLM that one of its two engines has no use for."""
+"""Settings that only one of the two vLLM engines reads, and that engine."""
 
 
 def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
@@ -77,12 +77,15 @@ def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
     if unread:
         names = ", ".join(f"`{name}`" for name in unread)
         others = "vllm or vllm_server" if engine == "hf" else ONE_ENGINE_READS[unread[0]]
-        aside = ", put them aside with `use_vllm` false" if engine == "hf" else ""
-        yield f"{names}: no effect on `engine` {engine}; leave them out{aside}, or set `engine` to {others}"
+        disable = ", disable them with `use_vllm: false`" if engine == "hf" else ""
+        yield f"{names}: no effect on `engine` {engine}; leave them out{disable}, or set `engine` to {others}"
     if settings.vllm_server_base_url and {"vllm_num_servers", "vllm_server_devices"} & set(changed):
-        yield "`vllm_num_servers` and `vllm_server_devices` are for servers that are started, and others are joined"
+        yield (
+            "`vllm_num_servers` and `vllm_server_devices` apply to servers that the run starts, and with "
+            "`vllm_server_base_url` it starts none; leave them out"
+        )
     if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
-        yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address begins with http:// or https://"
+        yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address must begin with http:// or https://"
     if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:
         yield (
             f"`vllm_server_devices` names {len(settings.vllm_server_devices)} sets of devices for "
@@ -97,13 +100,13 @@ def _reward_conflicts(config: RunConfig) -> Iterator[str]:
     if weights is not None and any(not isinstance(spec, str) and spec.weight != 1.0 for spec in funcs):
         yield "`reward_weights` and a `weight` in `reward_funcs` are both given; keep one of them"
     if config.rollout.num_generations_eval > 1 and config.rollout.eval_temperature == 0:
-        yield "`num_generations_eval` > 1 samples one greedy answer several times; set `eval_temperature` above 0"
+        yield "`num_generations_eval` > 1 repeats the same greedy completion; set `eval_temperature` above 0"
 
 
 def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
-        yield "`loss_type` cispo needs `epsilon_high`, its largest weight, for instance 5.0"
+        yield "`loss_type` cispo needs `epsilon_high`, the upper bound of its weights, for instance 5.0"
     if algorithm.loss_type == "sapo" and algorithm.epsilon_high is not None:
         yield "`epsilon_high` has no effect on `loss_type` sapo, which has no clip; leave it out"
     if algorithm.loss_type in ("cispo", "sapo") and algorithm.delta is not None:
@@ -116,20 +119,20 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     if unread and not config.rollout.is_off_policy:
         names = ", ".join(f"`{name}`" for name in unread)
         yield (
-            f"{names}: no effect on `engine` hf without `max_rollout_tokens`, which samples from the trained weights; "
-            "leave them out, or put them aside with `use_vllm` false"
+            f"{names}: no effect on `engine` hf without `max_rollout_tokens`, because it samples from the current "
+            "weights; leave them out, or disable them with `use_vllm: false`"
         )
     low, high = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
     if high and low >= high:
         yield (
             f"`vllm_importance_sampling_clip_min` {low:g} is not below `vllm_importance_sampling_clip_max` {high:g}; "
-            "lower the one, or raise the other (0: no upper bound)"
+            "lower the first or raise the second (0: no upper bound)"
         )
     model = config.model
     if algorithm.beta > 0 and model.use_peft and model.init_lora_weights in ("pissa", "olora"):
         yield (
-            f"`init_lora_weights` {model.init_lora_weights} changes the base weights, so that the model without its "
-            f"adapter is no reference for `beta` {algorithm.beta:g}; "
+            f"`init_lora_weights` {model.init_lora_weights} changes the base weights, so the model without its "
+            f"adapter cannot be the reference for `beta` {algorithm.beta:g}; "
             "use true, false, gaussian or orthogonal, or set `beta` to 0"
         )
 
@@ -139,7 +142,7 @@ def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
     known = SCHEDULE_KWARGS[schedule]
     if unknown := given - set(known):
         found, valid = ", ".join(sorted(unknown)), ", ".join(known) or "none"
-        yield f"`lr_scheduler_kwargs` has {found}; those of `lr_scheduler_type` {schedule} are: {valid}"
+        yield f"`lr_scheduler_kwargs` has {found}; valid for `lr_scheduler_type` {schedule}: {valid}"
     if schedule == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
         yield "`lr_scheduler_type` cosine_with_min_lr needs one of `min_lr` and `min_lr_rate` in `lr_scheduler_kwargs`"
     if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
@@ -151,7 +154,7 @@ def _train_conflicts(config: RunConfig) -> Iterator[str]:
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
     if data.dataloader_prefetch_factor is not None and data.dataloader_num_workers == 0:
-        yield "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0: no worker would build ahead"
+        yield "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0: only workers prefetch"
     if train.eval_steps and data.eval_dataset_name is None:
         yield f"`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"
     if train.load_best_model_at_end:
@@ -160,5 +163,5 @@ def _train_conflicts(config: RunConfig) -> Iterator[str]:
         elif train.save_steps == 0 or train.save_steps % train.eval_steps:
             yield (
                 f"`load_best_model_at_end` needs `save_steps` to be a multiple of `eval_steps` {train.eval_steps}, "
-                f"so that what is saved has been evaluated; it is {train.save_steps}"
+                f"so that every saved checkpoint has been evaluated; it is {train.save_steps}"
             )

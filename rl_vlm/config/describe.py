@@ -1,27 +1,27 @@
-"""A run in words: the resolved settings, the batches worked out, and the help text of every setting."""
+"""A description of a run: the resolved settings, the batch sizes, and the help text of every setting."""
 
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from rl_vlm.config import yaml_text
-from rl_vlm.config.batch_algebra import BatchPlan
+from rl_vlm.config.batches import BatchPlan
 from rl_vlm.config.schema import SECTIONS, RewardSpec, RunConfig
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Every setting with its value; `load_config` reads it back to an equal config."""
+    """Return every setting with its value as YAML, which `load_config` reads back to an equal config."""
     return yaml_text.dump(config.model_dump(mode="json"))
 
 
 def describe(config: RunConfig, plan: BatchPlan | None = None) -> str:
-    """The resolved settings as YAML, and the batches of `plan` in sentences, as comments."""
+    """Return the resolved settings as YAML, followed by sentences about the batches of `plan` as comments."""
     comments = [] if plan is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, plan)]
     return to_yaml(config) + "".join(comments)
 
 
 def settings_help() -> str:
-    """Every setting by section: name, type, default and docstring."""
+    """Return the help text of every setting by section: name, type, default and docstring."""
     lines = []
     for section, model in {**SECTIONS, "an entry of rewards.reward_funcs": RewardSpec}.items():
         lines.append(f"{section}:")

@@ -1,8 +1,8 @@
-"""Reads the settings of a run: a YAML file, then `key=value` overrides. All problems are reported at once.
+"""The settings of a run, from a YAML file and then `key=value` overrides. All problems are reported at once.
 
-A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone is read as TRL reads it: `trl_fields` says what
-becomes of TRL's names. A null value stands for the default. As in TRL, `use_vllm: false` puts the settings of vLLM
-aside, to be there for another run.
+A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone is read as TRL reads it: `trl_fields` converts
+TRL's names. A null value stands for the default. As in TRL, `use_vllm: false` disables the settings of vLLM, so that a
+file can keep them for another run.
 """
 
 import difflib
@@ -22,31 +22,31 @@ FULL_NAMES = {setting.split(".")[1]: setting for setting in SETTINGS}
 KNOWN_KEYS = FULL_NAMES | {section: section for section in SECTIONS}
 
 
-ASIDE = ("vllm.", "algorithm.vllm_")
-"""Beginnings of the settings that `use_vllm: false` puts aside."""
+DISABLED_BY_USE_VLLM = ("vllm.", "algorithm.vllm_")
+"""Prefixes of the settings that `use_vllm: false` disables."""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[str, Any] = {}) -> RunConfig:
-    """The run that the YAML file at `path` describes, with `overrides` such as `train.max_steps=10` or `max_steps=10`.
+    """Load the YAML file at `path` with `overrides` such as `train.max_steps=10` or `max_steps=10`.
 
-    `fixed` are settings that win over both, by full name.
-    Raises ConfigError with one line per problem: where, key, value, and what would be valid.
+    `fixed` holds settings by full name that take precedence over both.
+    Raises ConfigError with one line per problem: source, key, value, and what would be valid.
     """
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems: list[str] = []
-    aside: set[str] = set()
+    disabled: set[str] = set()
     for source, keys in ((str(path), _read_file(path)), ("command line", _parse_overrides(overrides))):
         found, refused = _resolve(keys)
         settings |= found
-        aside -= found.keys()
+        disabled -= found.keys()
         if keys.get("use_vllm") is False:
-            aside = {name for name in settings if name.startswith(ASIDE)}
+            disabled = {name for name in settings if name.startswith(DISABLED_BY_USE_VLLM)}
         sources |= dict.fromkeys(found, source)
         problems += [f"{source}: {problem}" for problem in refused]
     settings |= fixed
     if settings.get("rollout.engine") in (None, "hf"):
-        settings = {name: value for name, value in settings.items() if name not in aside}
+        settings = {name: value for name, value in settings.items() if name not in disabled}
 
     try:
         config = RunConfig.model_validate(_nest(settings))
@@ -59,7 +59,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
 
 
 def check_trainable(config: RunConfig) -> None:
-    """Raises ConfigError if `config` lacks what only training needs; an evaluation runs without."""
+    """Raise ConfigError if `config` lacks a setting that only training needs, or has one that training cannot use."""
     missing = []
     if config.data.dataset_name is None:
         missing.append("`data.dataset_name`, the training data, is not set")
@@ -80,7 +80,7 @@ def check_trainable(config: RunConfig) -> None:
 
 
 def check_evaluable(config: RunConfig) -> None:
-    """Raises ConfigError if `config` lacks what an evaluation needs."""
+    """Raise ConfigError if `config` lacks what an evaluation needs."""
     missing = []
     if config.data.eval_dataset_name is None:
         missing.append("`data.eval_dataset_name`, the held-out data, is not set")
@@ -91,7 +91,7 @@ def check_evaluable(config: RunConfig) -> None:
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
-    """The file's settings by key as written, those of sections as `section.leaf`."""
+    """Read the file's settings by key as written, those in sections as `section.leaf`."""
     try:
         content = yaml_text.parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -129,7 +129,7 @@ def _parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def _resolve(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values by full setting name, and a line for each key that is unknown, refused, or at odds with another."""
+    """Return values by full setting name, and a line for each key that is unknown, refused or contradicts another."""
     settings: dict[str, Any] = {}
     given_by: dict[str, str] = {}
     problems: list[str] = []
@@ -173,17 +173,17 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> str:
-    """`known` holds the full name of each last part that a key may have."""
+    """Return a message with the closest valid key. `known` maps last parts of keys to full names."""
     closest = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     hint = f"the closest is `{known[closest[0]]}`" if closest else "see `rl-vlm train --help`"
     return f"unknown setting `{key}`; {hint}"
 
 
 def _validation_problems(error: ValidationError, sources: Mapping[str, str], path: str) -> list[str]:
-    """One line per place: pydantic reports each branch of a union on its own."""
+    """Return one line per setting; pydantic reports each branch of a union separately."""
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        if detail["loc"][-1:] != ("str",) or not isinstance(detail["input"], dict):  # a mapping is no attempt at a name
+        if detail["loc"][-1:] != ("str",) or not isinstance(detail["input"], dict):  # a mapping is not meant as a name
             by_place.setdefault(_place(detail["loc"]), []).append(detail)
     problems = []
     for place, details in by_place.items():
@@ -202,7 +202,7 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Section, leaf, and the entry of a list with its key, without the name of a union's branch in between."""
+    """Return the path of a setting: section, leaf, list index and key, without the names of union branches."""
     return (*loc[:2], *(part for part in loc[2:3] if isinstance(part, int)), *loc[4:])
 
 

@@ -1,7 +1,7 @@
-"""What becomes of each field of TRL 1.16's GRPOConfig, ModelConfig and GRPOScriptArguments.
+"""Conversion of the fields of TRL 1.16's GRPOConfig, ModelConfig and GRPOScriptArguments.
 
-Every field is in exactly one of three tables: `SAME` name and meaning here, `CONVERTED` into settings of this
-project, or `NOT_HERE`. A field that is not here is accepted where its value asks for nothing, and refused otherwise.
+Every field is in exactly one of three tables: `SAME` (same name and meaning here), `CONVERTED` into settings of this
+project, or `NOT_HERE`. A field in `NOT_HERE` may be null or a value listed there; any other is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ def _save_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
 
 
 def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
-    """TRL's own functions by name, and dotted import paths, as `module:function`."""
+    """Convert names of TRL's own functions and dotted import paths to `module:function`."""
     from_trl = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 
     def convert(name: Any) -> Any:
@@ -80,7 +80,10 @@ def _scale_rewards(value: Any, given: Mapping[str, Any]) -> Settings:
 
 
 def _use_vllm(value: Any, given: Mapping[str, Any]) -> Settings:
-    """TRL joins a running server, by its URL or by host and port; its default host 0.0.0.0 is this machine."""
+    """Choose the engine and the server to join.
+
+    TRL joins a running server by its URL, or by host and port; its default host 0.0.0.0 means this machine.
+    """
     if not value:
         return {} if value is None else {"engine": "hf"}
     mode = given.get("vllm_mode") or "colocate"
@@ -100,7 +103,7 @@ def _vllm_mode(value: Any, given: Mapping[str, Any]) -> Settings:
 
 
 def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
-    """Host or port of TRL's server."""
+    """Convert the host or the port of TRL's server."""
     if given.get("vllm_mode") == "server" and given.get("use_vllm"):
         return _use_vllm(True, given)
     if value not in ("0.0.0.0", 8000) and given.get("use_vllm") is not False:
@@ -129,12 +132,12 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
 }
 
 NULL_IS_OFF = {"vllm_importance_sampling_clip_max": 0}
-"""Fields that null turns off in TRL, while null stands for the default here, and what turns them off here."""
+"""Fields that null turns off, as in TRL, with the value that does so here. For others null means the default."""
 
 OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
-"""Fields of earlier versions: a `warmup_steps` below 1 is a ratio."""
+"""Fields of earlier versions and their present names. A `warmup_steps` below 1 is a ratio."""
 
-# reason: {field: the value that asks for nothing, or a tuple of such values}
+# reason: {field: the accepted value, or a tuple of accepted values}
 # fmt: off
 NOT_HERE: dict[str, Settings] = {
     "tools and multi-turn are not in this project": {"max_tool_calling_iterations": None},
@@ -225,9 +228,9 @@ NOT_HERE: dict[str, Settings] = {
 
 
 def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | None:
-    """Settings here, by leaf name, of TRL's field `name` set to `value`; None if TRL has no such field.
+    """Convert TRL's field `name` with `value` to settings by leaf name. Returns None if TRL has no such field.
 
-    `given` are all fields set beside it. Raises ValueError with the reason if the value asks for what is not here.
+    `given` holds all fields that are set. Raises ValueError with the reason if the value is not supported here.
     """
     name = OLD_NAMES.get(name, name)
     if name in SAME:

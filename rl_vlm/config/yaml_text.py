@@ -1,6 +1,6 @@
-"""YAML as this project reads and writes it: a key given twice is an error, and `1e-6` is a number.
+"""Reading and writing YAML, where a key given twice is an error and `1e-6` is a number.
 
-PyYAML follows YAML 1.1, where `1e-6` is a string for want of a dot.
+PyYAML follows YAML 1.1, which reads `1e-6` as a string because it has no dot.
 """
 
 import re
@@ -31,10 +31,10 @@ for _class in (_Loader, _Dumper):
 
 
 def parse(text: str) -> Any:
-    """The value that `text` holds. Raises yaml.YAMLError, also for a key given twice in one mapping."""
+    """Parse `text`. Raises yaml.YAMLError if it is not valid or if a mapping has a key twice."""
     return yaml.load(text, Loader=_Loader)
 
 
 def dump(value: Any) -> str:
-    """`value` as block YAML, keys in their own order; `parse` gives it back."""
+    """Return `value` as block YAML with its keys in order, which `parse` reads back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

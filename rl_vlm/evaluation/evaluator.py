@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from rl_vlm.algorithm.advantages import Advantages
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data import Rows, load_rows
-from rl_vlm.engine import Engine
+from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
-from rl_vlm.generation import RolloutEngine
-from rl_vlm.generation.openai import MessageBuilder
-from rl_vlm.generation.sampling import sampling_of
-from rl_vlm.prompts import PromptBuilder
+from rl_vlm.log.completions import completion_rows
+from rl_vlm.log.progress_bar import ProgressBar
 from rl_vlm.reward import RewardSuite
-from rl_vlm.rollout_log import completion_rows
+from rl_vlm.rollout.endpoint import MessageBuilder
+from rl_vlm.rollout.engine import RolloutEngine
+from rl_vlm.rollout.sampling import sampling_params
+from rl_vlm.rollout.scoring import score_groups, weighted_rewards
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
-"""Requests of a chunk, as a multiple of those at once: few wait for the slowest, and few are lost to a kill."""
+"""Requests per chunk, as a multiple of concurrent ones: few wait for the slowest, and few are lost to a kill."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found: metrics over all samples, and one row per completion."""
+    """The result of an evaluation: metrics over all samples, and one row per completion."""
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
@@ -43,20 +44,20 @@ class Evaluator:
     def __init__(
         self,
         config: RunConfig,
-        engine: Engine,
+        ranks: Ranks,
         builder: PromptBuilder | MessageBuilder,
-        generator: RolloutEngine,
+        engine: RolloutEngine,
         rewards: RewardSuite,
         rows: Rows | None = None,
     ) -> None:
-        """`rows` are the held-out rows, where they are open already."""
+        """`rows` are the held-out rows, if they are loaded already."""
         self.config = config
-        self.engine = engine
+        self.ranks = ranks
         self.builder = builder
-        self.generator = generator
+        self.engine = engine
         self.rewards = rewards
         self.rows = load_rows(config.data, "eval") if rows is None else rows
-        rewards.check_columns(self.rows.sample(0).columns)
+        rewards.check_columns(self.rows[0].columns)
         self.sampling = evaluation_sampling(config)
 
     def run(
@@ -66,12 +67,12 @@ class Evaluator:
         finished: Sequence[Chunk] = (),
         show_progress: bool = False,
     ) -> Evaluation:
-        """Sample, score and summarise all rows but those that are `finished`. Every rank returns the same result.
+        """Sample and score all rows but the `finished` ones, and summarise all. Every rank returns the same result.
 
-        Each chunk is kept in `directory` as soon as it is done, where one is given.
+        Each chunk is written to `directory`, if given, as soon as it is complete.
         """
-        mine = list(self.evaluate_share(state, directory, finished, show_progress))
-        chunks = [*finished, *self.engine.gather(mine)]
+        mine = self.evaluate_share(state, directory, finished, show_progress)
+        chunks = [*finished, *self.ranks.gather(mine)]
         rows = sorted((row for chunk in chunks for row in chunk.rows), key=lambda r: (r["row"], r["completion_index"]))
         faults = sum((Counter(chunk.fault_counts) for chunk in chunks), Counter())
         metrics = summarise(rows, self.rewards.names, self.sampling.num_generations)
@@ -79,29 +80,34 @@ class Evaluator:
 
     def evaluate_share(
         self, state: TrainerState, directory: EvaluationDirectory | None, finished: Sequence[Chunk], show_progress: bool
-    ) -> Iterator[Chunk]:
-        """This rank's chunks. They are cut before finished rows are left out, so that a batch never differs.
+    ) -> list[Chunk]:
+        """Evaluate this rank's chunks. Their boundaries do not depend on finished rows, so batches are always the same.
 
-        Ranks go from chunk to chunk together: an error ends all, and ranks may have one generator between them.
+        Ranks go from chunk to chunk together: an error ends all, and ranks may share one engine.
         """
         done = {row["row"] for chunk in finished for row in chunk.rows}
-        rank, num_ranks = self.engine.rank, self.engine.world_size
+        rank, num_ranks = self.ranks.rank, self.ranks.world_size
         size = prompts_per_chunk(self.config) * num_ranks
         mine = range(rank, len(self.rows), num_ranks)
-        with Throughput(len(mine), sum(row in done for row in mine), show_progress) as throughput:
+        num_done, chunks, throughput = sum(row in done for row in mine), [], Throughput(monotonic())
+        with ProgressBar(num_done, len(mine), "prompt", self.config.log.disable_tqdm, not show_progress) as bar:
             for start in range(0, len(self.rows), size):
                 everyones = range(len(self.rows))[start : start + size]
                 if all(index in done for index in everyones):
                     continue
                 indices = [index for index in everyones[rank::num_ranks] if index not in done]
-                prompts = self.engine.together(partial(self.prompts, indices))
-                chunk = self.engine.together(partial(self.evaluate_rows, indices, prompts, state, directory))
-                throughput.add(len(indices), chunk)
-                yield chunk
+                with self.ranks.agree():
+                    prompts = self.prompts(indices)
+                with self.ranks.agree():
+                    chunk = self.evaluate_rows(indices, prompts, state, directory)
+                chunks.append(chunk)
+                num_done += len(indices)
+                bar.show(num_done, throughput.add(chunk))
+        return chunks
 
     def prompts(self, indices: Sequence[int]) -> list[Prompt]:
-        """The prompts of dataset rows. Raises DataError, naming the row, for one that cannot be used."""
-        return [self.builder.build(self.rows.sample(index)) for index in indices]
+        """Build the prompts of dataset rows. Raises DataError, naming the row, if one cannot be used."""
+        return [self.builder.build(self.rows[index]) for index in indices]
 
     def evaluate_rows(
         self,
@@ -110,23 +116,23 @@ class Evaluator:
         state: TrainerState,
         directory: EvaluationDirectory | None,
     ) -> Chunk:
-        """The dataset rows `indices`, evaluated, and kept in `directory`."""
+        """Evaluate the dataset rows `indices`, and write them to `directory`, if given."""
         requests = [RolloutRequest(f"evaluation/{prompt.sample.sample_id}", prompt) for prompt in prompts]
-        groups = self.generator.generate(requests, self.sampling)
+        groups = self.engine.generate(requests, self.sampling)
         if not groups:
             return Chunk([], {})
         table = self.rewards.score(groups, state)
-        rows = completion_rows(state.global_step, scored_groups(groups, table, self.rewards.weights), table)
+        rows = completion_rows(state.global_step, untrained(groups, table, self.rewards.weights), table)
         per_sample = [
             {"row": index, **self.data_columns(index, prompt.sample, directory)}
             for index, prompt in zip(indices, prompts, strict=True)
         ]
         owners = [columns for columns in per_sample for _ in range(self.sampling.num_generations)]
         chunk = Chunk([columns | row for columns, row in zip(owners, rows, strict=True)], table.fault_counts)
-        return chunk if directory is None else directory.keep(chunk)
+        return chunk if directory is None else directory.write_chunk(chunk)
 
     def data_columns(self, index: int, sample: Sample, directory: EvaluationDirectory | None) -> dict[str, Any]:
-        """The sample's columns of text and numbers, as `data/<column>`, and where its images lie."""
+        """Return the sample's columns of text and numbers, as `data/<column>`, and the paths of its images."""
         columns = {f"data/{name}": value for name, value in sample.columns.items() if is_plain(value)}
         if directory is not None:
             images = directory.image_references(self.rows.source[index], sample.images, self.rows.image_folder)
@@ -135,58 +141,42 @@ class Evaluator:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a column's value is text, a number or nothing."""
+    """Return whether a column's value is text, a number or None."""
     return value is None or isinstance(value, str | int | float)
 
 
 def evaluation_sampling(config: RunConfig) -> Sampling:
-    """How the completions of an evaluation are drawn."""
-    return sampling_of(config, config.rollout.num_generations_eval, config.rollout.eval_temperature)
+    """Build the sampling settings of an evaluation."""
+    return sampling_params(config, config.rollout.num_generations_eval, config.rollout.eval_temperature)
 
 
 def prompts_per_chunk(config: RunConfig) -> int:
-    """Prompts that are sampled, scored and kept at once: as many as the engine decodes side by side."""
+    """Return the number of prompts that are sampled, scored and written at once: enough to fill the engine."""
     completions = config.rollout.max_num_seqs
     if config.evaluation.endpoint_url is not None:
         completions = ENDPOINT_ROUNDS * config.evaluation.endpoint_max_concurrency
     return max(1, completions // config.rollout.num_generations_eval)
 
 
-def scored_groups(groups: Sequence[Group], table: RewardTable, weights: Sequence[float]) -> list[ScoredGroup]:
-    """Groups with their weighted rewards; nothing is trained, so that advantages are 0."""
-    rewards_PG = (table.scores_PGF * torch.tensor(weights)).nansum(-1).masked_fill(~table.valid_PG, torch.nan)
-    return [
-        ScoredGroup(
-            group,
-            scores_GF=table.scores_PGF[p],
-            rewards_G=rewards_PG[p],
-            advantages_G=torch.zeros(len(group.completions)),
-            valid_G=table.valid_PG[p],
-            has_variance=False,
-        )
-        for p, group in enumerate(groups)
-    ]
+def untrained(groups: Sequence[Group], table: RewardTable, weights: Sequence[float]) -> list[ScoredGroup]:
+    """Add rewards, and advantages of 0, to groups that are not trained on."""
+    rewards_PG = weighted_rewards(table, weights)
+    none = Advantages(torch.zeros_like(rewards_PG), torch.zeros(len(groups), dtype=torch.bool))
+    return score_groups(groups, table, rewards_PG, none)
 
 
+@dataclass
 class Throughput:
-    """A bar on standard error: prompts that are done, and completions and tokens per second."""
+    """Completions and tokens per second since the start."""
 
-    def __init__(self, total: int, num_done: int, show: bool) -> None:
-        self.bar = tqdm(total=total, initial=num_done, unit="prompt", disable=None if show else True)
-        self.start = monotonic()
-        self.num_completions = self.num_tokens = 0
+    start: float
+    num_completions: int = 0
+    num_tokens: int = 0
 
-    def __enter__(self) -> Throughput:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def add(self, num_prompts: int, chunk: Chunk) -> None:
-        """Advance by a chunk."""
+    def add(self, chunk: Chunk) -> dict[str, str]:
+        """Count a chunk, and return the figures so far. Tokens that nobody counts are left out."""
         self.num_completions += len(chunk.rows)
         self.num_tokens += sum(row["completion_length"] or 0 for row in chunk.rows)
         seconds = monotonic() - self.start
         figures = {"completions/s": self.num_completions / seconds, "tokens/s": self.num_tokens / seconds}
-        self.bar.set_postfix({name: f"{value:.1f}" for name, value in figures.items() if value}, refresh=False)
-        self.bar.update(num_prompts)
+        return {name: f"{value:.1f}" for name, value in figures.items() if value}

@@ -1,4 +1,4 @@
-"""What the rows of an evaluation come to: means with intervals, pass@k and majority@k."""
+"""Metrics of an evaluation: means with intervals, pass@k and majority@k."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER = re.compile(r"(?s).*<answer>(.*)</answer>")
 
 
 def summarise(rows: Sequence[Row], names: Sequence[str], num_generations: int) -> dict[str, float]:
-    """Mean, 95% interval, pass@k and majority@k of each reward function, and the shape of the completions.
+    """Compute mean, 95% interval, pass@k and majority@k of each reward function, and lengths of the completions.
 
     Completions that a function does not apply to, or failed on, do not count in its figures.
     """
@@ -38,7 +38,7 @@ def summarise(rows: Sequence[Row], names: Sequence[str], num_generations: int) -
 def summarise_by(
     rows: Sequence[Row], column: str, names: Sequence[str], num_generations: int
 ) -> dict[str, dict[str, float]]:
-    """`summarise` for the rows of each value of a column of the data, in order of the values as text."""
+    """Run `summarise` on the rows of each value of a column of the data, in order of the values as text."""
     by_value: dict[str, list[Row]] = {}
     for row in rows:
         by_value.setdefault(str(row.get(f"data/{column}")), []).append(row)
@@ -46,7 +46,7 @@ def summarise_by(
 
 
 def figures(rows: Sequence[Row], name: str, num_generations: int) -> dict[str, float]:
-    """Interval, pass@k and majority@k of one reward function; empty if it scored nothing."""
+    """Compute interval, pass@k and majority@k of one reward function; empty if it scored nothing."""
     by_sample: dict[str, list[Row]] = {}
     for row in rows:
         if row[name] is not None:
@@ -64,7 +64,7 @@ def figures(rows: Sequence[Row], name: str, num_generations: int) -> dict[str, f
 
 
 def answer(row: Row, name: str) -> str:
-    """What a completion answers: what the function logged as `answer`, else its last closed `<answer>` tag or text."""
+    """Return a completion's answer: the one logged as `answer`, else the last closed `<answer>` tag, else the text."""
     logged = row.get(f"{name}/answer", row.get("answer"))
     if logged is not None:
         return str(logged)
@@ -73,15 +73,15 @@ def answer(row: Row, name: str) -> str:
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, … up to `limit`."""
+    """Return 1, 2, 4, … up to `limit`."""
     return [2**i for i in range(limit.bit_length())]
 
 
 def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, … up to the completions per sample; a score of 1 or more passes.
+    """Compute pass@k for k = 1, 2, 4, … up to the completions per sample; a score of 1 or more passes.
 
-    Unbiased: 1 - C(n - c, k) / C(n, k) for c of n that pass (Chen et al., arXiv:2107.03374, equation 1). The mean over
-    samples that have k scores.
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) for c of n that pass (Chen et al., arXiv:2107.03374, equation 1),
+    averaged over samples that have k scores.
     """
     result = {}
     for k in powers_of_two(num_generations):
@@ -98,10 +98,10 @@ def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int) -> dict
 def majority_at(
     answers: Mapping[str, Sequence[str]], scores: Mapping[str, Sequence[float]], num_generations: int
 ) -> dict[int, float]:
-    """majority@k for k = 2, 4, … up to the completions per sample: the score of the answer that is given most often.
+    """Compute majority@k for k = 2, 4, … up to the completions per sample: the score of the most frequent answer.
 
-    Self-consistency (Wang et al., arXiv:2203.11171, section 2) over a sample's first k scored completions. Of answers
-    that are as frequent the earliest counts, and its score is that of the first completion that gives it. The mean
+    Self-consistency (Wang et al., arXiv:2203.11171, section 2) over a sample's first k scored completions. Of equally
+    frequent answers the earliest counts. An answer's score is that of the first completion that gives it. Averaged
     over samples that have k scores.
     """
     result = {}
@@ -115,12 +115,12 @@ def majority_at(
 
 
 def most_common(answers: Sequence[str]) -> str:
-    """The most frequent one; of several the earliest."""
+    """Return the most frequent answer, or the earliest of several."""
     return Counter(answers).most_common(1)[0][0]  # sorts by count alone, and a Counter keeps the order of insertion
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95% percentile bootstrap interval of the mean over samples."""
+    """Compute the 95% percentile bootstrap interval of the mean over samples."""
     generator = np.random.default_rng(0)
     means = [generator.choice(values, size=len(values)).mean() for _ in range(BOOTSTRAP_RESAMPLES)]
     low, high = np.percentile(means, [2.5, 97.5])

@@ -13,16 +13,17 @@ from typing import Any
 
 from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RewardSpec, RunConfig
-from rl_vlm.data import Rows, load_rows
-from rl_vlm.engine import Engine
+from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
-from rl_vlm.evaluation.directory import EvaluationDirectory, write_whole
+from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
+from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampling, is_plain
 from rl_vlm.evaluation.figures import summarise_by
-from rl_vlm.evaluation.kept import KeptRange, kept_range, write_kept
-from rl_vlm.loading import initial_checkpoint
+from rl_vlm.log.files import write_file
+from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward import RewardSuite
-from rl_vlm.rollout_engines import evaluation_engine, prompt_builder
+from rl_vlm.rollout.build import evaluation_engine, prompt_builder
 from rl_vlm.types import TrainerState
 
 Summary = dict[str, Any]
@@ -30,18 +31,18 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What one call asks for beside the settings."""
+    """Options of one call, beside the config."""
 
     by: Sequence[str] = ()
-    """Columns of the data by whose values the figures are repeated."""
+    """Columns of the data; the figures are repeated for each of their values."""
     keep: tuple[float, float] | None = None
-    """Success rates of prompts that are written to a dataset."""
+    """Range of success rates; prompts in it are written to a dataset."""
     keep_by: str | None = None
     """Reward function that decides what a success is. Default: the one with the largest weight."""
 
 
 def evaluate_run(config: RunConfig, options: EvaluationOptions = EvaluationOptions()) -> Summary:
-    """Evaluate the config's model, write `output_dir/evaluation/`, and return what `summary.json` has."""
+    """Evaluate the config's model, write `output_dir/evaluation/`, and return the content of `summary.json`."""
     (summary,) = evaluate_models({"": config}, options).values()
     return summary
 
@@ -49,7 +50,7 @@ def evaluate_run(config: RunConfig, options: EvaluationOptions = EvaluationOptio
 def compare_checkpoints(
     config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions = EvaluationOptions()
 ) -> dict[str, Summary]:
-    """Evaluate each checkpoint in place of the config's model; summaries by name, which is its folder's if several."""
+    """Evaluate each checkpoint as the config's model, and return summaries by name. Several have a folder each."""
     configs = {}
     for name, checkpoint in checkpoint_names(checkpoints).items():
         model = config.model.model_copy(update={"model_name_or_path": checkpoint})
@@ -58,9 +59,9 @@ def compare_checkpoints(
 
 
 def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
-    """Checkpoints by the last part of their path, or by all of it where last parts are the same.
+    """Name checkpoints by the last part of their path, or by all of it if last parts are the same.
 
-    Raises ConfigError for a checkpoint that is named twice.
+    Raises ConfigError if a checkpoint is named twice.
     """
     lasts = [Path(checkpoint).name for checkpoint in checkpoints]
     names = lasts if len(set(lasts)) == len(lasts) else [str(Path(checkpoint)) for checkpoint in checkpoints]
@@ -71,10 +72,10 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
 
 
 def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions) -> dict[str, Summary]:
-    """One evaluation per name. What is finished of each is kept until all are."""
+    """Run one evaluation per name. Finished chunks are kept until all evaluations are complete."""
     config = next(iter(configs.values()))
     check_evaluable(config)
-    engine = Engine(config.train.output_dir, config.log)
+    ranks = Ranks()
     root = Path(config.train.output_dir) / "evaluation"
     folders = {name: root / name if len(configs) > 1 else root for name in configs}
     directories = {name: EvaluationDirectory(folder, root / "images") for name, folder in folders.items()}
@@ -83,23 +84,23 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     with RewardSuite(config.rewards) as rewards:
         kept = check_options(options, rows, rewards, config.rollout.num_generations_eval)
         for name, config in configs.items():
-            model = EvaluatedModel(config, engine, rows, rewards, directories[name])
+            model = EvaluatedModel(config, ranks, rows, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)
             gc.collect()  # before the next model is loaded
-    if engine.is_main:
+    if ranks.is_main:
         if len(summaries) > 1:
-            write_whole(root / "comparison.json", (json.dumps(summaries, indent=2) + "\n").encode())
+            write_file(root / "comparison.json", (json.dumps(summaries, indent=2) + "\n").encode())
         for directory in directories.values():
-            directory.forget_unfinished()
-    engine.close()
+            directory.delete_unfinished()
+    ranks.close()
     return summaries
 
 
 def check_options(
     options: EvaluationOptions, rows: Rows, rewards: RewardSuite, num_generations: int
-) -> KeptRange | None:
-    """The range of `--keep`. Raises ConfigError or RewardError for what the data or the rewards do not have."""
-    columns = rows.sample(0).columns
+) -> SuccessRange | None:
+    """Return the range of `--keep`. Raises ConfigError or RewardError if options, rewards and data do not fit."""
+    columns = rows[0].columns
     rewards.check_columns(columns)
     usable = [name for name, value in columns.items() if is_plain(value)]
     for column in options.by:
@@ -109,59 +110,61 @@ def check_options(
             )
     if options.keep is None:
         return None
-    return kept_range(*options.keep, options.keep_by, rewards, num_generations)
+    return success_range(*options.keep, options.keep_by, rewards, num_generations)
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """One model with all that its evaluation needs."""
+    """One model with the parts that its evaluation needs."""
 
     config: RunConfig
-    engine: Engine
+    ranks: Ranks
     rows: Rows
     rewards: RewardSuite
     directory: EvaluationDirectory
 
-    def evaluate(self, by: Sequence[str], kept: KeptRange | None) -> Summary:
-        """Evaluate the model, or go on where an evaluation with the same settings was killed, and write the files."""
+    def evaluate(self, by: Sequence[str], kept: SuccessRange | None) -> Summary:
+        """Evaluate the model, resuming a killed evaluation with the same settings, and write the files."""
         evaluation = self.sample_and_score()
-        return self.engine.together(lambda: self.summarise_and_write(evaluation, by, kept))
+        with self.ranks.agree():
+            return self.summarise_and_write(evaluation, by, kept)
 
-    def summarise_and_write(self, evaluation: Evaluation, by: Sequence[str], kept: KeptRange | None) -> Summary:
-        """Every rank summarises; the main one writes."""
+    def summarise_and_write(self, evaluation: Evaluation, by: Sequence[str], kept: SuccessRange | None) -> Summary:
+        """Summarise on every rank, and write on the main one."""
         names, num_generations = self.rewards.names, self.config.rollout.num_generations_eval
         summary: Summary = dict(evaluation.metrics)
         if by:
             summary["by"] = {column: summarise_by(evaluation.rows, column, names, num_generations) for column in by}
-        if not self.engine.is_main:
+        if not self.ranks.is_main:
             return summary
         if kept is not None:
-            num_kept = write_kept(self.directory.path / "kept.parquet", self.rows, evaluation.rows, kept)
+            num_kept = write_selected_rows(self.directory.path / "kept.parquet", self.rows, evaluation.rows, kept)
             summary["kept"] = asdict(kept) | {"num_samples": num_kept}
         self.directory.write(summary, evaluation.rows)
         return summary
 
     def sample_and_score(self) -> Evaluation:
-        """The model is loaded here, and freed on return."""
-        config, engine = self.config, self.engine
+        """Load the model, evaluate the rows that are not finished, and free the model."""
+        config, ranks = self.config, self.ranks
         served = config.evaluation.endpoint_url is not None
-        checkpoint = config.model.model_name_or_path if served else initial_checkpoint(config, engine)
+        checkpoint = config.model.model_name_or_path if served else initial_checkpoint(config, ranks)
         settings = what_matters(config, checkpoint, self.rows)
-        finished = engine.gather(engine.together(lambda: self.directory.resume(settings) if engine.is_main else []))
+        with ranks.agree():
+            finished = self.directory.resume(settings) if ranks.is_main else []
+        finished = ranks.gather(finished)
         builder = prompt_builder(config, checkpoint)
-        generator = evaluation_engine(config, checkpoint, builder, engine)
+        engine = evaluation_engine(config, checkpoint, builder, ranks)
         try:
-            evaluator = Evaluator(config, engine, builder, generator, self.rewards, self.rows)
-            show_progress = engine.is_main and not config.log.disable_tqdm
-            return evaluator.run(TrainerState(0, 0, 0.0), self.directory, finished, show_progress)
+            evaluator = Evaluator(config, ranks, builder, engine, self.rewards, self.rows)
+            return evaluator.run(TrainerState(0, 0, 0.0), self.directory, finished, show_progress=ranks.is_main)
         finally:
-            generator.close()
+            engine.close()
 
 
 def what_matters(config: RunConfig, checkpoint: str, rows: Rows) -> dict[str, Any]:
-    """What two evaluations must have in common for one to go on with the completions of the other."""
+    """Return the fingerprint of an evaluation. One resumes another only if their fingerprints are equal."""
     specs = [RewardSpec(function=s) if isinstance(s, str) else s for s in config.rewards.reward_funcs]
-    data = str(config.data.eval_dataset_name)
+    data = str(config.data.eval_dataset_name).split(":")[0]
     return {
         "model": config.model.model_dump() | {"files": file_stamps(checkpoint)},
         "data": config.data.model_dump() | {"files": file_stamps(data)},
@@ -173,7 +176,7 @@ def what_matters(config: RunConfig, checkpoint: str, rows: Rows) -> dict[str, An
 
 
 def file_stamps(name: str) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of a file, or of the files of a directory; nothing for a name that is neither."""
+    """Return name, size and modification time of a file, or of a directory's files; empty if `name` is neither."""
     path = Path(name)
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

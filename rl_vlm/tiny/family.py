@@ -1,4 +1,4 @@
-"""What it takes to build one family small, and sizes and a chat template that most families can share."""
+"""The parts of a tiny model family, and sizes and a chat template that most families can share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class TinyFamily:
     config: Callable[[Any, int], PreTrainedConfig]
     processor: Callable[[Any], ProcessorMixin]
     token_names: dict[str, str] = field(default_factory=dict)
-    """Names under which the tokenizer itself knows special tokens, such as `{"image_token": "<image>"}`."""
+    """The tokenizer's own names of special tokens, such as `{"image_token": "<image>"}`."""
     after_init: Callable[[PreTrainedModel], None] | None = None
-    """Gives random values to weights that are zero at initialisation and would hide the image."""
+    """Sets weights that are zero at initialisation, and would hide the image, to random values."""
 
 
 def layer_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    """Two layers of a causal language model, with grouped-query attention."""
+    """Return the sizes of a causal language model of two layers with grouped-query attention."""
     return {
         "vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 4 * hidden_size,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
@@ -33,20 +33,20 @@ def layer_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
 
 
 def text_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
-    """These layers of a language model that is named by its type, such as Llama, Mistral or Qwen2."""
+    """Return `layer_sizes` for a language model that is named by its type, such as Llama, Mistral or Qwen2."""
     named = {"model_type": model_type, "head_dim": hidden_size // 4, "bos_token_id": None}
     return layer_sizes(tokenizer, hidden_size) | named
 
 
 def mrope(num_frequencies: int, **more: Any) -> dict[str, Any]:
-    """Rotary positions of which three eighths each turn with height and with width, and the rest with time."""
+    """Return M-RoPE parameters: three eighths of the frequencies each for height and width, the rest for time."""
     height_width = 3 * num_frequencies // 8
     sections = [num_frequencies - 2 * height_width, height_width, height_width]
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}
 
 
 def vision_sizes(patch_size: int, image_size: int, num_layers: int = 2) -> dict[str, Any]:
-    """A vision transformer; where the last layer but one gives the features, the last one is idle, as in LLaVA."""
+    """Return the sizes of a vision transformer. Its last layer is idle if features come from the one before (LLaVA)."""
     return {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 4,
         "patch_size": patch_size, "image_size": image_size,
@@ -54,7 +54,7 @@ def vision_sizes(patch_size: int, image_size: int, num_layers: int = 2) -> dict[
 
 
 def chat_template(image: str) -> str:
-    """A chat template in the style of ChatML, with the text `image` where an image block is."""
+    """Return a chat template in the style of ChatML that renders each image block as the text `image`."""
     return CHAT_TEMPLATE.replace("IMAGE", image)
 
 

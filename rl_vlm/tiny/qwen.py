@@ -24,7 +24,7 @@ def token_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
-    """Heads of 32, the smallest that vLLM runs on CPUs."""
+    """Return sizes with heads of 32, the smallest that vLLM runs on CPUs."""
     num_heads = max(1, hidden_size // 32)
     return layer_sizes(tokenizer, hidden_size) | {
         "num_attention_heads": num_heads, "num_key_value_heads": 1, "bos_token_id": None,

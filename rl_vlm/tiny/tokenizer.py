@@ -1,4 +1,4 @@
-"""A small byte-level tokenizer, trained on the spot with a family's own special tokens."""
+"""A small byte-level tokenizer with a family's own special tokens, trained on a given corpus."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_tokenizer(corpus: Iterable[str], special_tokens: Sequence[str], vocab_size: int = 400, **options: Any) -> Any:
-    """A byte-level BPE tokenizer, its merges trained on `corpus`.
+    """Train a byte-level BPE tokenizer on `corpus`.
 
-    The first ids are `CHAT_TOKENS` and `special_tokens`; the 256 bytes follow. `options` go to the tokenizer's class,
-    for instance `model_specific_special_tokens={"image_token": "<image>"}`.
+    The first ids are `CHAT_TOKENS` and `special_tokens`; the 256 bytes follow. `options` are passed to the tokenizer's
+    class, for instance `model_specific_special_tokens={"image_token": "<image>"}`.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
@@ -40,5 +40,5 @@ def train_tokenizer(corpus: Iterable[str], special_tokens: Sequence[str], vocab_
 
 
 def bpe_merges(tokenizer: Any) -> Any:
-    """The merges of a BPE tokenizer, pairs of tokens in the order in which they were learned."""
+    """Return the merges of a BPE tokenizer: pairs of tokens in the order in which they were learned."""
     return [tuple(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 
 ROOT = Path(__file__).parents[2]

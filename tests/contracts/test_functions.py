@@ -13,7 +13,7 @@ def function_lengths() -> list[tuple[int, str]]:
     return sorted(
         (
             (node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
-            for package in ("rl_vlm", "rewards", "launch")
+            for package in ("rl_vlm", "rewards", "launch", "examples")
             for path in (ROOT / package).rglob("*.py")
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno

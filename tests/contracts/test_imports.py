@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,29 +14,25 @@ ROOT = Path(__file__).parents[2]
 OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
-    "errors",
-    "config files functions images types",
-    "families shared_prefix sources",
-    "rows vision",
-    "data prompts generation reward advantages batching losses policy",  # the stages of a batch
-    "checkpoint engine metrics rollout_log sampler tiny weight_sync",
-    "loading prefetch progress report run_directory window",
-    "in_flight rollout_engines",
-    "collector evaluation examples",
-    "resume",
-    "trainer",
+    "errors types",
+    "config functions tiny",
+    "data model algorithm memory distributed reward checkpoint",
+    "log",
+    "rollout",
+    "evaluation trainer",
+    "run",
 ]
 """Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that
-the stages, which are one layer, do not import each other."""
+the stages of a batch, which are one layer, do not import each other."""
 
 LAYER_OF = {f"rl_vlm.{name}": i for i, layer in enumerate(LAYERS) for name in layer.split()}
 
 ONLY_IN = {
     "rewards": "rl_vlm/reward.py",
-    "accelerate": "rl_vlm/engine.py",
-    "peft": "rl_vlm/loading.py",
+    "accelerate": "rl_vlm/distributed/",
+    "peft": "rl_vlm/model/",
     "trl": None,
-    "vllm": "rl_vlm/generation/vllm_",
+    "vllm": "rl_vlm/rollout/vllm/",
     "deepspeed": None,
 }
 """Beginning of the paths of the files that may import a package, inside of functions or not; None: none may."""
@@ -78,7 +75,7 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 
 def imported_modules(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """`from rl_vlm import data` names a module behind `import`; `from rl_vlm.data import Rows` before it."""
+    """`from rl_vlm import errors` names a module behind `import`; `from rl_vlm.errors import DataError` before it."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     assert node.module and not node.level, "imports are absolute"
@@ -138,7 +135,7 @@ def test_heavy_packages_are_imported_inside_functions():
     assert [str(found) for found in ALL if found.at_top and package(found) in LOCAL] == []
 
 
-@pytest.mark.parametrize("name", ["types", "advantages", "batching", "losses"])
+@pytest.mark.parametrize("name", ["types", "algorithm/advantages", "memory/micro_batches", "algorithm/losses"])
 def test_the_maths_needs_torch_and_jaxtyping_alone(name: str):
     modules = {found.module for found in ALL if found.file == f"rl_vlm/{name}.py"}
     foreign = {module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names}
@@ -154,3 +151,9 @@ def test_help_and_config_errors_need_no_torch():
     program = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+def test_no_two_files_import_each_other_in_a_circle():
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in code_files()}
+    graph = {name: {found.module for found in imports_of(path)} & files.keys() for name, path in files.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the files

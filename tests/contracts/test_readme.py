@@ -8,14 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
-from rl_vlm.data import load_rows
-from rl_vlm.families import FAMILIES
+from rl_vlm.data.samples import load_rows
+from rl_vlm.model.families import FAMILIES
 from rl_vlm.reward import RewardSuite
-from rl_vlm.tiny.build import TINY_FAMILIES
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
+from tests.tiny.build import TINY_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -65,7 +65,7 @@ def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = load_config("my_run.yaml")
     check_trainable(config)
     assert plan_batches(config, world_size=1).completions_per_step == 128
-    sample = load_rows(config.data, "train").sample(0)
+    sample = load_rows(config.data, "train")[0]
     assert sample.prompt == "How many cups are there? Put the number in <answer> tags."
     assert [image.size for image in sample.images] == [(4, 3)]
     with RewardSuite(config.rewards) as suite:

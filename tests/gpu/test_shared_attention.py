@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_vlm.policy import Policy
-from rl_vlm.shared_prefix import compiled_flex_attention
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.shared_prefix import compiled_flex_attention
 from rl_vlm.types import ScoredGroup
-from tests.integration.builders import (
+from tests.helpers.builders import (
     gradient_error,
     make_group,
     make_policy,

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import tiny_run
-from tests.integration.builders import sharp_checkpoint
+from tests.helpers import tiny_run
+from tests.helpers.builders import sharp_checkpoint
 
 
 @pytest.fixture(scope="session")

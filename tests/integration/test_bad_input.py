@@ -17,10 +17,10 @@ from rl_vlm import checkpoint
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from rl_vlm.evaluation import evaluate_run
-from rl_vlm.resume import save_run
-from rl_vlm.trainer import Trainer, train
-from tests.integration import tiny_run
-from tests.integration.tiny_run import completions, make_config, metric_lines, noise, rows, weights
+from rl_vlm.run import Run, train
+from rl_vlm.trainer import Trainer
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import completions, make_config, metric_lines, noise, rows, weights
 
 
 def write_images(directory: Path) -> Path:
@@ -186,6 +186,7 @@ def test_faulty_reward_is_masked_and_counted_and_the_run_goes_on(function, kind,
     assert all(row["advantage"] == 0 and row[function] is None and row["token_sum"] is not None for row in faulted)
 
 
+@pytest.mark.ci
 def test_reward_that_hangs_is_killed_within_its_timeout(tiny_checkpoint, tmp_path):
     hanging = {"function": reward("hangs"), "timeout": 1.0}
     config = make_config(tiny_checkpoint, tmp_path / "run", reward_funcs=[tiny_run.TOKEN_SUM, hanging], max_steps=1)
@@ -244,13 +245,15 @@ def no_space(*_: Any, **__: Any) -> None:
 def test_full_disk_while_saving_leaves_the_previous_checkpoint(tiny_checkpoint, tmp_path, monkeypatch):
     config = make_config(tiny_checkpoint, tmp_path / "run")
 
-    def fill_disk_at_second(trainer: Trainer) -> None:
-        if trainer.progress.global_step == 2:
-            monkeypatch.setattr(torch, "save", no_space)
-        save_run(trainer)
+    save = Run.save
 
-    monkeypatch.setattr("rl_vlm.trainer.save_run", fill_disk_at_second)
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 .*No space left.*checkpoints are whole: checkpoint-1"):
+    def fill_disk_at_second(run: Run) -> None:
+        if run.progress.global_step == 2:
+            monkeypatch.setattr(torch, "save", no_space)
+        save(run)
+
+    monkeypatch.setattr(Run, "save", fill_disk_at_second)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 .*No space left.*complete checkpoints: checkpoint-1"):
         train(config)
     assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
     assert not list((tmp_path / "run").glob("unfinished-*"))
@@ -261,14 +264,16 @@ def test_weights_file_that_cannot_grow(tiny_checkpoint, tmp_path, monkeypatch):
     config = make_config(tiny_checkpoint, tmp_path / "run")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limit_at_second(trainer: Trainer) -> None:
-        if trainer.progress.global_step == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        save_run(trainer)
+    save = Run.save
 
-    monkeypatch.setattr("rl_vlm.trainer.save_run", limit_at_second)
+    def limit_at_second(run: Run) -> None:
+        if run.progress.global_step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        save(run)
+
+    monkeypatch.setattr(Run, "save", limit_at_second)
     try:
-        with pytest.raises(CheckpointError, match=r"could not write checkpoint-2 .*whole: checkpoint-1"):
+        with pytest.raises(CheckpointError, match=r"could not write checkpoint-2 .*complete checkpoints: checkpoint-1"):
             train(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

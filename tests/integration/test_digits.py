@@ -6,8 +6,10 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from examples.digits.digits import held_out_rows
 from launch import cli
-from rl_vlm.examples.digits import held_out_rows
+
+pytestmark = pytest.mark.ci
 
 ACCURACY = "rewards/exact_match/mean"
 
@@ -68,6 +70,6 @@ def test_lora_takes_a_half_trained_model_on(quickstart, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["permuted_answers", "shuffled_pixels"])
 def test_nothing_is_learned_where_images_say_nothing(rows, tmp_path):
-    dataset = f"dataset_name=tests.integration.digits_controls:{rows}"
+    dataset = f"dataset_name=tests.helpers.digits_controls:{rows}"
     summary = run("configs/digits.yaml", tmp_path / rows, dataset, "disable_tqdm=true")
     assert summary["eval_after"][ACCURACY] <= 0.2

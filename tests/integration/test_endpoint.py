@@ -16,10 +16,10 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RolloutError
 from rl_vlm.evaluation import evaluate_run
-from rl_vlm.generation import openai
-from tests.integration import tiny_run
-from tests.integration.chat_server import ChatServer, serving
-from tests.integration.tiny_run import make_config
+from rl_vlm.rollout import endpoint as openai
+from tests.helpers import tiny_run
+from tests.helpers.chat_server import ChatServer, serving
+from tests.helpers.tiny_run import make_config
 
 KEY = "sk-secret"
 
@@ -98,7 +98,7 @@ def test_what_is_finished_is_kept_when_the_server_fails_for_good(server, tmp_pat
     server.bodies.clear()
     server.statuses = [200] * 4 + [500] * 3
     with pytest.raises(
-        RolloutError, match=r"answers with status 500: .*out of order.* \(3 tries\).*is finished is kept"
+        RolloutError, match=r"answers with status 500: .*out of order.* \(3 tries\).*Finished samples are kept"
     ):
         evaluate_run(endpoint_config(server, tmp_path / "cut", **settings))
     assert len(server.bodies) == 4

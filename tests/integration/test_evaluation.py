@@ -17,13 +17,13 @@ import pytest
 from launch import cli
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.data import load_rows
+from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.evaluation import EvaluationOptions, evaluate_run
-from rl_vlm.generation.hf import HFEngine
-from rl_vlm.trainer import train
-from tests.integration import tiny_run
-from tests.integration.tiny_run import make_config, metric_lines
+from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.run import train
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import make_config, metric_lines
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLED = {"eval_temperature": 1.0, "num_generations_eval": 3}
@@ -84,6 +84,7 @@ def test_n_completions_of_every_sample(tiny_checkpoint, tmp_path):
     assert len(set(images)) == 5 and all(path.is_file() for path in images)
 
 
+@pytest.mark.ci
 def test_two_processes_count_every_sample_once(tiny_checkpoint, tmp_path):
     """Five samples do not split evenly: padding one rank's share would count one twice."""
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **ONE_PROMPT_AT_ONCE}
@@ -140,7 +141,7 @@ def test_completions_of_other_settings_are_not_taken_over(tiny_checkpoint, tmp_p
     after = stop_after(99, monkeypatch)
     evaluate_run(make_config(tiny_checkpoint, tmp_path, **settings, seed=1))
     assert len(after) == 5
-    assert "is of another sampling: starting anew" in caplog.text
+    assert "is of another sampling: starting over" in caplog.text
 
 
 def parquet_bytes(output_dir: Path) -> bytes:
@@ -188,6 +189,7 @@ def test_a_reward_that_fails_on_a_row_leaves_the_rest(tiny_checkpoint, tmp_path,
     assert [row["row"] for row in rows if row["token_sum"] is None] == []
 
 
+@pytest.mark.ci
 def test_figures_by_a_column_and_rows_to_train_on(tiny_checkpoint, tmp_path, capsys):
     reward = f"{__name__}:has_low_bytes"
     settings = {"eval_dataset_name": tiny_run.ROWS, "reward_funcs": [reward], **SAMPLED}
@@ -212,6 +214,7 @@ def test_figures_by_a_column_and_rows_to_train_on(tiny_checkpoint, tmp_path, cap
     assert train(make_config(tiny_checkpoint, tmp_path / "run", **dataset))["optimizer_steps"] == 1
 
 
+@pytest.mark.ci
 def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path / "run", eval_dataset_name=tiny_run.HELD_OUT_ROWS, max_steps=2)
     train(config)

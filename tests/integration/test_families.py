@@ -9,18 +9,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rl_vlm.families import FAMILIES
-from rl_vlm.generation.hf import HFEngine
-from rl_vlm.in_flight import InFlight, roll_on
-from rl_vlm.policy import Policy
-from rl_vlm.rows import Rows
-from rl_vlm.sampler import Draw
-from rl_vlm.tiny.build import TINY_FAMILIES
+from rl_vlm.data.sampler import Draw
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.model.layout import ForwardInputs
+from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.rollout.partial import InFlight, roll_on
 from rl_vlm.types import Group, Prompt, RolloutRequest, Sampling
-from tests.integration.builders import make_policy
-from tests.integration.family_parity import Parity, case_groups, cases, measure, scores
-from tests.integration.stock import generate_with_transformers, stock_logprobs
-from tests.integration.wrong_rows import WRONG_ROWS, effect
+from tests.helpers.builders import make_policy
+from tests.helpers.family_parity import Parity, case_groups, cases, measure, scores
+from tests.helpers.stock import generate_with_transformers, stock_logprobs
+from tests.helpers.wrong_rows import WRONG_ROWS, effect
+from tests.tiny.build import TINY_FAMILIES
 
 FP32_ROUNDING = {
     "gemma4": 5e-5,
@@ -41,9 +41,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(TINY_FAMILIES))
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+OWN_CODE_PATHS = {
+    "qwen2_5_vl",  # M-RoPE
+    "qwen3_vl",  # deepstack features
+    "internvl",  # positions in one dimension, tiles
+    "gemma3",  # sliding windows, images that see themselves in both directions
+    "paligemma",  # a prompt that sees itself in both directions
+    "mllama",  # cross-attention
+    "qwen3_5",  # gated delta rule
+    "lfm2_vl",  # short convolutions
+}
+"""Families whose tests are all in the first tier. The others share their code and have one test there."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family" in metafunc.fixturenames:
+        is_short = metafunc.function is test_generator_logprobs_are_those_of_the_models_own_forward
+        first_tier = TINY_FAMILIES.keys() if is_short else OWN_CODE_PATHS
+        marks = {name: () if name in first_tier else pytest.mark.ci for name in sorted(TINY_FAMILIES)}
+        metafunc.parametrize("family", [pytest.param(n, marks=m) for n, m in marks.items()], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +103,9 @@ def test_shared_equals_dense_for_each_way_to_train(family: str, checkpoint: Path
 
 
 @pytest.mark.parametrize("change", WRONG_ROWS)
-def test_what_must_not_happen_would_show(checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows]) -> None:
+def test_what_must_not_happen_would_show(
+    checkpoint: Path, policy: Policy, change: Callable[[ForwardInputs], ForwardInputs]
+) -> None:
     if policy.family.hybrid:
         pytest.skip("its rows are not shared")
     assert effect(policy, case_groups(checkpoint, "one image"), change) >= 0.01
@@ -142,7 +160,7 @@ def test_paused_completions_go_on_as_if_they_had_not_been(family: str, checkpoin
     rollouts: list[list[int]] = []
 
     def generate(requests: list[RolloutRequest]) -> list[Group]:
-        rollouts.append([request.num_begun_tokens for request in requests])
+        rollouts.append([request.num_paused_tokens for request in requests])
         return engine.generate(requests, replace(at_once, max_rollout_tokens=3))
 
     finished, _ = roll_on(new, len(new), generate)

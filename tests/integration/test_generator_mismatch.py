@@ -10,24 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.losses import Denominators
-from rl_vlm.metrics import StepMetrics
+from rl_vlm.algorithm.losses import Denominators
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.run import Run
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, ScoredGroup
-from tests.integration.builders import gradient_error, take_gradients, whole
-from tests.integration.tiny_run import make_config
+from tests.helpers.builders import gradient_error, take_gradients, whole
+from tests.helpers.tiny_run import make_config
 
 
 @pytest.fixture(scope="module")
 def trainer(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    trainer = Trainer(make_config(tiny_checkpoint, tmp_path_factory.mktemp("run"), temperature=0.8))
-    yield trainer
-    trainer.close()
+    run = Run(make_config(tiny_checkpoint, tmp_path_factory.mktemp("run"), temperature=0.8))
+    yield run.trainer
+    run.close()
 
 
 @pytest.fixture(scope="module")
 def groups(trainer: Trainer) -> list[ScoredGroup]:
-    return trainer.collector.collect(trainer.state, StepMetrics()).groups
+    return trainer.collector.collect(trainer.progress, StepMetrics()).groups
 
 
 def losses(
@@ -42,7 +43,7 @@ def losses(
         for batch in batches:
             loss, sums = trainer.loss(batch, trainer.policy(batch), Denominators(40.0, 8.0), None)
             loss.backward()
-            step.add_sums(sums)
+            step.add_loss_metrics(sums)
     return take_gradients(trainer.policy.transformer), step.reduce(list)
 
 

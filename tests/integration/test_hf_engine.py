@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_vlm.families import family_of
-from rl_vlm.generation import hf
-from rl_vlm.generation.hf import HFEngine
-from rl_vlm.policy import Policy
+from rl_vlm.model.families import family_of
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.rollout import hf
+from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import (
     Group,
@@ -24,9 +25,8 @@ from rl_vlm.types import (
     SubGroup,
     pad_rows,
 )
-from rl_vlm.vision import VisionEncoder
-from tests.integration.builders import QUESTION, make_prompt, noise_image, sharp_checkpoint
-from tests.integration.stock import generate_with_transformers, stock_logprobs
+from tests.helpers.builders import QUESTION, make_prompt, noise_image, sharp_checkpoint
+from tests.helpers.stock import generate_with_transformers, stock_logprobs
 
 NO_STOP = [399]
 MANY_STOPS = list(range(40, 80))

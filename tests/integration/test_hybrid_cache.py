@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_vlm.policy import Policy
-from rl_vlm.tiny.hybrid import HYBRID
-from tests.integration.builders import make_groups, make_policy, whole
-from tests.integration.family_parity import CASES, cases
+from rl_vlm.model.policy import Policy
+from tests.helpers.builders import make_groups, make_policy, whole
+from tests.helpers.family_parity import CASES, cases
+from tests.tiny.hybrid import HYBRID
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRID))

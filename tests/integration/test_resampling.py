@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.trainer import train
-from tests.integration import tiny_run
-from tests.integration.tiny_run import completions, make_config, metric_lines
+from rl_vlm.run import train
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import completions, make_config, metric_lines
 
 EVEN = f"{__name__}:even"
 

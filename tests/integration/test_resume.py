@@ -17,17 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_vlm import checkpoint
-from rl_vlm import trainer as trainer_module
+from rl_vlm import run as run_module
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RewardError
-from rl_vlm.generation.hf import HFEngine
-from rl_vlm.loading import make_initial_model
-from rl_vlm.prompts import PromptBuilder
-from rl_vlm.trainer import Trainer, train
-from rl_vlm.weight_sync import PolicyWeights
-from tests.integration import tiny_run
-from tests.integration.tiny_run import completions, make_config, metric_lines, weights
+from rl_vlm.model.loading import make_initial_model
+from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.rollout.weights import PolicyWeights
+from rl_vlm.run import Run, train
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import completions, make_config, metric_lines, weights
 
 NUM_STEPS = 5
 REWARDS = [tiny_run.TOKEN_SUM, tiny_run.COIN]
@@ -40,6 +40,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "moving_reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
     "window": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "lora_window": {"use_peft": True, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
+    "evaluated": {  # nothing is updated: after a checkpoint, only a resumed run sends weights
+        "eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 1, "eval_on_start": False,
+        "reward_funcs": [tiny_run.CONSTANT],
+    },
     "bfloat16": {"dtype": "bfloat16", "use_peft": True},
     "partial_rollouts": {
         "max_rollout_tokens": 4, "max_completion_length": 24, "num_generations": 2, "prompts_per_step": 4,
@@ -59,15 +63,15 @@ def config_of(variant: str, model: Path, output_dir: Path, **settings: Any) -> R
 
 def train_until(step: int, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train until the metrics of `step` are written and its checkpoint is not."""
-    record = Trainer.record
+    write_metrics = Run.write_metrics
 
-    def record_and_die(trainer: Trainer, line: dict[str, Any]) -> None:
-        record(trainer, line)
+    def record_and_die(run: Run, line: dict[str, Any]) -> None:
+        write_metrics(run, line)
         if line["step"] == step:
             raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Trainer, "record", record_and_die)
+        patch.setattr(Run, "write_metrics", record_and_die)
         train(config)
 
 
@@ -86,7 +90,12 @@ def assert_same_run(found: Path, expected: Path) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+FIRST_TIER = ("full", "window", "lora_with_reference", "evaluated")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.ci) for name in VARIANTS]
+)
 def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint, tmp_path, monkeypatch):
     straight, killed = (config_of(variant, tiny_checkpoint, tmp_path / name) for name in ("straight", "killed"))
     train(straight)
@@ -112,9 +121,9 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
     return engine
 
 
-@pytest.mark.parametrize("variant", ["full", "window", "partial_rollouts"])
+@pytest.mark.parametrize("variant", [pytest.param("full", marks=pytest.mark.ci), "window", "partial_rollouts"])
 def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "training_engine", copied_policy)
+    monkeypatch.setattr(run_module, "training_engine", copied_policy)
     settings = {"engine": "vllm_server", "max_staleness": 1}
     straight, killed = (
         config_of(variant, tiny_checkpoint, tmp_path / name, **settings) for name in ("straight", "killed")
@@ -133,11 +142,11 @@ def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpo
 def test_settings_that_paused_completions_cannot_go_on_with_are_refused(change, tiny_checkpoint, tmp_path):
     config = config_of("partial_rollouts", tiny_checkpoint, tmp_path, max_steps=1)
     train(config)
-    in_flight = torch.load(tmp_path / "checkpoint-1" / "rank_0.pt", weights_only=True)["in_flight"]
-    completions = [completion for one in in_flight for completion in one["begun"]["completions"]]
+    in_flight = torch.load(tmp_path / "checkpoint-1" / "rank_0.pt", weights_only=True)["collector"]["in_flight"]
+    completions = [completion for one in in_flight for completion in one["partial"]["completions"]]
     assert {"paused", "stop"} <= {completion["finish_reason"] for completion in completions}
     rollout = config.rollout.model_copy(update=change)
-    with pytest.raises(CheckpointError, match=r"checkpoint-1 holds groups in flight, .* of up to \d+ tokens"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 cannot .* holds groups in flight, .* of up to \d+ tokens"):
         train(resumed(config.model_copy(update={"rollout": rollout})))
 
 
@@ -145,14 +154,14 @@ def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_p
     config = config_of("window", tiny_checkpoint, tmp_path / "straight")
     train(config)
     checkpoint.seed_random_generators(123)
-    fresh = {"window": None, "random": checkpoint.random_states()}
-    for field in fresh:
+    fresh = {"window": {"collector": {"window": None}}, "random": {"random": checkpoint.random_states()}}
+    for field, parts in fresh.items():
         killed = config_of("window", tiny_checkpoint, tmp_path / field)
         train_until(4, killed, monkeypatch)
         rank_file = tmp_path / field / "checkpoint-3" / "rank_0.pt"
         state = torch.load(rank_file, weights_only=True)
         size = rank_file.stat().st_size
-        torch.save(state | {field: fresh[field]}, rank_file)
+        torch.save({name: part | parts.get(name, {}) for name, part in state.items()}, rank_file)
         amend_manifest(rank_file, size)
         train(resumed(killed))
         with pytest.raises(AssertionError):
@@ -185,6 +194,7 @@ sys.exit(cli.run("train", [sys.argv[1]]))
 """
 
 
+@pytest.mark.ci
 def test_sigkill_within_a_save(tiny_checkpoint, tmp_path):
     train(config_of("window", tiny_checkpoint, tmp_path / "straight"))
     killed = config_of("window", tiny_checkpoint, tmp_path / "killed")

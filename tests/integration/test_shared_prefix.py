@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from rl_vlm.errors import ModelError
-from rl_vlm.policy import Policy
-from rl_vlm.rows import Rows
+from rl_vlm.model.layout import ForwardInputs
+from rl_vlm.model.policy import Policy
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import Completion, MicroBatch, ScoredGroup
-from tests.integration.builders import (
+from tests.helpers.builders import (
     gradient_error,
     make_groups,
     make_policy,
@@ -25,7 +25,7 @@ from tests.integration.builders import (
     take_gradients,
     whole,
 )
-from tests.integration.wrong_rows import WRONG_ROWS, effect
+from tests.helpers.wrong_rows import WRONG_ROWS, effect
 
 ONE_IMAGE = [noise_image(32, 24, seed=1)]
 THREE_IMAGES = [noise_image(48, 16, seed=2), noise_image(16, 64, seed=3), noise_image(24, 24, seed=4)]
@@ -106,7 +106,9 @@ def test_a_micro_batch_scores_as_its_groups_do_alone(checkpoint: Path, policy: P
 
 
 @pytest.mark.parametrize("change", WRONG_ROWS)
-def test_what_must_not_happen_would_show(checkpoint: Path, policy: Policy, change: Callable[[Rows], Rows]) -> None:
+def test_what_must_not_happen_would_show(
+    checkpoint: Path, policy: Policy, change: Callable[[ForwardInputs], ForwardInputs]
+) -> None:
     assert effect(policy, make_groups(checkpoint, CASES["one image"]), change) >= 0.01
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_vlm.batching import Sharing, Size, make_micro_batches
-from rl_vlm.policy import Policy
+from rl_vlm.memory.micro_batches import Sharing, Size, make_micro_batches
+from rl_vlm.model.policy import Policy
 from rl_vlm.types import MicroBatch, ScoredGroup
-from tests.integration.builders import (
+from tests.helpers.builders import (
     gradient_error,
     make_group,
     make_policy,

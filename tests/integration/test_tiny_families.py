@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.errors import DataError
-from rl_vlm.prompts import PromptBuilder
-from rl_vlm.tiny.build import TINY_FAMILIES, build_tiny
 from rl_vlm.types import Prompt
-from tests.integration.builders import make_prompt, noise_image
-from tests.integration.family_parity import NEED_AN_IMAGE
-from tests.integration.stock import model_inputs
+from tests.helpers.builders import make_prompt, noise_image
+from tests.helpers.family_parity import NEED_AN_IMAGE
+from tests.helpers.stock import model_inputs
+from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 SIZES = {"one": [(32, 24)], "two": [(40, 20), (24, 64)]}
 ONE_SIZE = {"llava", "gemma3", "paligemma", "paligemma2", "cohere2_vision", "deepseek_vl", "got_ocr2", "mllama"}

@@ -10,15 +10,16 @@ import torch
 
 from rl_vlm import checkpoint
 from rl_vlm import trainer as trainer_module
+from rl_vlm.algorithm.losses import Denominators, LossInputs
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation import Evaluation, Evaluator
-from rl_vlm.losses import Denominators, LossInputs
-from rl_vlm.metrics import StepMetrics
-from rl_vlm.trainer import Trainer, train
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.run import Run, train
+from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, SubGroup
-from tests.integration import tiny_run
-from tests.integration.tiny_run import completions, make_config, metric_lines, model_weights, weights
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import completions, make_config, metric_lines, model_weights, weights
 
 PATCHES_PER_IMAGE = 16
 IN_ROLLOUTS = ("forwards", "patches")
@@ -31,12 +32,12 @@ def constant_for_odd(completion_ids: list[list[int]], solution: list[str], **_: 
 
 
 def run(config: RunConfig) -> Trainer:
-    trainer = Trainer(config)
+    run = Run(config)
     try:
-        trainer.run()
+        run.run()
     finally:
-        trainer.close()
-    return trainer
+        run.close()
+    return run.trainer
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, bool]:
@@ -100,20 +101,20 @@ def test_best_checkpoint_is_kept_and_its_weights_end_the_run(
     values, greater, best, tiny_checkpoint, tmp_path, monkeypatch
 ):
     script_evaluations(monkeypatch, values)
-    trainer = Trainer(
+    run = Run(
         make_config(
             tiny_checkpoint, tmp_path, eval_dataset_name=tiny_run.HELD_OUT_ROWS, eval_steps=1, save_total_limit=2,
             save_steps=4, load_best_model_at_end=True, greater_is_better=greater, metric_for_best_model="eval_reward",
         )
     )  # fmt: skip
-    summary = trainer.run()
+    summary = run.run()
     assert summary["eval_after"]["reward"] == values[best]
     assert summary["checkpoint"] == str(tmp_path / f"checkpoint-{best}")
     assert [path.name for path in checkpoint.complete(tmp_path)] == [f"checkpoint-{best}", "checkpoint-4"]
     stored = model_weights(tmp_path / f"checkpoint-{best}")
-    assert all(same(trainer.policy.model.state_dict(), stored).values())
+    assert all(same(run.trainer.policy.model.state_dict(), stored).values())
     assert not all(same(stored, model_weights(tmp_path / "checkpoint-4")).values())
-    trainer.close()
+    run.close()
 
 
 def test_unknown_metric_for_the_best_model(tiny_checkpoint, tmp_path, monkeypatch):
@@ -250,14 +251,14 @@ def test_completions_are_printed(tiny_checkpoint, tmp_path, capsys):
 
 def test_new_policy_is_in_train_mode(tiny_checkpoint, tmp_path):
     """Gradient checkpointing works in train mode only, also in a run resumed within a window."""
-    assert Trainer(make_config(tiny_checkpoint, tmp_path)).policy.training
+    assert Run(make_config(tiny_checkpoint, tmp_path)).trainer.policy.training
 
 
 def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path):
     """Its completion may be one that failed, which the reference never scored."""
-    trainer = Trainer(make_config(tiny_checkpoint, tmp_path, beta=0.1))
-    window = trainer.collector.collect(trainer.state, StepMetrics())
-    dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, weight=0.0)
+    trainer = Run(make_config(tiny_checkpoint, tmp_path, beta=0.1)).trainer
+    window = trainer.collector.collect(trainer.progress, StepMetrics())
+    dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, is_dummy=True)
     loss, sums = trainer.loss(dummy, trainer.policy(dummy), Denominators(1.0, 1.0), None)
     assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})
 

@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from rl_vlm.advantages import compute_advantages, reward_std, total_rewards
-from rl_vlm.config.schema import AlgorithmConfig
-from rl_vlm.losses import (
+from rl_vlm.algorithm.advantages import compute_advantages, reward_std, total_rewards
+from rl_vlm.algorithm.losses import (
     Denominators,
     LossInputs,
     count_denominators,
@@ -22,11 +21,11 @@ from rl_vlm.losses import (
     top_entropy_threshold,
     trained_completions,
 )
-from rl_vlm.metrics import StepMetrics
-from rl_vlm.tiny.build import build_tiny
+from rl_vlm.config.schema import AlgorithmConfig
+from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
-from tests.integration import trl_oracle
-from tests.integration.builders import (
+from tests.helpers import trl_oracle
+from tests.helpers.builders import (
     BYTE_TOKENS,
     QUESTION,
     gradient_error,
@@ -37,6 +36,9 @@ from tests.integration.builders import (
     take_gradients,
     whole,
 )
+from tests.tiny.build import build_tiny
+
+pytestmark = pytest.mark.ci
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
@@ -134,7 +136,7 @@ def assert_loss_gradient_and_metrics_agree(trainer, inputs, settings):
 def reduced(metrics):
     """What a step of this one micro-batch logs."""
     step = StepMetrics()
-    step.add_sums(metrics)
+    step.add_loss_metrics(metrics)
     return step.reduce(list)
 
 

@@ -3,25 +3,26 @@
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="needs vllm")
-
+from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
-from rl_vlm.generation.vllm_common import engine_arguments
-from rl_vlm.generation.vllm_local import VLLMEngine
-from rl_vlm.in_flight import InFlight, roll_on
-from rl_vlm.metrics import MetricsLog
-from rl_vlm.sampler import Draw
-from rl_vlm.trainer import train
+from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.rollout.partial import InFlight, roll_on
+from rl_vlm.rollout.vllm.arguments import engine_arguments
+from rl_vlm.rollout.vllm.in_process import VLLMEngine
+from rl_vlm.rollout.weights import PolicyWeights
+from rl_vlm.run import train
 from rl_vlm.types import RolloutRequest
-from rl_vlm.weight_sync import PolicyWeights
-from tests.integration import tiny_run
-from tests.integration.builders import make_prompt, noise_image, sharp_checkpoint
-from tests.integration.vllm_parity import Side, generator_logprobs, sampling, token_ids
+from tests.helpers import tiny_run
+from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
+from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, token_ids
+
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
 NUM_UPDATES = 20
 

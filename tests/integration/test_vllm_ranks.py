@@ -1,18 +1,19 @@
 """vLLM in each of two processes: a model per rank, or one over both."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vllm")
-
 from rl_vlm.errors import ConfigError
-from rl_vlm.metrics import MetricsLog
-from rl_vlm.rollout_engines import beside_ranks
-from rl_vlm.tiny.build import build_tiny
-from tests.integration import tiny_run
-from tests.integration.builders import sharpen
-from tests.integration.two_processes import train_on_two_processes
+from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.rollout.build import beside_ranks
+from tests.helpers import tiny_run
+from tests.helpers.builders import sharpen
+from tests.helpers.two_processes import train_on_two_processes
+from tests.tiny.build import build_tiny
+
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])

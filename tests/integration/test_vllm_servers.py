@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from urllib.error import HTTPError
@@ -13,20 +14,20 @@ import psutil
 import pytest
 from PIL import Image
 
-pytest.importorskip("vllm", reason="needs vllm")
-
 from rl_vlm.errors import DataError, RolloutError
-from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
-from rl_vlm.generation.vllm_common import engine_arguments
-from rl_vlm.generation.vllm_process import ServerProcess, free_port
-from rl_vlm.generation.vllm_servers import VLLMServers
-from rl_vlm.metrics import MetricsLog
-from rl_vlm.trainer import train
+from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.rollout.vllm.arguments import engine_arguments
+from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
+from rl_vlm.rollout.vllm.process import ServerProcess, free_port
+from rl_vlm.rollout.vllm.servers import VLLMServers
+from rl_vlm.rollout.weights import PolicyWeights
+from rl_vlm.run import train
 from rl_vlm.types import RolloutRequest
-from rl_vlm.weight_sync import PolicyWeights
-from tests.integration import tiny_run
-from tests.integration.builders import make_prompt, noise_image, sharp_checkpoint
-from tests.integration.vllm_parity import Side, generator_logprobs, make_config, sampling, token_ids
+from tests.helpers import tiny_run
+from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
+from tests.helpers.vllm_parity import Side, generator_logprobs, make_config, sampling, token_ids
+
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
 HOST, TIMEOUT = "127.0.0.1", 240.0
 NUM_UPDATES = 20

@@ -15,13 +15,13 @@ from torch.distributed import destroy_process_group, get_rank, init_process_grou
 from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_vlm.families import TokenRules
-from rl_vlm.generation.vllm_client import VLLMClient
-from rl_vlm.generation.vllm_servers import VLLMServers
-from rl_vlm.policy import Policy
-from rl_vlm.tiny.build import TINY_FAMILIES, build_tiny
-from rl_vlm.weight_sync import PolicyWeights
-from tests.integration.builders import make_policy
+from rl_vlm.model.families import TokenRules
+from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.vllm.client import VLLMClient
+from rl_vlm.rollout.vllm.servers import VLLMServers
+from rl_vlm.rollout.weights import PolicyWeights
+from tests.helpers.builders import make_policy
+from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 LORA = {"use_peft": True, "lora_r": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -128,6 +128,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny("qwen2_5_vl", tmp_path_factory.mktemp("checkpoint"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_servers_get_the_weights_of_a_sharded_policy_whole(checkpoint: Path, sharding: str, tmp_path: Path) -> None:
     if sharding == "ZeRO-3":

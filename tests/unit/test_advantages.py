@@ -6,7 +6,7 @@ import torch
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
-from rl_vlm.advantages import compute_advantages, reward_std, total_rewards
+from rl_vlm.algorithm.advantages import compute_advantages, reward_std, total_rewards
 
 NAN = math.nan
 F, T = False, True

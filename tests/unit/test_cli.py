@@ -161,7 +161,7 @@ def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
 
 @pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 0), (RolloutError("server 1 has ended"), 2)])
 def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, capsys, monkeypatch):
-    from rl_vlm.generation import vllm_process
+    from rl_vlm.rollout.vllm import process as vllm_process
 
     class Server:
         url, seen = "http://127.0.0.1:8000", []

@@ -2,25 +2,34 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
-from rl_vlm.collector import Collector, replace_rows
-from rl_vlm.config.batch_algebra import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.engine import Engine
+from rl_vlm.data.loader import PromptLoader, PromptSource
+from rl_vlm.data.sampler import PromptSampler
+from rl_vlm.data.samples import Rows
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
-from rl_vlm.generation.sampling import stream_keys
-from rl_vlm.metrics import StepMetrics
-from rl_vlm.prefetch import Prefetcher
+from rl_vlm.log.completions import CompletionsLog
+from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.reward import RewardSuite
-from rl_vlm.run_directory import RunDirectory
-from rl_vlm.sampler import Draw, PromptSampler
-from rl_vlm.types import Completion, Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, TrainerState
+from rl_vlm.rollout.collector import Collector
+from rl_vlm.rollout.endpoint import MessageBuilder
+from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.sampling import stream_keys
+from rl_vlm.rollout.scoring import replace_rows
+from rl_vlm.rollout.weights import CheckpointWeights
+from rl_vlm.types import Completion, Group, Progress, RewardTable, RolloutRequest, Sampling, TrainerState
 
 F, T = False, True
+SERVED = "vllm_server"  # of which the engine is a script here
+NO_WEIGHTS = CheckpointWeights(Path(), is_adapter=False)  # which a script does not read
+NOW = Progress(max_steps=10, global_step=7)
 
 
 def number(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float | None]:
@@ -28,33 +37,6 @@ def number(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) ->
     log_extra("answer", completions)
     log_metric("answers", float(len(completions)))
     return [None if text == "-" else float(text) if text != "x" else math.nan for text in completions]
-
-
-class OneRank(Engine):
-    rank, is_main = 0, True  # pyright: ignore[reportAssignmentType]
-
-    def __init__(self) -> None:
-        pass
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        return values
-
-
-class Prompts(Prefetcher):
-    def __init__(self) -> None:
-        pass
-
-    def prompts(self, draws: list[Draw]) -> list[Prompt]:
-        samples = [Sample("abc"[draw.row], [], [], {}, "?") for draw in draws]
-        return [Prompt(sample, torch.tensor([1, 2]), {}, {}) for sample in samples]
-
-
-class Directory(RunDirectory):
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def write_completions(self, step: int, rows: Any) -> None:
-        self.rows += rows
 
 
 class Script:
@@ -82,26 +64,29 @@ class Script:
         pass
 
 
-def make_collector(script: Script, **settings: Any) -> Collector:
+def make_collector(script: Script, rounds: int, folder: Path | None = None, **algorithm: Any) -> Collector:
+    """Of three rows a, b and c; completions are written to `folder`, if one is given."""
     config = RunConfig.model_validate(
         {
             "model": {"model_name_or_path": "none"},
-            "rollout": {"num_generations": 2, "max_resampling_rounds": settings.pop("rounds")},
+            "rollout": {"num_generations": 2, "max_resampling_rounds": rounds, "max_staleness": 1, "engine": SERVED},
             "train": {"prompts_per_step": 3},
             "rewards": {"reward_funcs": [f"{__name__}:number"]},
-            "algorithm": settings,
+            "algorithm": algorithm,
+            "log": {"log_completions": folder is not None},
         }
     )
-    return Collector(
-        config, plan_batches(config, 1), OneRank(), Directory(), PromptSampler(3, 3, seed=0, shuffle=False), Prompts(),
-        script, RewardSuite(config.rewards),
-    )  # fmt: skip
+    rows = Rows("rows", [{"prompt": "?"}] * 3, ["a", "b", "c"], Path(), config.data)
+    sampler = PromptSampler(3, 3, seed=0, shuffle=False)
+    loader, ranks = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data), Ranks()
+    engine, log = SyncedEngine(script, NO_WEIGHTS, ranks), CompletionsLog(folder or Path(), ranks, config.log)
+    return Collector(config, ranks, loader, engine, RewardSuite(config.rewards), log)
 
 
 def collect(script: Script, **settings: Any) -> tuple[list[list[str]], dict[str, float], Collector]:
     """Answers of the window's groups, metrics without times, and the collector."""
     collector, metrics = make_collector(script, **settings), StepMetrics()
-    window = collector.collect(TrainerState(7, 10, 0.0), metrics)
+    window = collector.collect(NOW, metrics)
     found = {name: value for name, value in metrics.reduce(list).items() if not name.startswith("time/")}
     return [[c.text for c in scored.group.completions] for scored in window.groups], found, collector
 
@@ -157,9 +142,10 @@ def test_each_round_has_random_streams_of_its_own():
     assert len(set(keys)) == 3 * 2
 
 
-def test_the_log_has_the_groups_that_are_trained_on_and_the_metrics_all_calls():
-    _, metrics, collector = collect(Script(a="0 0, x 3", b="0 1", c="2 x, x x"), rounds=1)
-    rows = [(row["group_id"], row["answer"], row["number"]) for row in collector.directory.rows]  # pyright: ignore
+def test_the_log_has_the_groups_that_are_trained_on_and_the_metrics_all_calls(tmp_path: Path):
+    _, metrics, _ = collect(Script(a="0 0, x 3", b="0 1", c="2 x, x x"), rounds=1, folder=tmp_path)
+    table = pyarrow.parquet.read_table(tmp_path / "completions" / "completions_00007.parquet").to_pylist()
+    rows = [(row["group_id"], row["answer"], row["number"]) for row in table]
     assert rows == [
         ("7/0/a", "0", 0.0), ("7/0/a", "0", 0.0),
         ("7/0/b", "0", 0.0), ("7/0/b", "1", 1.0),
@@ -172,7 +158,7 @@ def test_the_log_has_the_groups_that_are_trained_on_and_the_metrics_all_calls():
 def test_advantages_span_the_window_that_is_trained_on():
     script = Script(a="0 0, 0 8", b="0 0, 4 4", c="0 0, 4 4")
     collector = make_collector(script, rounds=1, scale_rewards="batch")
-    window = collector.collect(TrainerState(0, 1, 0.0), StepMetrics())
+    window = collector.collect(Progress(max_steps=1), StepMetrics())
     std = torch.tensor([0.0, 8, 0, 0, 0, 0]).std().item()
     assert [scored.has_variance for scored in window.groups] == [T, F, F]
     assert window.groups[0].advantages_G.tolist() == pytest.approx([-4 / (std + 1e-4), 4 / (std + 1e-4)])
@@ -180,9 +166,9 @@ def test_advantages_span_the_window_that_is_trained_on():
 
 def test_time_of_all_rounds_adds_up(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("rl_vlm.metrics.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("rl_vlm.log.metrics.time.perf_counter", lambda: float(next(clock)))
     metrics = StepMetrics()
-    make_collector(Script(a="0 0, 0 1", b="0 1", c="0 1"), rounds=1).collect(TrainerState(0, 1, 0.0), metrics)
+    make_collector(Script(a="0 0, 0 1", b="0 1", c="0 1"), rounds=1).collect(Progress(max_steps=1), metrics)
     assert metrics.seconds == {"data": 1, "generation": 2, "rewards": 2}
 
 
@@ -198,8 +184,8 @@ def test_an_error_in_a_later_round_leaves_the_sampler_where_it_was(monkeypatch):
 
     monkeypatch.setattr(collector.rewards, "score", fails_at_second)
     with pytest.raises(RewardError, match="gone"):
-        collector.collect(TrainerState(0, 1, 0.0), StepMetrics())
-    assert collector.sampler.cursor == 0
+        collector.collect(Progress(max_steps=1), StepMetrics())
+    assert collector.loader.state_dict()["cursor"] == 0
 
 
 def table(scores: list[list[float]], **contents: Any) -> RewardTable:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config import yaml_text
-from rl_vlm.config.batch_algebra import plan_batches
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.describe import describe, settings_help, to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import SETTINGS, RunConfig

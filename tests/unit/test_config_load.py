@@ -146,8 +146,8 @@ def test_malformed_overrides(write):
         ("num_generations_eval: 4", "set `eval_temperature` above 0"),
         (
             "{vllm_max_model_length: 64, vllm_weight_transfer: nccl, vllm_num_servers: 1}",
-            "`vllm_max_model_length`, `vllm_weight_transfer`: no effect on `engine` hf; leave them out, put them aside "
-            "with `use_vllm` false, or set `engine` to vllm or vllm_server",
+            "`vllm_max_model_length`, `vllm_weight_transfer`: no effect on `engine` hf; leave them out, disable them "
+            "with `use_vllm: false`, or set `engine` to vllm or vllm_server",
         ),
         ("{engine: hf, vllm_enable_sleep_mode: true}", "`vllm_enable_sleep_mode`: no effect on `engine` hf"),
         (
@@ -163,16 +163,16 @@ def test_malformed_overrides(write):
         ),
         (
             "{engine: vllm_server, vllm_server_base_url: 'http://a:1', vllm_num_servers: 2}",
-            "are for servers that are started, and others are joined",
+            "apply to servers that the run starts",
         ),
-        ("{engine: vllm_server, vllm_server_base_url: 'a:1'}", "an address begins with http:// or https://"),
+        ("{engine: vllm_server, vllm_server_base_url: 'a:1'}", "an address must begin with http:// or https://"),
         ("{min_pixels: 9, max_pixels: 4}", "`min_pixels` 9 is above `max_pixels` 4"),
         ("{use_peft: true, beta: 0.1, init_lora_weights: pissa}", "`init_lora_weights` pissa changes the base weights"),
         ("{use_peft: true, beta: 0.1, init_lora_weights: olora}", "set `beta` to 0"),
-        ("lr_scheduler_kwargs: {num_cycles: 2}", "has num_cycles; those of `lr_scheduler_type` linear are: none"),
+        ("lr_scheduler_kwargs: {num_cycles: 2}", "has num_cycles; valid for `lr_scheduler_type` linear: none"),
         (
             "{lr_scheduler_type: polynomial, lr_scheduler_kwargs: {pwoer: 2}}",
-            "has pwoer; those of `lr_scheduler_type` polynomial are: lr_end, power",
+            "has pwoer; valid for `lr_scheduler_type` polynomial: lr_end, power",
         ),
         ("lr_scheduler_type: cosine_with_min_lr", "needs one of `min_lr` and `min_lr_rate`"),
         (

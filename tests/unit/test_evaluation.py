@@ -1,6 +1,7 @@
 import sys
 from io import StringIO
 from itertools import combinations
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from rl_vlm.evaluation.directory import Chunk
 from rl_vlm.evaluation.evaluator import Throughput
 from rl_vlm.evaluation.figures import answer, bootstrap_interval, majority_at, pass_at, summarise, summarise_by
 from rl_vlm.evaluation.run import checkpoint_names
+from rl_vlm.log.progress_bar import ProgressBar
 
 
 def pass_at_by_definition(scores: list[float], k: int) -> float:
@@ -152,9 +154,9 @@ def test_the_bar_shows_prompts_and_throughput(monkeypatch):
     terminal = StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Throughput(total=4, num_done=1, show=True) as throughput:
-        throughput.start -= 2.0
-        throughput.add(2, Chunk([row("a", 0, 1.0, 1.0), row("b", 0, 1.0, 1.0)], {}))
+    with ProgressBar(1, 4, "prompt") as bar:
+        throughput = Throughput(start=monotonic() - 2.0)
+        bar.show(3, throughput.add(Chunk([row("a", 0, 1.0, 1.0), row("b", 0, 1.0, 1.0)], {})))
     last = terminal.getvalue().split("\r")[-1]
     assert "3/4" in last
     assert "completions/s=1.0, tokens/s=4.0" in last

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
-from rl_vlm.data import load_rows
+from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.evaluation.difficulty import SuccessRange, success_range, success_rates, write_selected_rows
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
-from rl_vlm.evaluation.kept import KeptRange, kept_range, success_rates, write_kept
 from rl_vlm.reward import RewardSuite
 
 FIRST = Chunk([{"row": 0, "reward": 0.1}, {"row": 1, "reward": None}], {"exact_match/nan": 1})
@@ -26,36 +26,38 @@ def directory(path: Path) -> EvaluationDirectory:
 def test_an_evaluation_with_the_same_settings_goes_on(tmp_path):
     settings = {"model": ("a", 1), "seed": 0}
     assert directory(tmp_path).resume(settings) == []
-    kept = [directory(tmp_path).keep(chunk) for chunk in (SECOND, FIRST)]
+    kept = [directory(tmp_path).write_chunk(chunk) for chunk in (SECOND, FIRST)]
     assert kept == [SECOND, FIRST]
     assert directory(tmp_path).resume(settings) == [FIRST, SECOND]
 
 
 def test_torn_files_are_not_read(tmp_path):
     directory(tmp_path).resume({})
-    directory(tmp_path).keep(FIRST)
+    directory(tmp_path).write_chunk(FIRST)
     (tmp_path / "evaluation" / "unfinished" / "row_000000002.tmp").write_text('{"rows": [')
     assert directory(tmp_path).resume({}) == [FIRST]
 
 
 def test_other_settings_start_anew_and_say_why(tmp_path, caplog):
     directory(tmp_path).resume({"model": "a", "seed": 0})
-    directory(tmp_path).keep(FIRST)
+    directory(tmp_path).write_chunk(FIRST)
     assert directory(tmp_path).resume({"model": "b", "seed": 0}) == []
-    assert "is of another model: starting anew" in caplog.text
+    assert "is of another model: starting over" in caplog.text
     assert directory(tmp_path).resume({"model": "b", "seed": 0}) == []
 
 
 def test_a_finished_evaluation_is_not_taken_again(tmp_path):
     directory(tmp_path).resume({})
-    directory(tmp_path).keep(FIRST)
-    directory(tmp_path).forget_unfinished()
+    directory(tmp_path).write_chunk(FIRST)
+    directory(tmp_path).delete_unfinished()
     assert directory(tmp_path).resume({}) == []
 
 
 def test_what_reward_functions_logged_is_kept_as_text_where_json_has_no_type_for_it(tmp_path):
     directory(tmp_path).resume({})
-    assert directory(tmp_path).keep(Chunk([{"row": 0, "note": {1, 2}}], {})).rows == [{"row": 0, "note": "{1, 2}"}]
+    assert directory(tmp_path).write_chunk(Chunk([{"row": 0, "note": {1, 2}}], {})).rows == [
+        {"row": 0, "note": "{1, 2}"}
+    ]
 
 
 def noise(seed: int) -> Image.Image:
@@ -87,17 +89,17 @@ def test_success_rate_is_the_share_of_scored_completions_that_reach_1():
 def test_the_function_with_the_largest_weight_decides(tmp_path):
     specs: Any = [{"function": "format_tags", "weight": 0.2}, "exact_match"]
     with RewardSuite(RewardsConfig(reward_funcs=specs)) as suite:
-        assert kept_range(0.1, 0.9, None, suite, 4) == KeptRange(0.1, 0.9, "exact_match")
-        assert kept_range(0.1, 0.9, "format_tags", suite, 4).function == "format_tags"
+        assert success_range(0.1, 0.9, None, suite, 4) == SuccessRange(0.1, 0.9, "exact_match")
+        assert success_range(0.1, 0.9, "format_tags", suite, 4).function == "format_tags"
         with pytest.raises(ConfigError, match=r"--keep-by accuracy: .* there are format_tags, exact_match"):
-            kept_range(0.1, 0.9, "accuracy", suite, 4)
+            success_range(0.1, 0.9, "accuracy", suite, 4)
         with pytest.raises(ConfigError, match="a success rate is one of 0, 1/2, 1; sample more"):
-            kept_range(0.6, 0.9, None, suite, 2)
+            success_range(0.6, 0.9, None, suite, 2)
     with (
         RewardSuite(RewardsConfig(reward_funcs=["choice", "exact_match"])) as suite,
         pytest.raises(ConfigError, match=r"choice, exact_match have the same weight; .* --keep-by"),
     ):
-        kept_range(0.1, 0.9, None, suite, 4)
+        success_range(0.1, 0.9, None, suite, 4)
 
 
 def image_file(path: Path, seed: int) -> str:
@@ -135,12 +137,12 @@ def test_kept_rows_load_for_training_as_they_were(make, tmp_path):
     completions = scored((0, 1.0), (0, 1.0), (1, 0.0), (1, 1.0), (2, 0.0), (2, 0.0), (3, 1.0), (3, 0.0))
     path = tmp_path / "elsewhere" / "kept.parquet"
     path.parent.mkdir()
-    assert write_kept(path, rows, completions, KeptRange(0.1, 0.9, "accuracy")) == 2
+    assert write_selected_rows(path, rows, completions, SuccessRange(0.1, 0.9, "accuracy")) == 2
     assert [file.name for file in path.parent.iterdir()] == ["kept.parquet"]
 
     kept = load_rows(DataConfig(dataset_name=str(path)), "train")
     assert len(kept) == 2
-    for found, expected in zip(kept, (rows.sample(1), rows.sample(3)), strict=True):
+    for found, expected in zip(kept, (rows[1], rows[3]), strict=True):
         assert found.columns.pop("success_rate") == 0.5
         assert (found.columns, found.messages, found.prompt) == (expected.columns, expected.messages, expected.prompt)
         assert [np.array(i).tolist() for i in found.images] == [np.array(i).tolist() for i in expected.images]
@@ -149,7 +151,9 @@ def test_kept_rows_load_for_training_as_they_were(make, tmp_path):
 def test_without_a_row_to_keep_there_is_no_file(tmp_path):
     rows = load_rows(DataConfig(eval_dataset_name=jsonl_rows(tmp_path)), "eval")
     (tmp_path / "kept.parquet").write_text("of an earlier evaluation")
-    assert write_kept(tmp_path / "kept.parquet", rows, scored((0, 1.0)), KeptRange(0.0, 0.5, "accuracy")) == 0
+    assert (
+        write_selected_rows(tmp_path / "kept.parquet", rows, scored((0, 1.0)), SuccessRange(0.0, 0.5, "accuracy")) == 0
+    )
     assert not (tmp_path / "kept.parquet").exists()
 
 
@@ -157,4 +161,6 @@ def test_rows_without_common_types_are_refused_by_name(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "x": 1}\n{"prompt": "b", "x": [1]}\n')
     rows = load_rows(DataConfig(eval_dataset_name=str(tmp_path / "rows.jsonl")), "eval")
     with pytest.raises(DataError, match=r"rows\.jsonl: its rows cannot be written to .*kept\.parquet"):
-        write_kept(tmp_path / "kept.parquet", rows, scored((0, 1.0), (1, 1.0)), KeptRange(0.5, 1.0, "accuracy"))
+        write_selected_rows(
+            tmp_path / "kept.parquet", rows, scored((0, 1.0), (1, 1.0)), SuccessRange(0.5, 1.0, "accuracy")
+        )

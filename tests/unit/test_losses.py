@@ -7,8 +7,7 @@ from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 from pydantic import ValidationError
 
-from rl_vlm.config.schema import AlgorithmConfig, RunConfig
-from rl_vlm.losses import (
+from rl_vlm.algorithm.losses import (
     LOSS_FORMS,
     Denominators,
     LossInputs,
@@ -18,7 +17,8 @@ from rl_vlm.losses import (
     top_entropy_threshold,
     trained_completions,
 )
-from rl_vlm.metrics import StepMetrics
+from rl_vlm.config.schema import AlgorithmConfig, RunConfig
+from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
 
 F, T = False, True
@@ -253,7 +253,7 @@ def test_mismatch_metrics_are_over_trained_tokens_of_all_micro_batches_and_ranks
                 from_weights(weights, mask=mask), AlgorithmConfig(vllm_importance_sampling_mode="token_mask"),
                 Denominators(1.0, 1.0), max_completion_length=10,
             )  # fmt: skip
-            step.add_sums(metrics)
+            step.add_loss_metrics(metrics)
         return step
 
     first = metrics_of(([[0.5, 2.0], [8.0, 8.0]], [[T, T], [F, F]]), ([[0.25]], [[T]]))
@@ -344,7 +344,7 @@ def test_micro_batches_add_up_to_the_step(loss_type, level, correction):
             loss, metrics = policy_loss(inputs, algorithm, denominators, max_completion_length=10)
             total += loss.item()
             (gradient[rows, :width],) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
-            step.add_sums(metrics)
+            step.add_loss_metrics(metrics)
         return total, gradient, step.reduce(list)
 
     whole_loss, whole_gradient, whole_metrics = run([[0, 1, 2, 3]])

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score
+from rl_vlm.log.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
 
 
@@ -50,7 +50,7 @@ def test_deviation_of_a_single_value_is_0():
 def test_statistic_of_nothing_is_left_out():
     metrics = StepMetrics()
     metrics.add_values(torch.tensor([torch.nan]), mean="reward", std="reward_std", min="least")
-    metrics.add_sums({"kl": (torch.tensor(0.0), torch.tensor(0))})
+    metrics.add_loss_metrics({"kl": (torch.tensor(0.0), torch.tensor(0))})
     assert reduce(metrics) == {}
 
 
@@ -114,7 +114,7 @@ def test_log_keeps_lines_until_a_step_and_drops_a_torn_one(tmp_path):
     with log.path.open("a") as file:
         file.write('{"step": 4, "rew')
     assert log.read() == [{"step": step} for step in range(4)]
-    log.keep_until(2)
+    log.truncate_after(2)
     log.append({"step": 3, "reward": 0.1})
     assert [json.loads(line) for line in log.path.read_text().splitlines()] == [
         {"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "reward": 0.1},
@@ -124,5 +124,5 @@ def test_log_keeps_lines_until_a_step_and_drops_a_torn_one(tmp_path):
 def test_log_that_does_not_exist_is_empty(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")
     assert log.read() == []
-    log.keep_until(-1)
+    log.truncate_after(-1)
     assert log.path.read_text() == ""

@@ -1,6 +1,6 @@
 from typing import Any
 
-from rl_vlm.report.outcome import comparison_outcome, evaluation_outcome
+from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
 
 
 def summary(mean: float, **more: Any) -> dict[str, Any]:

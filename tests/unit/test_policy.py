@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from rl_vlm import policy as policy_module
-from rl_vlm.families import FAMILIES
-from rl_vlm.policy import Policy
+from rl_vlm.model import policy as policy_module
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.model.policy import Policy
 
 BANNED = [2, 4]
 
@@ -34,7 +34,7 @@ def make_policy(vocabulary=5, temperature=1.0, dtype=torch.float32):
 
 def test_banned_tokens_have_no_share_in_the_distribution():
     logits = torch.tensor([[log(1.0), log(3.0), 50.0, log(4.0), -50.0]])  # 1/8, 3/8, banned, 4/8, banned
-    logprobs, entropies = make_policy().score(logits, torch.tensor([1]))
+    logprobs, entropies = make_policy().logprobs(logits, torch.tensor([1]))
     assert logprobs.tolist() == pytest.approx([log(3 / 8)])
     assert entropies.tolist() == pytest.approx([-(log(1 / 8) + 3 * log(3 / 8) + 4 * log(4 / 8)) / 8])
 
@@ -42,7 +42,7 @@ def test_banned_tokens_have_no_share_in_the_distribution():
 def test_the_ban_takes_the_banned_mass_off_the_softmax():
     logits = torch.randn(6, 5)
     targets = torch.tensor([0, 1, 3, 3, 1, 0])
-    logprobs, _ = make_policy().score(logits, targets)
+    logprobs, _ = make_policy().logprobs(logits, targets)
     plain = logits.log_softmax(-1)
     banned_mass = plain.exp()[:, BANNED].sum(-1)
     torch.testing.assert_close(logprobs, plain.gather(1, targets[:, None])[:, 0] - torch.log1p(-banned_mass))
@@ -50,16 +50,16 @@ def test_the_ban_takes_the_banned_mass_off_the_softmax():
 
 def test_temperature_divides_the_logits():
     logits = torch.tensor([[2 * log(1.0), 2 * log(3.0), 0.0, 2 * log(4.0), 0.0]])
-    logprobs, _ = make_policy(temperature=2.0).score(logits, torch.tensor([3]))
+    logprobs, _ = make_policy(temperature=2.0).logprobs(logits, torch.tensor([3]))
     assert logprobs.tolist() == pytest.approx([log(4 / 8)])
 
 
 def test_scores_are_fp32_under_bf16():
     policy = make_policy(dtype=torch.bfloat16)
     logits = torch.randn(3, 5)
-    logprobs, entropies = policy.score(logits, torch.tensor([0, 1, 3]))
+    logprobs, entropies = policy.logprobs(logits, torch.tensor([0, 1, 3]))
     assert logprobs.dtype == entropies.dtype == torch.float32
-    rounded, _ = make_policy().score(logits.bfloat16().float(), torch.tensor([0, 1, 3]))
+    rounded, _ = make_policy().logprobs(logits.bfloat16().float(), torch.tensor([0, 1, 3]))
     torch.testing.assert_close(logprobs, rounded)
 
 
@@ -71,7 +71,7 @@ def test_the_head_in_chunks_is_the_head(monkeypatch, rows_per_chunk):
 
     def scores_and_gradients():
         hidden = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        logprobs, entropies = policy.score(hidden, targets)
+        logprobs, entropies = policy.logprobs(hidden, targets)
         loss = (logprobs * torch.arange(7)).sum()
         return [logprobs, entropies, *torch.autograd.grad(loss, (hidden, head.weight))]
 

@@ -7,10 +7,10 @@ from PIL import Image
 from transformers import AutoProcessor, SiglipImageProcessor
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.data.prompts import PromptBuilder, check_limits, drop_long_prompts, load_processor
 from rl_vlm.errors import ConfigError, DataError, ModelError
-from rl_vlm.prompts import PromptBuilder, check_limits, drop_long_prompts, load_processor
-from rl_vlm.tiny.build import build_tiny
 from rl_vlm.types import Sample
+from tests.tiny.build import build_tiny
 
 IMAGE = {"type": "image"}
 

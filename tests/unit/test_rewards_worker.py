@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 
 from rewards.contract import Answer, Fault
 from rewards.worker import Worker
+from rl_vlm.functions import load_function
 
 FUNCTIONS = """
 import multiprocessing, os, re, subprocess, sys, time
@@ -54,7 +56,7 @@ def start(tmp_path, monkeypatch):
     workers = []
 
     def make(function: str, timeout: float = 20.0) -> Worker:
-        workers.append(Worker(f"mine.py:{function}", timeout))
+        workers.append(Worker(partial(load_function, f"mine.py:{function}"), timeout))
         return workers[-1]
 
     yield make
@@ -141,10 +143,12 @@ def test_what_cannot_be_sent_is_a_fault(start):
 
 SCRIPT = """
 import os, sys, threading
+from functools import partial
 from rewards.worker import Worker
+from rl_vlm.functions import load_function
 
 if __name__ == "__main__":
-    worker = Worker("mine.py:behave", timeout=1.0)
+    worker = Worker(partial(load_function, "mine.py:behave"), timeout=1.0)
     (answer,) = worker.call([({"completions": ["pid"]}, 1)])
     print(int(answer.scores[0]), flush=True)
     if sys.argv[1] == "busy":

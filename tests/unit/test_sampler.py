@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_vlm.data.sampler import Draw, PromptSampler
 from rl_vlm.errors import CheckpointError
-from rl_vlm.sampler import Draw, PromptSampler
 
 
 def test_steps_and_ranks_without_shuffling():

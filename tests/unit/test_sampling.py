@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rl_vlm.generation.sampling import draw, next_tokens, stream_keys, token_distribution, truncate, uniforms
+from rl_vlm.rollout.sampling import draw, next_tokens, stream_keys, token_distribution, truncate, uniforms
 from rl_vlm.types import Sampling
 
 INF = float("inf")

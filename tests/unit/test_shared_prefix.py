@@ -11,7 +11,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from rl_vlm.shared_prefix import RowLayout, shared_attention, shared_row
+from rl_vlm.model.shared_prefix import RowLayout, shared_attention, shared_row
 
 F, T = False, True
 CAUSAL = cast(Any, causal_mask_function)
@@ -105,7 +105,7 @@ def test_one_flex_attention_over_the_row_is_the_same(layout, rule):
 
 
 def test_a_layout_is_active_only_inside(layout):
-    from rl_vlm.shared_prefix import _active_layout
+    from rl_vlm.model.shared_prefix import _active_layout
 
     with pytest.raises(ZeroDivisionError), shared_row(layout):
         assert _active_layout.get() is layout

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from rl_vlm.errors import ModelError
-from rl_vlm.families import Family
+from rl_vlm.model.families import Family
+from rl_vlm.model.vision import LinearPatches, VisionEncoder, patch_cost, use_linear_patches
 from rl_vlm.types import Prompt, Sample
-from rl_vlm.vision import LinearPatches, VisionEncoder, patch_cost, use_linear_patches
 
 IMAGE = 9
 
@@ -117,7 +117,7 @@ def test_images_that_were_swapped_between_prompts_are_an_error():
 
 def test_idle_calls_change_nothing_and_have_a_gradient():
     encoder = make_encoder()
-    encoder.spare = make_prompt("spare", [2])
+    encoder.idle_prompt = make_prompt("idle", [2])
     zero = encoder.idle(3)
     zero.backward()
     assert encoder.model.calls == 3

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from rl_vlm.errors import RolloutError
-from rl_vlm.generation import vllm_client
-from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
+from rl_vlm.rollout.vllm import client as vllm_client
+from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 
 
 class Server(ThreadingHTTPServer):
@@ -65,7 +65,7 @@ def test_a_slow_answer_is_awaited(server):
 def test_a_server_that_hangs_is_lost_long_before_its_time_is_up(server):
     server.seconds, server.is_well = 20.0, False
     begin = time.monotonic()
-    with pytest.raises(ServerLost, match=rf"{server.client(20.0).url} does not answer \(timed out\)"):
+    with pytest.raises(ServerLost, match=rf"{server.client(20.0).url} does not answer \(timed out after 0.3 s\)"):
         server.client(timeout=20.0).get("/weight_info")
     assert time.monotonic() - begin < 5
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_vlm.errors import RolloutError
-from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
-from rl_vlm.generation.vllm_nccl import Control, NCCLSender
+from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
+from rl_vlm.rollout.vllm.nccl import Control, NCCLSender
 
 URL = "http://server:8000"
 

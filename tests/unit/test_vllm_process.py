@@ -7,8 +7,8 @@ import pytest
 
 from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import ConfigError, RolloutError
-from rl_vlm.generation import vllm_process
-from rl_vlm.generation.vllm_process import ServerProcess, flags, free_port, server_environment, start_servers
+from rl_vlm.rollout.vllm import process as vllm_process
+from rl_vlm.rollout.vllm.process import ServerProcess, flags, free_port, server_environment, start_servers
 
 HOST = "127.0.0.1"
 

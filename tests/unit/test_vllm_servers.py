@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 from rl_vlm.errors import RolloutError
-from rl_vlm.families import TokenRules
-from rl_vlm.generation.vllm_client import ServerLost, VLLMClient
-from rl_vlm.generation.vllm_servers import VLLMServers
+from rl_vlm.model.families import TokenRules
+from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
+from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.types import Prompt, RolloutRequest, Sample, Sampling
 
 
@@ -84,7 +84,7 @@ def test_weights_go_to_the_servers_that_live_and_are_deleted(tmp_path: Path, cap
     second.is_dead = True
     assert engine.sync(Adapter(), 2) == 8
     assert (first.version, second.version, engine.live) == ("2", "1", [first])
-    assert "http://b does not answer. The run goes on without it; servers left: 1." in caplog.text
+    assert "http://b does not answer. The run continues without it; servers left: 1." in caplog.text
 
     first.is_dead = True
     with pytest.raises(RolloutError, match=r"http://a does not answer. No server is left"):

@@ -1,0 +1,71 @@
+"""Rewards of a group's completions -> advantages (GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2).
+
+P prompts, G completions of a group, F reward functions. Completions with `valid_PG` False are ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+STD_EPSILON = 1e-4
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of the completions of P groups."""
+
+    advantages_PG: Float[Tensor, "prompts group"]
+    """0 for invalid completions and in groups without variance."""
+    has_variance_P: Bool[Tensor, " prompts"]
+    """False if all valid rewards of the group are equal: it has no policy gradient."""
+
+
+def total_rewards(
+    scores_PGF: Float[Tensor, "prompts group functions"],
+    weights_F: Float[Tensor, " functions"],
+    valid_PG: Bool[Tensor, "prompts group"],
+) -> Float[Tensor, "prompts group"]:
+    """Compute the weighted sum over reward functions; NaN for invalid completions.
+
+    If a function does not apply to a completion (NaN), its mean over the group's valid completions is used, so that it
+    changes neither the completion's advantage nor the group's baseline. TRL counts such a score as 0.
+    """
+    scores = scores_PGF.double().masked_fill(~valid_PG[:, :, None], torch.nan)
+    sibling_means = scores.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
+    totals = (torch.where(scores.isnan(), sibling_means, scores) * weights_F).sum(dim=-1)
+    return totals.masked_fill(~valid_PG, torch.nan).to(scores_PGF.dtype)
+
+
+def reward_std(rewards: Float[Tensor, "*groups rewards"]) -> Float[Tensor, "*groups"]:
+    """Compute the standard deviation (n - 1) over the last axis, without NaN; 0 if fewer than two rewards are left."""
+    count = (~rewards.isnan()).sum(dim=-1)
+    squares = (rewards - rewards.nanmean(dim=-1, keepdim=True)).square().nansum(dim=-1)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def compute_advantages(
+    rewards_PG: Float[Tensor, "prompts group"],
+    valid_PG: Bool[Tensor, "prompts group"],
+    scale_rewards: Literal["group", "batch", "none"],
+    batch_std: float | None = None,
+) -> Advantages:
+    """Compute rewards minus the group's mean, divided by the standard deviation + 1e-4 that `scale_rewards` names.
+
+    `batch_std` is required for "batch": `reward_std` of all valid rewards of the generation batch over all ranks.
+    Raises ValueError if it is missing.
+    """
+    rewards = rewards_PG.masked_fill(~valid_PG, torch.nan)
+    has_variance_P = rewards.nan_to_num(-torch.inf).amax(dim=1) > rewards.nan_to_num(torch.inf).amin(dim=1)
+
+    advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
+    if scale_rewards == "group":
+        advantages = advantages / (reward_std(rewards)[:, None] + STD_EPSILON)
+    elif scale_rewards == "batch":
+        if batch_std is None:
+            raise ValueError("scale_rewards 'batch' needs batch_std, the standard deviation over the generation batch")
+        advantages = advantages / (batch_std + STD_EPSILON)
+    learns_PG = valid_PG & has_variance_P[:, None]
+    return Advantages(advantages.masked_fill(~learns_PG, 0.0), has_variance_P)

@@ -1,0 +1,205 @@
+"""Draws rows and builds their prompts, ahead of need in worker processes.
+
+    this process   train on window 0     train on window 1     train on window 2
+    workers        build window 1        build window 2        build window 3
+
+Workers follow a copy of the sampler. The sampler itself does not move ahead, so a checkpoint holds the same position,
+and a resumed run draws the same rows, with any number of workers.
+
+`torch.utils.data.DataLoader` is not used: when it is closed with prompts under way it takes seconds and leaves their
+shared memory behind, and it raises the death of a worker from a signal handler, at any point of training.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, multiprocessing
+
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.sampler import Draw, PromptSampler
+from rl_vlm.data.samples import Rows
+from rl_vlm.errors import ConfigError, TrainingError
+from rl_vlm.types import Prompt, Sample
+
+
+@runtime_checkable
+class SampleRenderer(Protocol):
+    """Makes prompts of samples: a `PromptBuilder`, or what needs no processor."""
+
+    def build(self, sample: Sample) -> Prompt: ...
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Everything that a drawn row's prompt is built from."""
+
+    rows: Rows
+    row_indices: list[int]
+    """The dataset's rows that are in use, in the order that the sampler counts."""
+    builder: SampleRenderer
+
+    def build(self, draw: Draw) -> Prompt:
+        """Build the prompt of a draw. Raises DataError, naming the row, if it cannot be used."""
+        return self.builder.build(self.rows[self.row_indices[draw.row]])
+
+
+class PromptLoader:
+    """Draws rows and builds their prompts: ahead of need in worker processes, or, without workers, on request."""
+
+    def __init__(self, source: PromptSource, sampler: PromptSampler, steps_per_window: int, data: DataConfig) -> None:
+        """Workers start with the first window. Raises ConfigError if rows or processor cannot be sent to them."""
+        self.source = source
+        self.sampler = sampler
+        self.steps_per_window = steps_per_window
+        self.num_workers = data.dataloader_num_workers
+        self.num_ahead = self.num_workers * (data.dataloader_prefetch_factor or 1)
+        self.pickled_source = pickle_source(source) if self.num_workers else None
+        self.workers: ProcessPoolExecutor | None = None
+        self.ahead: deque[tuple[list[Draw], list[Future[Prompt]]]] = deque()
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.sampler.epoch
+
+    @property
+    def window_size(self) -> int:
+        """Prompts of one generation window on this rank."""
+        return self.sampler.share * self.steps_per_window
+
+    def draw_window(self) -> list[Draw]:
+        """Draw this rank's rows of the next generation window."""
+        return self.sampler.next_window(self.steps_per_window)
+
+    def build(self, draw: Draw) -> Prompt:
+        """Build the prompt of one draw in this process. Raises DataError, naming the row, if it cannot be used."""
+        return self.source.build(draw)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`. Raises CheckpointError if the order of rows has changed."""
+        self.sampler.load_state_dict(state)
+
+    def prompts(self, draws: Sequence[Draw]) -> list[Prompt]:
+        """Return the prompts of the draws that the sampler has just made.
+
+        If workers have not been given this window, as at the start, build it here while they begin with the next one.
+        Raises DataError if a row cannot be used, and TrainingError if a worker process died.
+        """
+        if not self.num_workers:
+            return [self.source.build(draw) for draw in draws]
+        try:
+            if self.ahead and self.ahead[0][0] == list(draws):
+                _, window = self.ahead.popleft()
+                self.send_ahead()
+                return [prompt.result() for prompt in window]
+            self.start()
+            self.send_ahead()
+            return [self.source.build(draw) for draw in draws]
+        except BrokenExecutor as error:
+            self.close()
+            raise TrainingError(
+                f"A process that prepares data died: {error} The system may have run out of memory and killed it, or "
+                "/dev/shm may be full. Lower data.dataloader_num_workers, or set it to 0 to prepare data in the main "
+                "process."
+            ) from error
+
+    def start(self) -> None:
+        """Start new workers on the windows behind the sampler's position."""
+        self.close()
+        assert self.pickled_source is not None
+        # A forked copy of a process that has threads or CUDA can hang, so workers are new interpreters.
+        spawn = multiprocessing.get_context("spawn")
+        self.workers = ProcessPoolExecutor(self.num_workers, spawn, start_worker, (self.pickled_source,))
+        self.coming = upcoming_windows(self.sampler, self.steps_per_window)
+
+    def send_ahead(self) -> None:
+        """Give the workers the rows of further windows, up to `num_ahead`."""
+        assert self.workers is not None
+        while len(self.ahead) < self.num_ahead:
+            draws = next(self.coming)
+            self.ahead.append((draws, [self.workers.submit(build_in_worker, draw) for draw in draws]))
+
+    def close(self) -> None:
+        """End the workers, each after its current row."""
+        if self.workers is not None:
+            self.workers.shutdown(cancel_futures=True)
+        self.workers = None
+        self.ahead.clear()
+
+
+def upcoming_windows(sampler: PromptSampler, steps: int) -> Iterator[list[Draw]]:
+    """Yield the windows that the sampler will draw, without moving it."""
+    ahead = copy.copy(sampler)
+    while True:
+        yield ahead.next_window(steps)
+
+
+def pickle_source(source: PromptSource) -> Tensor:
+    """Return the source as bytes in shared memory. Through a pipe, each worker's start would wait for the one before.
+
+    Raises ConfigError if it cannot be pickled.
+    """
+    try:
+        return torch.frombuffer(bytearray(pickle.dumps(source)), dtype=torch.uint8).share_memory_()
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"data.dataloader_num_workers: the rows or the processor cannot be sent to worker processes: {error}. "
+            "Set it to 0 to prepare data in the main process."
+        ) from error
+
+
+# In a worker
+
+worker_source: PromptSource
+
+
+def start_worker(pickled_source: Tensor) -> None:
+    """Make this process a worker: one thread, no GPU, and it ends with the main process."""
+    global worker_source
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    multiprocessing.set_sharing_strategy("file_system")  # the other one takes a file descriptor for every tensor
+    keep_descriptors_here()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted main process ends its workers itself
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    worker_source = pickle.loads(pickled_source.numpy().data)
+
+
+def keep_descriptors_here() -> None:
+    """Let programs that are started here inherit no file descriptors.
+
+    torch's shared memory manager outlives a killed worker. It would hold open the pipe whose end tells the main process
+    that the worker is gone.
+    """
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            os.set_inheritable(int(name), name in "012")
+
+
+def end_with_parent() -> None:
+    """End this process if the main process was killed, which could not end its workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def build_in_worker(draw: Draw) -> Prompt:
+    """Build the prompt of a draw from the worker's own source."""
+    return worker_source.build(draw)

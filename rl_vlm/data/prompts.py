@@ -1,0 +1,195 @@
+"""Rendering of samples for one model: chat template, tokens, and the model's own image inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.data.images import pixel_limits
+from rl_vlm.data.samples import Rows
+from rl_vlm.errors import ConfigError, DataError, ModelError
+from rl_vlm.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BatchFeature, ProcessorMixin
+
+IMAGE_BECOMES = {"Ovis2Processor": "<IMG_ATOM>"}
+"""The token that stands for pixels in a prompt, by processor class, if it is not the processor's `image_token`."""
+
+
+def load_processor(path: str, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
+    """Load the processor of a checkpoint with the config's `min_pixels` and `max_pixels`.
+
+    Raises ModelError if it has no image processor, ConfigError if it has no such limits or they contradict each other.
+    """
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    source = {"revision": model.model_revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        processor = AutoProcessor.from_pretrained(path, **source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No processor can be loaded from {path!r}: {error}") from error
+    if not hasattr(processor, "image_processor"):
+        raise ModelError(f"{path!r} has no image processor, only a {type(processor).__name__}: it is no vision model.")
+    limits = pixel_limits(data)
+    if limits:  # given to AutoProcessor, they would reach the tokenizer as well and be saved with it
+        processor.image_processor = AutoImageProcessor.from_pretrained(path, **source, **limits)
+        check_limits(processor.image_processor, limits)
+    return processor
+
+
+def check_limits(image_processor: Any, limits: dict[str, int]) -> None:
+    """Raise ConfigError if the processor ignores a limit, or if the limits contradict each other.
+
+    Processors with pixel limits store them as edges of `size`; others ignore them silently.
+    """
+    size = dict(image_processor.size)
+    edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    for name, value in limits.items():
+        if size.get(edges[name]) != value:
+            kind = type(image_processor).__name__
+            raise ConfigError(
+                f"data.{name} has no effect on the checkpoint's {kind}, which has no such limit; unset it."
+            )
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise ConfigError(
+            f"min_pixels = {size['shortest_edge']} is more than max_pixels = {size['longest_edge']}; the limit that "
+            "data does not set is the checkpoint's, set both."
+        )
+
+
+def placeholder_tokens(processor: Any) -> list[str]:
+    """Return the tokens that a text must not contain: placeholders of images and videos, before or after expansion."""
+    owners, names = (processor, processor.tokenizer), ("image_token", "video_token", "img_patch_token")
+    tokens = {getattr(owner, name, None) for owner in owners for name in names}
+    return sorted(filter(None, tokens | {IMAGE_BECOMES.get(type(processor).__name__)}))
+
+
+def image_token_id(processor: Any) -> int | None:
+    """Return the id of a token that only prompts with images contain, or None if the processor has none."""
+    token = IMAGE_BECOMES.get(type(processor).__name__)
+    return processor.tokenizer.convert_tokens_to_ids(token) if token else getattr(processor, "image_token_id", None)
+
+
+class PromptBuilder:
+    """Renders samples with a checkpoint's processor, one call per prompt so that no image affects another's size."""
+
+    def __init__(self, processor: ProcessorMixin, data: DataConfig) -> None:
+        """Raises ConfigError if the chat template does not use one of the `chat_template_kwargs`."""
+        template = str(processor.chat_template or "")
+        unused = [name for name in data.chat_template_kwargs if name not in template]
+        if unused:
+            raise ConfigError(f"data.chat_template_kwargs: the checkpoint's chat template has no {', '.join(unused)}.")
+        self.processor: Any = processor  # its annotations leave out images and tensors
+        self.placeholders = placeholder_tokens(processor)
+        self.template_kwargs = data.chat_template_kwargs
+
+    def build(self, sample: Sample) -> Prompt:
+        """Build the sample's prompt up to the start of the model's answer; a final assistant turn is continued.
+
+        Raises DataError if the text holds placeholder tokens, or the processor refuses the messages or an image.
+        """
+        self._refuse_placeholders(sample)
+        try:
+            features = self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
+            raise DataError(f"Sample {sample.sample_id}: the model's processor refuses it: {error}") from error
+        token_ids = features.pop("input_ids")  # (1, P)
+        for name in ("attention_mask", "labels"):  # PaliGemma's processor labels the prompt, for supervised training
+            features.pop(name, None)
+        token_inputs = {name: value[0] for name, value in features.items() if value.shape == token_ids.shape}
+        mm_inputs = {name: value for name, value in features.items() if name not in token_inputs}
+        prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs)
+        self._check_images(prompt)
+        return prompt
+
+    def unexpanded_ids(self, sample: Sample) -> list[int]:
+        """Return the prompt's token ids with one placeholder per image, for engines that expand it themselves.
+
+        The tokenizer's own special tokens come first, unless the chat template has already added them.
+        """
+        text, tokenizer = self.text(sample), self.processor.tokenizer
+        starts_itself = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(text, add_special_tokens=not starts_itself)["input_ids"]
+
+    def text(self, sample: Sample) -> str:
+        """Return the sample's prompt as text, with one placeholder per image."""
+        return self._templated(sample, tokenize=False) if self.processor.chat_template else self._lines(sample)
+
+    def _chat(self, sample: Sample) -> BatchFeature:
+        return self._templated(sample, tokenize=True, return_dict=True, processor_kwargs={"return_tensors": "pt"})
+
+    def _templated(self, sample: Sample, **output: Any) -> Any:
+        """Apply the chat template to the messages; `output` holds arguments for the form of the result."""
+        continues = sample.messages[-1]["role"] == "assistant"
+        return self.processor.apply_chat_template(
+            fill_images(sample.messages, sample.images),
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **output,
+            **self.template_kwargs,
+        )
+
+    def _plain_text(self, sample: Sample) -> BatchFeature:
+        """Render the sample for a checkpoint without a chat template."""
+        return self.processor(text=[self._lines(sample)], images=list(sample.images) or None, return_tensors="pt")
+
+    def _lines(self, sample: Sample) -> str:
+        """Return one line per message, with image tokens in place of image blocks."""
+        image = {"text": getattr(self.processor, "image_token", "")}
+        lines = ["".join((image | block)["text"] for block in message["content"]) for message in sample.messages]
+        return "\n".join(lines)
+
+    def _refuse_placeholders(self, sample: Sample) -> None:
+        texts = [block.get("text", "") for message in sample.messages for block in message["content"]]
+        for token in self.placeholders:
+            if any(token in text for text in texts):
+                raise DataError(
+                    f"Sample {sample.sample_id}: the text holds {token}, which the model reads as a place for pixels. "
+                    'Remove it; images go where {"type": "image"} blocks are.'
+                )
+
+    def _check_images(self, prompt: Prompt) -> None:
+        placeholder = image_token_id(self.processor)
+        num_tokens, num_images = int((prompt.token_ids == placeholder).sum()), len(prompt.sample.images)
+        if placeholder is not None and (num_tokens > 0) != (num_images > 0):
+            raise DataError(
+                f"Sample {prompt.sample.sample_id}: {num_images} images became {num_tokens} image tokens. "
+                "The checkpoint's chat template leaves images out, so that the model would be trained blind."
+            )
+
+
+def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list[dict[str, Any]]:
+    """Return new messages whose image blocks hold their images, as the chat template needs them."""
+    left = iter(images)
+
+    def fill(block: dict[str, Any]) -> dict[str, Any]:
+        return block | {"image": next(left)} if block["type"] == "image" else block
+
+    return [message | {"content": [fill(block) for block in message["content"]]} for message in messages]
+
+
+def usable_rows(rows: Rows, builder: PromptBuilder, limit: int | None) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the indices of the rows whose prompts are within the limit, and a record of each row that is dropped."""
+    return (list(range(len(rows))), []) if limit is None else drop_long_prompts(rows, builder, limit)
+
+
+def drop_long_prompts(
+    samples: Iterable[Sample], builder: PromptBuilder, limit: int
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the rows whose prompts have at most `limit` tokens, and a record of each other row.
+
+    Builds every prompt once, images included. Prompts are not truncated, because that would remove image tokens.
+    """
+    kept, dropped = [], []
+    for row, sample in enumerate(samples):
+        tokens = len(builder.build(sample).token_ids)
+        if tokens <= limit:
+            kept.append(row)
+        else:
+            dropped.append({"sample_id": sample.sample_id, "row": row, "tokens": tokens, "limit": limit})
+    return kept, dropped

@@ -1,0 +1,101 @@
+"""Communication between the processes of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from rl_vlm.errors import LaunchError, RLVLMError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One process's view of all processes, which are numbered by rank. A run on one process has a single rank."""
+
+    def __init__(self) -> None:
+        """Join the processes that the launcher started.
+
+        Raises LaunchError if accelerate sees another number of them, or if the launcher asks for mixed precision.
+        """
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        # A micro-batch of text alone leaves the vision tower without gradients.
+        ddp = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
+        self.accelerator: Any = Accelerator(
+            cpu=not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[ddp]
+        )
+        check_launch(self.world_size)
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return element-wise sums over all ranks, computed in float64."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self.accelerator.reduce(tensor, reduction="sum").tolist()
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum over all ranks."""
+        ranks = self.accelerator.gather(torch.tensor([values], device=self.device))  # (ranks, values)
+        return ranks.amax(dim=0).tolist()
+
+    def gather(self, values: list[T]) -> list[T]:
+        """Return the lists of all ranks, concatenated by rank, on every rank."""
+        from accelerate.utils import gather_object
+
+        return gather_object(values)
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """Raise on every rank the RLVLMError that the block raises on any rank, so that no rank waits forever.
+
+        All ranks must enter the block.
+        """
+        error = None
+        try:
+            yield
+        except RLVLMError as failure:
+            error = failure
+        for failure in self.gather([error]):
+            if failure is not None:
+                raise failure
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.accelerator.end_training()
+
+
+def check_launch(seen: int) -> None:
+    """Raise LaunchError if the launcher asked for other than `seen` processes, or for mixed precision.
+
+    `accelerate launch --cpu --num_processes 2` starts one process, with a rendezvous address and no world size.
+    """
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        launched = "several"
+    else:
+        launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != str(seen):
+        raise LaunchError(
+            f"the launcher was asked for {launched} processes, but this one sees {seen} and would train alone. "
+            "On CPUs use: accelerate launch --config_file launch/accelerate/cpu.yaml"
+        )
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        raise LaunchError("the launcher asks for mixed precision; leave that to model.dtype: bfloat16")

@@ -1,0 +1,31 @@
+"""Sharded parameters, of which each rank holds a part: DTensors (FSDP2), or those of DeepSpeed ZeRO-3."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Return whether the parameter is sharded: a DTensor (FSDP2), or a parameter of DeepSpeed ZeRO-3."""
+    return hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id")
+
+
+def whole(parameter: Any) -> Tensor:
+    """Return the parameter, or an all-gathered copy if it is sharded; all ranks must call this together."""
+    if hasattr(parameter, "full_tensor"):
+        return parameter.detach().full_tensor()
+    if hasattr(parameter, "ds_id"):
+        parameter.all_gather()
+        gathered = parameter.detach().clone()
+        parameter.partition()
+        return gathered
+    return parameter.detach()
+
+
+def whole_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with all-gathered parameters; all ranks must call this together."""
+    copies: dict[int, Any] = {id(p): nn.Parameter(whole(p)) for p in module.parameters() if is_shard(p)}
+    return copy.deepcopy(module, copies)

@@ -1,0 +1,100 @@
+"""Difficulty filtering: a training dataset of the prompts whose success rate lies in a range.
+
+A completion succeeds if a reward function scores it 1 or more, as in pass@k. A prompt's success rate is the share of
+its scored completions that succeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.data.images import encoded_image
+from rl_vlm.data.samples import Rows
+from rl_vlm.data.sources import IMAGE_COLUMNS
+from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.log.files import atomic_write
+from rl_vlm.reward import RewardSuite
+
+
+@dataclass(frozen=True)
+class SuccessRange:
+    """The range of success rates to keep, by one reward function, both bounds included."""
+
+    low: float
+    high: float
+    function: str
+
+
+def success_range(
+    low: float, high: float, name: str | None, rewards: RewardSuite, num_generations: int
+) -> SuccessRange:
+    """Build the range for function `name`, or for the one with the largest weight.
+
+    Raises ConfigError if no function has that name, if several have the largest weight, or if no prompt can lie in it.
+    """
+    largest = [
+        known for known, weight in zip(rewards.names, rewards.weights, strict=True) if weight == max(rewards.weights)
+    ]
+    if name is not None and name not in rewards.names:
+        raise ConfigError(f"--keep-by {name}: no reward function has that name; there are {', '.join(rewards.names)}")
+    if name is None and len(largest) > 1:
+        raise ConfigError(
+            f"--keep: the reward functions {', '.join(largest)} have the same weight; name the one that decides what "
+            "counts as a success with --keep-by"
+        )
+    if not any(low <= count / num_generations <= high for count in range(num_generations + 1)):
+        rates = ", ".join(str(Fraction(count, num_generations)) for count in range(num_generations + 1))
+        raise ConfigError(
+            f"--keep {low:g}..{high:g}: with rollout.num_generations_eval {num_generations} a success rate is one of "
+            f"{rates}; sample more completions per prompt"
+        )
+    return SuccessRange(low, high, name or largest[0])
+
+
+def success_rates(completions: Sequence[Mapping[str, Any]], function: str) -> dict[int, float]:
+    """Compute the success rate of each row of the data that has a scored completion."""
+    successes: dict[int, list[bool]] = {}
+    for completion in completions:
+        if completion[function] is not None:
+            successes.setdefault(completion["row"], []).append(completion[function] >= 1)
+    return {row: sum(found) / len(found) for row, found in successes.items()}
+
+
+def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[str, Any]], kept: SuccessRange) -> int:
+    """Write the rows of the data in the range, with their success rate, and return their number.
+
+    Columns are unchanged, and images are embedded. If no row is in the range, no file is written. Raises DataError if
+    the rows have no common types.
+    """
+    import datasets
+    import pyarrow
+
+    path.unlink(missing_ok=True)
+    rates = {row: r for row, r in success_rates(completions, kept.function).items() if kept.low <= r <= kept.high}
+    if not rates:
+        return 0
+    given = [rows.source[row] | {"success_rate": rates[row]} for row in sorted(rates)]
+    columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(name for row in given for name in row)}
+    for name in columns.keys() & set(IMAGE_COLUMNS):
+        columns[name] = [embedded(value, rows.image_folder) for value in columns[name]]
+    try:
+        dataset = datasets.Dataset.from_dict(columns)
+    except (pyarrow.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"{rows.name}: its rows cannot be written to {path}: {error}") from error
+    for name in columns.keys() & set(IMAGE_COLUMNS):
+        holds_lists = isinstance(dataset.features[name], datasets.List)
+        dataset = dataset.cast_column(name, datasets.List(datasets.Image()) if holds_lists else datasets.Image())
+    with atomic_write(path) as unfinished:
+        dataset.to_parquet(str(unfinished))
+    return len(given)
+
+
+def embedded(value: Any, folder: Path) -> Any:
+    """Replace paths and pixels by encoded bytes, in an image, a list of images, or None."""
+    if isinstance(value, list):
+        return [embedded(image, folder) for image in value]
+    return None if value is None else {"bytes": encoded_image(value, folder), "path": None}

@@ -1,0 +1,93 @@
+"""The files of a run.
+
+output_dir/
+    config.yaml                              every setting, resolved
+    metrics.jsonl                            one line per optimizer step; step 0 is the evaluation before training
+    completions/completions_00000.parquet    one row per completion, one file per generation window
+    checkpoint-N/                            see rl_vlm/checkpoint.py
+    summary.json, reward.png                 the outcome
+    dropped_prompts.jsonl                    rows left out because their prompt was too long
+    nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import ConfigError
+from rl_vlm.log.completions import drop_windows_from
+from rl_vlm.log.files import disk_errors
+from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.types import ScoredGroup
+
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """The files of one run. The main process writes all but non-finite batches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+
+    def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
+        """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""
+        if not self.metrics.path.exists():
+            return
+        if resumed and resumed.parent.resolve() != self.path.resolve():
+            raise ConfigError(
+                f"train.output_dir {self.path} holds a run of its own, and train.resume_from_checkpoint {resumed} "
+                "is another's; choose a new train.output_dir"
+            )
+        if config.train.resume_from_checkpoint is None and not config.train.overwrite_output_dir:
+            raise ConfigError(
+                f"train.output_dir {self.path} holds an earlier run; choose another, resume it with "
+                "train.resume_from_checkpoint=auto, or delete it with train.overwrite_output_dir=true"
+            )
+
+    def prepare(self, config: RunConfig, step: int | None, next_window: int, dropped: Sequence[dict[str, Any]]) -> None:
+        """Delete an earlier run, or the records after the checkpoint at `step` from which the run resumes.
+
+        `next_window` is the step that the next window will be generated for. Called after all checks of the settings,
+        since it deletes files.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.metrics.truncate_after(-1 if step is None else step)
+        drop_windows_from(self.path, next_window)
+        for directory in self.path.iterdir():
+            match = re.fullmatch(r"(unfinished-)?checkpoint-(\d+)", directory.name)
+            if match and (match[1] or step is None or int(match[2]) > step):
+                logger.warning("deleting %s, which this run will write again", directory)
+                shutil.rmtree(directory)
+        for name in ("summary.json", "reward.png", "dropped_prompts.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+        if dropped:
+            self.write_dropped(dropped)
+        (self.path / "config.yaml").write_text(to_yaml(config))
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with disk_errors(self.path):
+            self.metrics.append(line)
+
+    def write_nonfinite(self, groups: Sequence[ScoredGroup], step: int, rank: int) -> Path:
+        """Write the groups of a step whose loss or gradient was not finite, and return the file."""
+        path = self.path / f"nonfinite-step-{step}-rank-{rank}.pt"
+        torch.save(list(groups), path)
+        return path
+
+    def write_dropped(self, dropped: Sequence[dict[str, Any]]) -> None:
+        (self.path / "dropped_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dropped))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        with disk_errors(self.path):
+            (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

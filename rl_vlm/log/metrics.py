@@ -1,0 +1,177 @@
+"""Metrics of an optimizer step, over micro-batches and ranks, times per stage, and their log on disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_vlm.algorithm.advantages import reward_std
+from rl_vlm.algorithm.losses import MetricExtreme
+from rl_vlm.log.files import atomic_write
+from rl_vlm.types import ScoredGroup
+
+Gather = Callable[[list[Any]], list[Any]]
+
+STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": torch.mean,
+    "std": reward_std,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+
+
+class StepMetrics:
+    """Means in two parts (total, count), plain sums, values per completion, and seconds per stage, of one rank."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.sums: dict[str, float] = defaultdict(float)
+        self.values: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def add_mean(self, name: str, total: int | float, count: int | float) -> None:
+        self.means[name][0] += total
+        self.means[name][1] += count
+
+    def add_values(self, values: torch.Tensor, **names: str) -> None:
+        """Add values, such as one per completion, to the metrics named by statistic; NaN is ignored.
+
+        `add_values(lengths, mean="mean_length", max="max_length")`: any of `STATISTICS`, over all ranks.
+        """
+        for statistic, name in names.items():
+            self.values[statistic, name] += values[~values.isnan()].tolist()
+
+    def add_loss_metrics(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor] | MetricExtreme]) -> None:
+        """Add the metrics of a loss: means in two parts, and extremes."""
+        for name, part in sums.items():
+            if not isinstance(part, MetricExtreme):
+                total, count = part
+                self.add_mean(name, total.item(), count.item())
+            elif part.values.numel():
+                extreme = STATISTICS[part.statistic](part.values)
+                self.add_values(extreme[None], **{part.statistic: name})
+
+    def add_sum(self, name: str, value: int | float) -> None:
+        self.sums[name] += value
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def include(self, other: StepMetrics, stages: str = "") -> None:
+        """Add the metrics of `other`; the names of its stages get the prefix `stages`."""
+        for name, (total, count) in other.means.items():
+            self.add_mean(name, total, count)
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for key, values in other.values.items():
+            self.values[key] += values
+        for name, value in other.seconds.items():
+            self.seconds[f"{stages}{name}"] += value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all metrics added so far."""
+        return {name: dict(parts) for name, parts in vars(self).items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Mapping[Any, Any]]) -> StepMetrics:
+        metrics = cls()
+        for name, parts in state.items():
+            getattr(metrics, name).update(parts)
+        return metrics
+
+    def reduce(self, gather: Gather) -> dict[str, float]:
+        """Compute the metrics over all ranks. Times are the slowest rank's. A statistic of no values is left out."""
+        ranks = gather([(dict(self.means), dict(self.sums), dict(self.values), dict(self.seconds))])
+        means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        sums: dict[str, float] = defaultdict(float)
+        values: dict[tuple[str, str], list[float]] = defaultdict(list)
+        seconds: dict[str, float] = defaultdict(float)
+        for rank_means, rank_sums, rank_values, rank_seconds in ranks:
+            for name, (total, count) in rank_means.items():
+                means[name][0] += total
+                means[name][1] += count
+            for name, value in rank_sums.items():
+                sums[name] += value
+            for key, some in rank_values.items():
+                values[key] += some
+            for name, value in rank_seconds.items():
+                seconds[name] = max(seconds[name], value)
+        return (
+            {name: total / count for name, (total, count) in means.items() if count}
+            | dict(sums)
+            | {
+                name: STATISTICS[statistic](torch.tensor(all_values, dtype=torch.float64)).item()
+                for (statistic, name), all_values in values.items()
+                if all_values
+            }
+            | {f"time/{name}": value for name, value in seconds.items()}
+        )
+
+
+def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], names: Sequence[str]) -> None:
+    """Add rewards, their spread and the completions' lengths, under TRL's names.
+
+    As in TRL, `reward_std` is the standard deviation of all rewards of the step, not that within groups. There are two
+    differences. `step_tokens` has a name of its own, since TRL's `num_tokens` adds up over the run. If no completion
+    terminated, the terminated lengths are left out, which TRL logs as 0.
+    """
+    for scored in groups:
+        metrics.add_values(scored.rewards_G, mean="reward", std="reward_std")
+        metrics.add_mean("frac_reward_zero_std", float(not scored.has_variance), 1)
+        for scores, name in zip(scored.scores_GF.unbind(dim=1), names, strict=True):
+            metrics.add_values(scores, mean=f"rewards/{name}/mean", std=f"rewards/{name}/std")
+        completions = scored.group.completions
+        lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
+        clipped = torch.tensor([c.finish_reason == "length" for c in completions])
+        for kind, some in (("length", lengths), ("terminated_length", lengths[~clipped])):
+            metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})
+        metrics.add_values(clipped.float(), mean="completions/clipped_ratio")
+        metrics.add_sum("step_tokens", lengths.sum().item() + len(scored.group.prompt.token_ids))
+
+
+def is_score(metric: str) -> bool:
+    """Return whether a metric is the mean score of a reward function, in training or on held-out rows."""
+    return metric.startswith(("rewards/", "eval_rewards/")) and metric.endswith("/mean")
+
+
+def function_name(score: str) -> str:
+    """Return the function of a score: `exact_match` for `eval_rewards/exact_match/mean`."""
+    return score.split("/")[1]
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one line per optimizer step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines after `step`, which a resumed run writes again, and an incomplete last line."""
+        kept = [line for line in self.complete_lines() if json.loads(line)["step"] <= step]
+        with atomic_write(self.path) as unfinished:
+            unfinished.write_text("".join(kept))
+
+    def complete_lines(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        return [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.complete_lines()]

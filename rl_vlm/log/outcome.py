@@ -1,0 +1,114 @@
+"""The outcome of a run, as text for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.log.metrics import function_name, is_score
+
+
+def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
+    """Describe the change in held-out scores and where the files are."""
+    before, after = summary["eval_before"] or {}, summary["eval_after"] or {}
+    changes = [
+        f"{function_name(metric)} from {before[metric]:.2f} to {after[metric]:.2f}"
+        for metric in after
+        if metric in before and is_score(metric)
+    ]
+    took = f"{summary['optimizer_steps']} optimizer steps ({summary['train_seconds']:.0f} s)"
+    learned = f"took held-out {' and '.join(changes)} in {took}" if changes else f"ran {took}"
+    directory = Path(output_dir)
+    return (
+        f"GRPO {learned}. The curve is {directory / 'reward.png'}, every completion with its rewards is in "
+        f"{directory / 'completions'}, and the model is {summary['checkpoint']}."
+    )
+
+
+def evaluation_outcome(summary: dict[str, Any], output_dir: str) -> str:
+    """Describe scores with intervals, reward faults, the requested tables, and where the files are."""
+    directory = Path(output_dir) / "evaluation"
+    scores = [
+        ", ".join([f"{name} {mean_and_interval(summary, name)}", *best_of(summary, name)])
+        for name in functions(summary)
+    ]
+    lines = [
+        f"{summary['num_samples']:.0f} samples: {'; '.join(scores) or 'no completion has a score'}. "
+        f"Every completion is in {directory / 'completions.parquet'}.",
+        *fault_lines(summary),
+    ]
+    for column, by_value in summary.get("by", {}).items():
+        lines.append(scores_table(column, by_value))
+    if "kept" in summary:
+        lines.append(kept_line(summary["kept"], directory / "kept.parquet"))
+    return "\n".join(lines)
+
+
+def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) -> str:
+    """Describe the scores in a row per checkpoint, and where the files are."""
+    directory = Path(output_dir) / "evaluation"
+    lines = [scores_table("checkpoint", summaries)]
+    lines += [f"{name}: {line}" for name, summary in summaries.items() for line in fault_lines(summary)]
+    for name, summary in summaries.items():
+        for column, by_value in summary.get("by", {}).items():
+            lines.append(scores_table(f"{name}, {column}", by_value))
+        if "kept" in summary:
+            lines.append(f"{name}: {kept_line(summary['kept'], directory / name / 'kept.parquet')}")
+    lines.append(
+        f"The table is in {directory / 'comparison.json'}, completions are in a folder per checkpoint beside it."
+    )
+    return "\n".join(lines)
+
+
+def functions(metrics: dict[str, Any]) -> list[str]:
+    """Return the reward functions that scored something."""
+    return [function_name(metric) for metric in metrics if is_score(metric)]
+
+
+def mean_and_interval(metrics: dict[str, Any], name: str) -> str:
+    mean, low, high = (metrics[f"rewards/{name}/{figure}"] for figure in ("mean", "ci_low", "ci_high"))
+    return f"{mean:.4f} (95% interval {low:.3f} to {high:.3f})"
+
+
+def best_of(metrics: dict[str, Any], name: str) -> list[str]:
+    """Return pass@k and majority@k at the largest k, if several completions were sampled."""
+    found = []
+    for figure in ("pass", "majority"):
+        prefix = f"rewards/{name}/{figure}@"
+        ks = [int(metric.removeprefix(prefix)) for metric in metrics if metric.startswith(prefix)]
+        if ks and max(ks) > 1:
+            found.append(f"{figure}@{max(ks)} {metrics[f'{prefix}{max(ks)}']:.4f}")
+    return found
+
+
+def fault_lines(metrics: dict[str, Any]) -> list[str]:
+    """Return a line on completions that reward functions failed on, if there are any."""
+    prefix = "reward_faults/"
+    counts = [f"{name.removeprefix(prefix)} {metrics[name]:.0f}" for name in metrics if name.startswith(prefix)]
+    return [f"Completions without a score because a reward function failed: {', '.join(counts)}."] if counts else []
+
+
+def kept_line(kept: dict[str, Any], path: Path) -> str:
+    rates = f"success rate of {kept['low']:g} to {kept['high']:g} by {kept['function']}"
+    if not kept["num_samples"]:
+        return f"No sample has a {rates}: nothing is kept."
+    return f"{kept['num_samples']} samples have a {rates}: train on them with data.dataset_name={path}"
+
+
+def scores_table(title: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Format mean and half the interval's width of each function, in aligned columns."""
+    names = list(dict.fromkeys(name for metrics in rows.values() for name in functions(metrics)))
+    cells = [[title, "samples", *names]]
+    for label, metrics in rows.items():
+        cells.append([label, f"{metrics['num_samples']:.0f}", *(mean_and_half_width(metrics, name) for name in names)])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join(["", *lines])
+
+
+def mean_and_half_width(metrics: dict[str, Any], name: str) -> str:
+    """Format as `0.9333 ± 0.024`, or `-` if the function has no score here."""
+    if f"rewards/{name}/mean" not in metrics:
+        return "-"
+    half_width = (metrics[f"rewards/{name}/ci_high"] - metrics[f"rewards/{name}/ci_low"]) / 2
+    return f"{metrics[f'rewards/{name}/mean']:.4f} ± {half_width:.3f}"

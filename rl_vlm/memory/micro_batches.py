@@ -1,0 +1,142 @@
+"""From the groups of an optimizer step to micro-batches under a token budget.
+
+Groups are packed whole if they fit. A larger one is split into sub-groups, each of which computes the prefix again;
+a single completion is never split. Packing changes neither the loss nor the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
+
+SHARING_PAYS = 1.1
+"""Minimum ratio of dense to shared tokens, k(P + R) / (P + kR), at which a packed row is worth its overhead."""
+
+
+VisionTokens = Callable[[Prompt], int]
+"""Cost of a prompt's images in the vision tower, in language tokens."""
+
+
+def make_micro_batches(
+    groups: Sequence[ScoredGroup],
+    budget: int,
+    sharing: Sharing,
+    vision_tokens: VisionTokens = lambda prompt: 0,
+    mixes_prompts: bool = True,
+) -> list[MicroBatch]:
+    """Split groups into micro-batches of at most `budget` tokens, which together hold every valid completion once.
+
+    Tokens are those that the language model computes, padding included, plus the `vision_tokens` of the prompts. A
+    single completion that is longer than the budget gets a micro-batch of its own. If `mixes_prompts` is False, every
+    micro-batch holds one prompt.
+    """
+    by_reason: dict[str | None, list[ScoredGroup]] = {None: []}
+    for group in groups:
+        if group.valid_G.any():
+            by_reason.setdefault(why_dense(group, sharing), []).append(group)
+    return [
+        MicroBatch(subgroups, shared=reason is None, dense_reason=reason)
+        for reason, some in by_reason.items()
+        for subgroups in Packer(budget, reason is None, vision_tokens, mixes_prompts).pack(some)
+    ]
+
+
+def why_dense(group: ScoredGroup, sharing: Sharing) -> str | None:
+    """Return why a group is computed as one padded row per completion, or None if its prefix is shared."""
+    if sharing == "auto":
+        return None if sharing_ratio(group) >= SHARING_PAYS else "little_to_share"
+    return None if sharing == "shared" else "not_shared"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Cost of sub-groups in a forward. Sizes of disjoint sub-groups add up."""
+
+    unique_tokens: int = 0
+    num_rows: int = 0
+    longest_row: int = 0
+    vision_tokens: int = 0
+
+    @staticmethod
+    def of(group: ScoredGroup, members: Sequence[int], vision_tokens: int = 0) -> Size:
+        prefix = len(group.group.prompt.token_ids)
+        lengths = [len(group.group.completions[i].token_ids) for i in members]
+        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths), vision_tokens)
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            self.unique_tokens + other.unique_tokens,
+            self.num_rows + other.num_rows,
+            max(self.longest_row, other.longest_row),
+            self.vision_tokens + other.vision_tokens,
+        )
+
+    def tokens(self, shared: bool) -> int:
+        """Return the tokens of one packed row, or of one padded row per completion, plus vision tokens."""
+        return self.vision_tokens + (self.unique_tokens if shared else self.num_rows * self.longest_row)
+
+
+def sharing_ratio(group: ScoredGroup) -> float:
+    """Compute the language tokens of one padded row per completion, divided by those of the shared row."""
+    size = Size.of(group, valid_members(group))
+    return size.tokens(shared=False) / size.tokens(shared=True)
+
+
+def valid_members(group: ScoredGroup) -> list[int]:
+    """Return the indices of the valid completions."""
+    return [i for i, valid in enumerate(group.valid_G.tolist()) if valid]
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs groups into micro-batches of one layout under a token budget."""
+
+    budget: int
+    shared: bool
+    vision_tokens: VisionTokens
+    mixes_prompts: bool
+
+    def pack(self, groups: Sequence[ScoredGroup]) -> Iterator[list[SubGroup]]:
+        """Yield micro-batches, filled greedily with longest rows first, so that padded rows have similar lengths."""
+        current: list[SubGroup] = []
+        size = Size()
+        by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
+        for piece in (piece for group in by_length for piece in self.split(group)):
+            piece_size = self.size(piece.scored, piece.members)
+            if current and not (self.mixes_prompts and self.fits(size + piece_size)):
+                yield current
+                current, size = [], Size()
+            current.append(piece)
+            size = size + piece_size
+        if current:
+            yield current
+
+    def split(self, group: ScoredGroup) -> list[SubGroup]:
+        """Split the group's valid completions into sub-groups that each fit the budget."""
+        members = valid_members(group)
+        if self.fits(self.size(group, members)):
+            return [SubGroup(group, members)]
+        pieces: list[list[int]] = [[]]
+        for member in members:
+            if pieces[-1] and not self.fits(self.size(group, [*pieces[-1], member])):
+                pieces.append([])
+            pieces[-1].append(member)
+        return [SubGroup(group, piece) for piece in pieces]
+
+    def size(self, group: ScoredGroup, members: Sequence[int]) -> Size:
+        return Size.of(group, members, self.vision_tokens(group.group.prompt))
+
+    def fits(self, size: Size) -> bool:
+        return size.tokens(self.shared) <= self.budget
+
+
+def pad_with_dummies(batches: list[MicroBatch], count: int, spare: ScoredGroup) -> list[MicroBatch]:
+    """Extend the micro-batches to `count` with one-completion dummies.
+
+    With collectives, every rank must run the same number of forwards. `spare` is any group of this rank: its tokens are
+    valid, so that 0 x loss is 0.
+    """
+    missing = range(count - len(batches))
+    return batches + [MicroBatch([SubGroup(spare, [0])], shared=False, is_dummy=True) for _ in missing]

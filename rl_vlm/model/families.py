@@ -1,0 +1,191 @@
+"""The supported model families: a table with one row per family, looked up by `config.model_type`.
+
+Other modules treat a model's image inputs as the model's own keyword dict, whatever the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from rl_vlm.errors import ModelError
+from rl_vlm.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_positions: WeakKeyDictionary[Prompt, Tensor] = WeakKeyDictionary()
+
+
+def mrope_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 prompt_tokens"]:
+    """Compute a prompt's 3-D M-RoPE positions (time, height, width; Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+    The result is cached per prompt, since rollout, old, reference and training passes all need it.
+    """
+    return _rope_index(model, prompt, image_grid_thw=prompt.mm_inputs.get("image_grid_thw"))
+
+
+def canvas_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 prompt_tokens"]:
+    """Compute M-RoPE positions that place the crops of an image on one canvas (MiniCPM-V 4.7)."""
+    return _rope_index(model, prompt, target_sizes=prompt.mm_inputs.get("target_sizes"))
+
+
+def _rope_index(model: PreTrainedModel, prompt: Prompt, **sizes: Tensor | None) -> Int[Tensor, "3 prompt_tokens"]:
+    """Return the positions of the model's own position function, which is called once per prompt."""
+    if prompt not in _positions:
+        positions, _ = model.model.get_rope_index(
+            prompt.token_ids[None], prompt.token_inputs["mm_token_type_ids"][None], **sizes
+        )
+        _positions[prompt] = positions[:, 0]
+    return _positions[prompt]
+
+
+def text_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
+    """Return positions 0, 1, 2, …, for models in which every image token takes one position."""
+    return torch.arange(len(prompt.token_ids))[None]
+
+
+def positions_from_one(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
+    """Return positions 1, 2, 3, … (PaliGemma)."""
+    return text_positions(model, prompt) + 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family."""
+
+    model_type: str
+    vision_modules: tuple[str, ...]
+    """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens."""
+    prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]] = text_positions
+    """Position ids of a prompt. Each completion continues at their maximum + 1, on every axis."""
+    other_placeholders: tuple[str, ...] = ("video_token_id",)
+    """Config attributes with ids of further placeholder tokens; ignored if the config lacks them."""
+    completion_inputs: Mapping[str, int] = field(default_factory=dict)
+    """Values of per-token inputs at completion tokens, if not 0."""
+    joins_images: bool = False
+    """Whether image inputs of several prompts can be batched by concatenation along dimension 0."""
+    softcaps_logits: bool = False
+    """Whether the model bounds its logits by `final_logit_softcapping` (Gemma 2, arXiv:2408.00118, section 2)."""
+    cross_attends: bool = False
+    """Whether images enter through cross-attention layers, not as tokens of the row (Mllama). Text before an image
+    attends to all images of a forward, so a forward holds one prompt."""
+    hybrid: bool = False
+    """Whether some layers carry a state from token to token, so that completions in one row would affect each other."""
+
+    @property
+    def vision_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the names of vision parameters."""
+        return tuple(f"{name}." for name in self.vision_modules)
+
+    def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
+        """Return the placeholder tokens, which must never be sampled: no forward could compute the completion again."""
+        if self.cross_attends:
+            return []  # its image token has no logit
+        found = [getattr(config, name, None) for name in ("image_token_id", *self.other_placeholders)]
+        tokens = [ids if isinstance(ids, list) else [ids] for ids in found]
+        return sorted({token for ids in tokens for token in ids if token is not None})
+
+    def final_logits(self, logits: Tensor, config: PreTrainedConfig) -> Tensor:
+        """Apply the model's soft cap, if it has one, to the LM head's output."""
+        bound = config.get_text_config().final_logit_softcapping if self.softcaps_logits else None
+        return logits if bound is None else bound * torch.tanh(logits / bound)
+
+    def vision_parameters(self, model: PreTrainedModel) -> list[torch.nn.Parameter]:
+        """Return the parameters of the vision tower and projector, adapters included."""
+        return [p for name, p in model.named_parameters() if f"{name}.".startswith(self.vision_prefixes)]
+
+
+TOWER = ("model.vision_tower", "model.multi_modal_projector")
+TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
+MROPE: dict[str, Any] = {"prompt_positions": mrope_positions, "joins_images": True}
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("qwen2_vl", ("model.visual",), **MROPE),
+        Family("qwen2_5_vl", ("model.visual",), **MROPE),
+        Family("qwen3_vl", ("model.visual",), **MROPE),
+        Family("qwen3_vl_moe", ("model.visual",), **MROPE),
+        Family("glm4v", ("model.visual",), **MROPE),
+        Family("glm46v", ("model.visual",), **MROPE),
+        Family("internvl", TOWER, joins_images=True),
+        Family("llava", TOWER),  # with CLIP's tower or Pixtral's, whose images are padded
+        Family("llava_next", TOWER_AND_NEWLINE),
+        Family("llava_onevision", TOWER_AND_NEWLINE),
+        Family("mistral3", TOWER),
+        Family("idefics3", ("model.vision_model", "model.connector")),
+        Family("smolvlm", ("model.vision_model", "model.connector")),
+        Family(
+            "ovis2",
+            ("model.vision_tower", "model.visual_embeddings_table"),
+            joins_images=True,
+            other_placeholders=("video_token_id", "visual_indicator_token_ids"),
+        ),
+        Family("gemma3", TOWER, joins_images=True),
+        Family(
+            "gemma4", ("model.vision_tower", "model.embed_vision"), joins_images=True, softcaps_logits=True,
+            other_placeholders=("video_token_id", "audio_token_id"),
+        ),
+        Family(
+            "paligemma", TOWER, joins_images=True, prompt_positions=positions_from_one,
+            completion_inputs={"token_type_ids": 1},
+        ),
+        Family("aya_vision", TOWER, joins_images=True),
+        Family("cohere2_vision", TOWER, joins_images=True),
+        Family("deepseek_vl", ("model.vision_model", "model.aligner"), joins_images=True),
+        Family("kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True),
+        Family("got_ocr2", TOWER, joins_images=True),
+        Family("perception_lm", TOWER),
+        Family("mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True),
+        Family("qwen3_5", ("model.visual",), hybrid=True, **MROPE),
+        Family("qwen3_5_moe", ("model.visual",), hybrid=True, **MROPE),
+        Family("lfm2_vl", TOWER, hybrid=True),
+        Family("minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True),
+        Family(
+            "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True,
+            prompt_positions=canvas_positions,
+        ),
+    )
+}  # fmt: skip
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """Return the row for a model's config. Raises ModelError if the family is not in the table."""
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"model_type {config.model_type!r} is not supported; supported families: {', '.join(sorted(FAMILIES))}. "
+            "A family must be checked before it shares prefixes, or its log-probs may be silently wrong."
+        )
+    return FAMILIES[config.model_type]
+
+
+def stop_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a completion: the tokenizer's EOS and those of the generation config.
+
+    Chat models often end a turn with another token than the tokenizer's EOS. No other value of the checkpoint's
+    generation config is used.
+    """
+    named = generation_config.eos_token_id
+    named = named if isinstance(named, list) else [named]
+    return sorted({token for token in [tokenizer.eos_token_id, *named] if token is not None})
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """Tokens that end a completion, and tokens that must never be sampled."""
+
+    stop: list[int]
+    banned: list[int]
+
+    @staticmethod
+    def of(config: PreTrainedConfig, generation_config: Any, tokenizer: Any) -> TokenRules:
+        """Build the rules of a checkpoint from its two configs and its tokenizer."""
+        return TokenRules(stop_token_ids(generation_config, tokenizer), family_of(config).banned_token_ids(config))

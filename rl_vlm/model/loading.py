@@ -1,0 +1,257 @@
+"""Load and save models: the policy with its trainable weights, and the checkpoint that it starts from.
+
+A checkpoint is a transformers model, or a PEFT adapter that names one. Weights are loaded strictly: a missing or
+unexpected tensor is an error, since a model with random weights would only look like one that does not learn.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
+from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.functions import LoadError, load_function, names_function
+from rl_vlm.model.families import family_of
+from rl_vlm.model.policy import Policy, base_model
+from rl_vlm.model.shared_prefix import enable_shared_rows
+from rl_vlm.model.vision import FeatureCache, use_linear_patches
+from rl_vlm.types import Prompt, Sharing
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel, ProcessorMixin
+
+    from rl_vlm.distributed.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
+INITIAL_ADAPTER = "initial"
+SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types that compute a softmax over keys, masked by relative positions."""
+
+
+def load_policy(
+    config: RunConfig,
+    initial: str,
+    weights: Path | None = None,
+    idle_prompt: Prompt | None = None,
+    features: FeatureCache | None = None,
+) -> Policy:
+    """Load the policy and mark its trainable parameters.
+
+    `initial` is the checkpoint that the run starts from; `weights` is the run's own checkpoint if it is resumed. The
+    other arguments are those of `Policy`.
+    Raises ModelError if weights are missing or unexpected, or if the family is not supported.
+    """
+    model = load_model(initial, weights, config.model)
+    transformer = base_model(model)
+    family = family_of(transformer.config)
+    if config.model.freeze_vision_tower:
+        for parameter in family.vision_parameters(transformer):
+            parameter.requires_grad_(False)
+    if config.model.attn_implementation == "sdpa" and not family.hybrid:
+        enable_shared_rows(transformer)
+    use_linear_patches(transformer)
+    if config.memory.gradient_checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        transformer.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
+    refuse_unshareable(transformer, config.memory, config.model)
+
+    compute_dtype = getattr(torch, config.model.dtype)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(compute_dtype)
+    return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features)
+
+
+def load_model(initial: str, weights: Path | None, config: ModelConfig) -> PreTrainedModel | PeftModel:
+    """Load the transformers or PEFT model from `weights` if given (a resumed run), else from `initial`."""
+    source = str(weights or initial)
+    if is_adapter(source):
+        model = load_adapter(load_transformer(base_of(source), config), source)
+        check_adapter_settings(model.peft_config["default"], config, source)
+        return model
+    model = load_transformer(source, config)
+    return add_lora(model, config) if config.use_peft else model
+
+
+def base_of(source: str) -> str:
+    """Return the base model that a PEFT adapter names, or `source` itself if it is no adapter."""
+    if not is_adapter(source):
+        return source
+    return json.loads((Path(source) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+
+
+def adapter_rank(source: str) -> int | None:
+    """Return the rank of a PEFT adapter, or None if the checkpoint is no adapter."""
+    return json.loads((Path(source) / ADAPTER_CONFIG).read_text())["r"] if is_adapter(source) else None
+
+
+def is_adapter(source: str) -> bool:
+    """Return whether a checkpoint directory holds a PEFT adapter."""
+    return (Path(source) / ADAPTER_CONFIG).is_file()
+
+
+def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
+    """Load a transformers model in float32. Raises ModelError if its weights do not match."""
+    from transformers import AutoModelForImageTextToText
+
+    # By default a model uses sdpa in every part that supports it; GOT-OCR2 raises an error if it is named.
+    attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        source,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        attn_implementation=attention,
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    check_keys(source, info["missing_keys"], info["unexpected_keys"] | set(info["mismatched_keys"]))
+    return model
+
+
+def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
+    """Raise ModelError if any tensor is missing or unexpected. The message names up to five of them."""
+    for kind, keys in (("does not have", missing), ("has, and the model has no place for,", unexpected)):
+        if keys:
+            names = ", ".join(sorted(map(str, keys))[:5])
+            raise ModelError(f"{source} {kind} {len(keys)} tensors ({names}, …); they would start from random values")
+
+
+def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
+    """Add a new adapter to the model, without the vision tower and its projector unless the config includes them."""
+    from peft import get_peft_model
+
+    return get_peft_model(model, lora_config(model, config))
+
+
+def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
+    from peft import LoraConfig
+
+    vision = "|".join(name.replace(".", r"\.") for name in family_of(model.config).vision_modules)
+    excluded = config.lora_exclude_modules
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=config.lora_target_modules,
+        exclude_modules=rf"({vision})\..*" if excluded is None else excluded,
+        init_lora_weights=config.init_lora_weights,
+        use_rslora=config.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
+    """Load a checkpoint's adapter as trainable. Raises ModelError if its weights do not match or it has dropout."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    peft_model = PeftModel.from_pretrained(model, source, is_trainable=True)
+    stored = load_file(Path(source) / "adapter_model.safetensors").keys()
+    expected = get_peft_model_state_dict(peft_model).keys()
+    check_keys(source, expected - stored, stored - expected)
+    dropout = getattr(peft_model.peft_config["default"], "lora_dropout", 0.0)
+    if dropout > 0:
+        raise ModelError(
+            f"the adapter {source} was made with lora_dropout {dropout}; dropout is not supported, set it to 0"
+        )
+    return peft_model
+
+
+def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
+    """Raise ConfigError if `use_peft` is on and the LoRA settings differ from those of the checkpoint's adapter."""
+    own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
+    for name, value in own.items():
+        if config.use_peft and getattr(config, name) != value:
+            raise ConfigError(
+                f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
+                "use_peft to false to take the adapter as it is"
+            )
+
+
+def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
+    """Raise ConfigError if `prefix_sharing: shared` cannot be exact; `auto` falls back to the dense path."""
+    reason = why_not_shared(model)
+    if memory.prefix_sharing == "shared" and reason:
+        raise ConfigError(f"memory.prefix_sharing: shared is not possible: {reason}; use auto or dense")
+
+
+def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
+    """Return `wanted`; if this model cannot share prefixes, log the reason and return `dense`."""
+    reason = why_not_shared(model)
+    if reason is None:
+        return wanted
+    logger.warning("prefixes are not shared in training passes: %s", reason)
+    return "dense"
+
+
+def why_not_shared(model: PreTrainedModel) -> str | None:
+    """Return why this model cannot share prefixes exactly, or None if it can."""
+    if family_of(model.config).hybrid:
+        return "some layers carry a state from token to token, which would cross completions"
+    text = model.config.get_text_config()
+    if text._attn_implementation != "group_shared":
+        return "model.attn_implementation is not sdpa"
+    if getattr(text, "attention_dropout", 0) > 0:
+        return f"the checkpoint has attention_dropout {text.attention_dropout}, which a shared row cannot repeat"
+    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.get_decoder().modules()):
+        return "the checkpoint has dropout in its language model, which a shared row cannot repeat"
+    unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
+    if unknown:
+        return f"the checkpoint has {', '.join(sorted(unknown))} layers, which nobody has checked"
+    return None
+
+
+def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
+    """Return the checkpoint that the run starts from. A `module:function` writes it to the run directory."""
+    name = config.model.model_name_or_path
+    if not names_function(name):
+        return name
+    directory = Path(config.train.output_dir) / "initial_model"
+    with ranks.agree():
+        if ranks.is_main:
+            make_initial_model(name, config.train.seed, directory)
+    return str(directory)
+
+
+def make_initial_model(name: str, seed: int, directory: Path) -> None:
+    """Call the function `name` to write a model, unless the directory holds one that it made from the same seed."""
+    origin, maker = directory / "made_by.json", {"function": name, "seed": seed}
+    if origin.is_file() and json.loads(origin.read_text()) == maker:
+        return
+    unfinished = directory.with_name("unfinished-initial_model")
+    for leftover in (unfinished, directory):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        function = load_function(name)
+    except LoadError as error:
+        raise ModelError(f"model.model_name_or_path {name!r}: {error}") from error
+    function(unfinished, seed)
+    (unfinished / origin.name).write_text(json.dumps(maker))
+    unfinished.rename(directory)
+
+
+def save_policy(policy: Policy, processor: ProcessorMixin, directory: Path) -> None:
+    """Save the model, or only the trained adapter, and the processor, in the format of `from_pretrained`."""
+    if policy.model is policy.transformer:
+        policy.model.save_pretrained(directory)
+    else:
+        policy.model.save_pretrained(directory, selected_adapters=["default"])
+    processor.save_pretrained(directory)
+
+
+def load_weights(policy: Policy, source: str, config: ModelConfig) -> None:
+    """Load the weights of an earlier checkpoint of the same run into the policy."""
+    weights = load_model(source, None, config).state_dict()
+    result = policy.model.load_state_dict(weights, strict=False)
+    missing = {name for name in result.missing_keys if f".{INITIAL_ADAPTER}." not in name}
+    check_keys(source, missing, set(result.unexpected_keys))

@@ -1,0 +1,178 @@
+"""The policy as a function from micro-batches to log-probs and entropies of N completions.
+
+MicroBatch ─ shared_inputs | dense_inputs, image features ─► forward of the language model ─► hidden states
+           ─ hybrid families, without gradients ─► prompt, then completions on copies of its cache ─► hidden states
+           ─ those that predict completion tokens ─► LM head in chunks ─► PolicyOutput
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rl_vlm.model.families import Family
+from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
+from rl_vlm.model.shared_prefix import shared_row
+from rl_vlm.model.vision import FeatureCache, VisionEncoder
+from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, pad_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HEAD_CHUNK_ELEMENTS = 2**26
+"""Logits that the LM head computes at once: tokens per chunk x vocabulary; 256 MiB in float32."""
+
+
+class Policy(nn.Module):
+    """A vision-language model that computes log-probs of completions; the module that accelerate wraps for training."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        temperature: float,
+        compute_dtype: torch.dtype,
+        idle_prompt: Prompt | None = None,
+        features: FeatureCache | None = None,
+    ) -> None:
+        """`model` is a transformers model or a PEFT model around one; `compute_dtype` is the autocast precision.
+
+        `idle_prompt` has an image, for ranks that run the vision tower without effect. `features` is the cache of
+        another policy with the same frozen vision tower.
+        """
+        super().__init__()
+        self.model: Any = model
+        self.family = family
+        self.temperature = temperature
+        self.compute_dtype = compute_dtype
+        self.banned_token_ids = family.banned_token_ids(self.transformer.config)
+        self.counters: Counter[str] = Counter()
+        cache = FeatureCache() if features is None else features
+        self.vision = VisionEncoder(self.transformer, family, self.counters, idle_prompt, cache)
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        """The transformers model, below any adapter."""
+        return base_model(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.device
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Run the block under autocast to `compute_dtype`; weights keep their dtype."""
+        enabled = self.compute_dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
+            yield
+
+    def start_step(self) -> None:
+        """Clear the counters and the cached image features of the last optimizer step."""
+        self.counters.clear()
+        self.vision.features.clear()
+
+    def forward(self, batch: MicroBatch, num_vision_calls: int = 0) -> PolicyOutput:
+        """Compute log-probs of a micro-batch's completions at the sampling temperature, and detached entropies.
+
+        The vision tower runs at least `num_vision_calls` times, so that ranks can run it equally often. Raises
+        ModelError if a completion is invalid (`check_completions`), or if images and placeholder tokens do not match.
+        """
+        check_completions(batch, self.banned_token_ids)
+        num_idle = num_vision_calls - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
+        by_cache = batch.shared and self.family.hybrid
+        with self.autocast():
+            hidden = self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)
+            if num_idle > 0:
+                hidden = hidden + self.vision.idle(num_idle)
+        self.count(batch)
+        targets = torch.cat([c.token_ids for c in batch.completions]).to(self.device)
+        logprobs, entropies = self.logprobs(hidden, targets)
+        lengths = [len(c.token_ids) for c in batch.completions]
+        return PolicyOutput(pad_rows(logprobs.split(lengths)), pad_rows(entropies.split(lengths)))
+
+    def hidden_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
+        """Run one forward and return the hidden states that predict completion tokens."""
+        rows = (shared_inputs if batch.shared else dense_inputs)(batch, self.family, self.transformer)
+        features = self.vision.encode(rows.prompts)
+        images = [features[prompt] for prompt in rows.prompts if prompt in features]
+        with shared_row(rows.layout), self.vision.given(images) as image_inputs:
+            output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
+        self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
+        self.counters["prefix_tokens"] += sum(len(prompt.token_ids) for prompt in rows.prompts)
+        return output.last_hidden_state.flatten(0, 1)[rows.predictor_index]
+
+    def hidden_behind_cache(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
+        """Return the same states for hybrid families: run each prompt once, then completions on copies of its cache.
+
+        Works without gradients only: the backward pass does not go through a cache.
+        """
+        assert not torch.is_grad_enabled()
+        features, hidden = self.vision.encode([subgroup.prompt for subgroup in batch.subgroups]), []
+        for subgroup in batch.subgroups:
+            rows = dense_inputs(replace(batch, subgroups=[subgroup]), self.family, self.transformer)
+            num_prompt, num_rows = len(subgroup.prompt.token_ids), len(subgroup.members)
+            prefix = {name: value[..., :1, :num_prompt] for name, value in rows.kwargs.items()}
+            images = [features[subgroup.prompt]] if subgroup.prompt in features else []
+            with self.vision.given(images) as image_inputs:
+                output = self.transformer.base_model(**prefix, **image_inputs, use_cache=True)
+            prompt_states, cache = output.last_hidden_state.expand(num_rows, -1, -1), output.past_key_values
+            cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=self.device))
+            behind = {name: value[..., num_prompt:] for name, value in rows.kwargs.items()}
+            behind["attention_mask"] = rows.kwargs["attention_mask"]
+            output = self.transformer.base_model(**behind, past_key_values=cache, use_cache=True)
+            states = torch.cat([prompt_states, output.last_hidden_state], dim=1)
+            hidden.append(states.flatten(0, 1)[rows.predictor_index])
+            self.counters["computed_tokens"] += num_prompt + behind["input_ids"].numel()
+            self.counters["prefix_tokens"] += num_prompt
+        return torch.cat(hidden)
+
+    def logprobs(
+        self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
+    ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
+        """Compute log-probs of `targets` and entropies, in fp32. Each chunk's logits are recomputed in backward."""
+        head: Any = self.transformer.get_output_embeddings()
+        chunk_size = max(1, HEAD_CHUNK_ELEMENTS // head.weight.shape[0])
+        scores = [
+            checkpoint(self.chunk_logprobs, head, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
+        ]
+        logprobs, entropies = zip(*scores, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def chunk_logprobs(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute log-probs and entropies under the sampling distribution: after temperature and token bans."""
+        with self.autocast():
+            logits = self.family.final_logits(head(hidden), self.transformer.config)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits if self.temperature == 1 else logits / self.temperature
+        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=logits.device)
+        logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
+        log_normalizer = logits.logsumexp(-1)
+        with torch.no_grad():  # used in a metric and a threshold, never in a loss
+            expected_logit = torch.einsum("nv,nv->n", (logits - log_normalizer[:, None]).exp_(), logits)
+            entropies = log_normalizer - expected_logit
+        return logits.gather(-1, targets[:, None])[:, 0] - log_normalizer, entropies
+
+    def count(self, batch: MicroBatch) -> None:
+        """Count the forward, and the tokens that the language model would compute with and without sharing."""
+        completions = sum(len(c.token_ids) for c in batch.completions)
+        unique = sum(len(subgroup.prompt.token_ids) for subgroup in batch.subgroups) + completions
+        dense = sum(len(s.prompt.token_ids) * len(s.members) for s in batch.subgroups) + completions
+        self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
+        if batch.dense_reason:
+            self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
+        self.counters["unique_tokens"] += unique
+        self.counters["dense_tokens"] += dense
+
+
+def base_model(model: Any) -> PreTrainedModel:
+    """Return the transformers model below an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

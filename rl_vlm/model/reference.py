@@ -1,0 +1,87 @@
+"""The frozen reference model of the KL term."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import ConfigError
+from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.types import MicroBatch, PolicyOutput
+
+
+class Reference:
+    """The frozen model of the KL term: the run's initial weights, unless `move_towards_policy` has moved them."""
+
+    def __init__(self, policy: Policy, frozen: Policy | None) -> None:
+        """`frozen` is a separate model; if None, the policy's base model or initial adapter is the reference."""
+        self.policy = policy
+        self.frozen = frozen
+
+    @property
+    def vision(self) -> VisionEncoder:
+        return (self.frozen or self.policy).vision
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Counters of the separate model in this optimizer step. Without one, the policy counts these forwards."""
+        return Counter() if self.frozen is None else self.frozen.counters
+
+    def start_step(self) -> None:
+        """Clear the counters and the cached image features of the last optimizer step."""
+        if self.frozen is not None:
+            self.frozen.start_step()
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch, num_vision_calls: int = 0) -> PolicyOutput:
+        """Compute the log-probs and entropies of a micro-batch under the reference."""
+        if self.frozen is not None:
+            return self.frozen(batch, num_vision_calls)
+        with self.initial_adapter():
+            return self.policy(batch, num_vision_calls)
+
+    @contextmanager
+    def initial_adapter(self) -> Iterator[None]:
+        """Run the block with the policy's initial weights: its initial adapter, or none if the run began without."""
+        model = self.policy.model
+        if INITIAL_ADAPTER not in model.peft_config:
+            with model.disable_adapter():
+                yield
+            return
+        model.set_adapter(INITIAL_ADAPTER, inference_mode=True)
+        try:
+            yield
+        finally:
+            model.set_adapter("default")
+
+    @torch.no_grad()
+    def move_towards_policy(self, alpha: float) -> None:
+        """Set `reference = alpha * policy + (1 - alpha) * reference` (TR-DPO, arXiv:2404.09656)."""
+        assert self.frozen is not None, "the config refuses sync_ref_model with adapters"
+        for frozen, trained in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
+            frozen.lerp_(trained.to(frozen.dtype), alpha)
+
+
+def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Path | None) -> Reference | None:
+    """Load the reference; return None if `beta` is 0. With `sync_ref_model`, it resumes from the checkpoint."""
+    if config.algorithm.beta == 0:
+        return None
+    if config.algorithm.sync_ref_model and is_adapter(initial):
+        raise ConfigError(
+            f"algorithm.sync_ref_model: the reference of an adapter ({initial}) cannot move; set it to false"
+        )
+    if is_adapter(initial):
+        policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
+    if config.model.use_peft or is_adapter(initial):
+        return Reference(policy, frozen=None)
+    weights = resumed / "reference" if resumed and config.algorithm.sync_ref_model else None
+    features = policy.vision.features if policy.vision.is_frozen else None
+    frozen = load_policy(config, initial, weights, policy.vision.idle_prompt, features)
+    return Reference(policy, frozen.requires_grad_(False).eval().to(policy.device))

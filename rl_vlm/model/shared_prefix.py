@@ -1,0 +1,254 @@
+"""The group-shared row: `[prefix][completion]…[completion]` of B prompts in one packed row, each token computed once.
+
+A completion attends to its own prompt's prefix and to itself, by the model's own rule. Two functions registered with
+transformers (`AttentionMaskInterface`, `AttentionInterface`) do this for every layer of the language model, whose code
+is not changed:
+
+    attention over prefixes      (B, longest prefix)                       causal, or by the model's rule
+    attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
+
+These are two calls of SDPA. On CUDA, one call of FlexAttention over the whole row replaces them: it skips fully masked
+blocks and needs no gathered keys.
+
+The layout of the row is passed to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
+same layout. Outside of `shared_row` the registered functions call transformers' own sdpa attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""transformers' form of an attention rule: (batch, head, query position, key position) -> whether to attend."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Positions of prefixes and completions in a packed row. Index tensors hold row positions, 0 at padding.
+
+    Example: prefixes of 3 and 2 tokens, completions of 2 and 1 tokens after the first and 1 after the second:
+
+        row                0  1  2  3  4  5  6  7  8
+                           p  p  p  a  a  b  q  q  c
+        prefix_index       [[0, 1, 2], [6, 7, 0]]
+        completion_index   [[3, 4], [5, 0], [8, 0]]
+        predictor_index    [2, 3, 4,   2, 5,   7, 8]
+
+    The hidden states at `predictor_index` predict the completions' tokens: the prefix's last state the first token,
+    the completion's own states the others.
+    """
+
+    prefix_index: Int[Tensor, "prompts prefix"]
+    prefix_valid: Bool[Tensor, "prompts prefix"]
+    completion_index: Int[Tensor, "completions tokens"]
+    completion_valid: Bool[Tensor, "completions tokens"]
+    owner_N: Int[Tensor, " completions"]
+    """Index of each completion's prompt."""
+    logical_index: Int[Tensor, "completions tokens"]
+    """Row positions that completions would have if each directly followed its prefix."""
+    output_index: Int[Tensor, " row"]
+    """For each token of the row, its index in the outputs of both attentions, flattened and concatenated."""
+    predictor_index: Int[Tensor, " predictors"]
+    """For each completion, the row positions of its prefix's last token and of its own tokens."""
+    masks: RowMasks | BlockMask | None = None
+    """Attention masks for the layers of one type; set on the layout that is passed to them."""
+    ndim = 4
+    """A layout is passed as an attention mask of shape (batch, head, query, key)."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (1, 1, len(self.output_index), len(self.output_index))
+
+    @staticmethod
+    def build(
+        prefix_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> RowLayout:
+        """Lay out B prefixes, each followed by its completions."""
+        sections = [[prefix, *lengths] for prefix, lengths in zip(prefix_lengths, completion_lengths, strict=True)]
+        lengths = torch.tensor([length for section in sections for length in section])
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
+        is_prefix = torch.tensor([i == 0 for section in sections for i in range(len(section))])
+        owner_N = torch.arange(len(sections)).repeat_interleave(torch.tensor([len(c) for c in completion_lengths]))
+
+        prefix_index, prefix_valid = _ranges(starts[is_prefix], lengths[is_prefix])
+        completion_index, completion_valid = _ranges(starts[~is_prefix], lengths[~is_prefix])
+        prefix_ends = (starts + lengths)[is_prefix][owner_N]
+        logical_index, _ = _ranges(prefix_ends, lengths[~is_prefix])
+
+        row_index = torch.cat([prefix_index[prefix_valid], completion_index[completion_valid]])
+        places = torch.cat([prefix_valid.flatten(), completion_valid.flatten()]).nonzero()[:, 0]
+        output_index = torch.empty_like(row_index).scatter_(0, row_index, places)
+        predictors = torch.cat([prefix_ends[:, None] - 1, completion_index], dim=1)
+        predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
+        return RowLayout(
+            prefix_index.to(device),
+            prefix_valid.to(device),
+            completion_index.to(device),
+            completion_valid.to(device),
+            owner_N.to(device),
+            logical_index.to(device),
+            output_index.to(device),
+            predictor_index.to(device),
+        )
+
+    def with_masks(self, mask_function: MaskFunction) -> RowLayout:
+        """Return this layout with masks for layers of one type, whose own rule is `mask_function` on token positions.
+
+        The rule is evaluated at logical positions, where each completion directly follows its prefix. It applies within
+        a prefix, from a completion to its prefix, and within a completion. Rules may look up the kind of token (image
+        or text) at a position. The row has completion tokens of the same prompt there, so the result is right.
+        """
+        masks = self.block_mask(mask_function) if self.owner_N.is_cuda else self.dense_masks(mask_function)
+        return replace(self, masks=masks)
+
+    def dense_masks(self, mask_function: MaskFunction) -> RowMasks:
+        """Build masks for SDPA: prefixes attend to themselves, completions to their prefix and themselves."""
+        from transformers.masking_utils import causal_mask_function
+
+        zero = self.owner_N.new_zeros(())
+
+        def allowed(queries: Tensor, keys: Tensor, keys_valid: Tensor) -> Tensor:
+            rule = mask_function(zero, zero, queries[:, None, :, None], keys[:, None, None, :])
+            return rule & keys_valid[:, None, None, :]
+
+        to_prefix = allowed(self.logical_index, self.prefix_index[self.owner_N], self.prefix_valid[self.owner_N])
+        to_itself = allowed(self.logical_index, self.logical_index, self.completion_valid)
+        # padded queries see something, since a softmax over nothing is NaN
+        completion = torch.cat([to_prefix, to_itself], dim=-1) | ~self.completion_valid[:, None, :, None]
+        if mask_function is causal_mask_function:
+            return RowMasks(None, completion)
+        within_prefix = allowed(self.prefix_index, self.prefix_index, self.prefix_valid)
+        return RowMasks(within_prefix | ~self.prefix_valid[:, None, :, None], completion)
+
+    def block_mask(self, mask_function: MaskFunction) -> BlockMask:
+        """Build the mask for FlexAttention: which blocks of the row attend to which."""
+        prompts = torch.arange(len(self.prefix_index), device=self.owner_N.device)
+        completions = torch.arange(len(self.owner_N), device=self.owner_N.device)
+        owner = self.along_row(prompts[:, None], self.owner_N[:, None])
+        part = self.along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])
+        logical = self.along_row(self.prefix_index, self.logical_index)
+        return create_block_mask(
+            lambda b, h, q, k: (
+                (owner[q] == owner[k])
+                & ((part[k] == 0) | (part[q] == part[k]))
+                & mask_function(b, h, logical[q], logical[k])
+            ),
+            None, None, len(owner), len(owner), device=str(owner.device),
+        )  # fmt: skip
+
+    def along_row(self, of_prefixes: Tensor, of_completions: Tensor) -> Int[Tensor, " row"]:
+        """Arrange values of prefix tokens and of completion tokens in the order of the row."""
+        row = torch.empty_like(self.output_index)
+        row[self.prefix_index[self.prefix_valid]] = of_prefixes.expand_as(self.prefix_index)[self.prefix_valid]
+        valid = self.completion_valid
+        row[self.completion_index[valid]] = of_completions.expand_as(self.completion_index)[valid]
+        return row
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """Masks, True where a query attends to a key. Keys of a completion are its padded prefix, then its own tokens."""
+
+    prefix: Bool[Tensor, "prompts 1 prefix prefix"] | None
+    """None if prefixes are causal."""
+    completion: Bool[Tensor, "completions 1 tokens keys"]
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return index ranges `start … start + length - 1` as one padded matrix, and a mask that is False at padding."""
+    offsets = torch.arange(int(lengths.max()) if len(lengths) else 0, device=starts.device)
+    valid = offsets < lengths[:, None]
+    return torch.where(valid, starts[:, None] + offsets, 0), valid
+
+
+_active_layout: ContextVar[RowLayout | None] = ContextVar("active_layout", default=None)
+
+
+@contextmanager
+def shared_row(layout: RowLayout | None) -> Iterator[None]:
+    """Run the forwards inside on one packed row of this layout; None keeps the stock attention."""
+    token = _active_layout.set(layout)
+    try:
+        yield
+    finally:
+        _active_layout.reset(token)
+
+
+def enable_shared_rows(model: PreTrainedModel) -> None:
+    """Route the language model's attention through this module, with transformers' sdpa for all other forwards."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def mask(*args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
+        layout = _active_layout.get()
+        if layout is None:
+            return sdpa_mask(*args, **kwargs)
+        made = kwargs["attention_mask"]  # PaliGemma makes it, and its language model asks again
+        return made if isinstance(made, RowLayout) else layout.with_masks(kwargs["mask_function"])
+
+    def attention(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(attention_mask, RowLayout):
+            return shared_attention(query[0], key[0], value[0], attention_mask, kwargs["scaling"])[None], None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionMaskInterface.register("group_shared", mask)
+    AttentionInterface.register("group_shared", attention)
+    model.set_attn_implementation({"text_config": "group_shared"})
+
+
+def shared_attention(
+    query: Float[Tensor, "heads row dim"],
+    key: Float[Tensor, "kv_heads row dim"],
+    value: Float[Tensor, "kv_heads row value_dim"],
+    layout: RowLayout,
+    scale: float,
+) -> Float[Tensor, "row heads value_dim"]:
+    """Compute attention over a packed row: each prefix to itself, each completion to its prefix and itself."""
+    if not isinstance(layout.masks, RowMasks):
+        return block_attention(query, key, value, layout.masks, scale)
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+
+    def attend(queries: Tensor, keys: Tensor, **mask: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query[queries], key[keys], value[keys]))
+        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    prefix_mask = layout.masks.prefix
+    outputs = [attend(layout.prefix_index, layout.prefix_index, attn_mask=prefix_mask, is_causal=prefix_mask is None)]
+    if layout.completion_index.numel():
+        keys = torch.cat([layout.prefix_index[layout.owner_N], layout.completion_index], dim=1)
+        outputs.append(attend(layout.completion_index, keys, attn_mask=layout.masks.completion))
+    return torch.cat(outputs)[layout.output_index]
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float) -> Tensor:
+    """Compute the same with one FlexAttention call over the row."""
+    attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
+    return attend(query[None], key[None], value[None], block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Compile FlexAttention once for all lengths; otherwise a new length would take some 15 s.
+
+    With `fullgraph`, too many recompilations raise an error instead of silently falling back to unfused attention.
+    """
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

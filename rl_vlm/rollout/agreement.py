@@ -1,0 +1,68 @@
+"""A check that the rollout engine and the policy compute the same log-probs for the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import RolloutError
+from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.sampling import sampling_params
+from rl_vlm.types import MicroBatch, RolloutRequest, ScoredGroup, length_mask, pad_rows
+
+NUM_CHECKED_GROUPS = 2
+MAX_CHECKED_TOKENS = 64
+
+
+@torch.no_grad()
+def check_agreement(
+    config: RunConfig,
+    ranks: Ranks,
+    engine: SyncedEngine,
+    policy: Policy,
+    groups: Sequence[ScoredGroup],
+    pack: Callable[[Sequence[ScoredGroup]], list[MicroBatch]],
+) -> None:
+    """Raise RolloutError on every rank if the engine's log-probs differ from the policy's.
+
+    Compares short new completions of the prompts of a few `groups`, since the groups' own completions may come from
+    older weights. `pack` cuts groups into micro-batches.
+    """
+    rollout = config.rollout
+    sampling = replace(
+        sampling_params(config, rollout.num_generations, rollout.temperature),
+        max_completion_length=min(rollout.max_completion_length, MAX_CHECKED_TOKENS),
+    )
+    requests = [RolloutRequest(f"check/{g.group.group_id}", g.group.prompt) for g in groups[:NUM_CHECKED_GROUPS]]
+    with ranks.agree():
+        generated = engine.generate(requests, sampling)
+    fresh = [replace(scored, group=group) for scored, group in zip(groups, generated, strict=False)]
+    policy.eval()
+    gaps = torch.cat([logprob_gaps(policy, batch) for batch in pack(fresh)])
+    policy.train()
+    with ranks.agree():
+        check_gaps(gaps, config.vllm.vllm_max_logp_difference)
+
+
+def logprob_gaps(policy: Policy, batch: MicroBatch) -> Tensor:
+    """Return the absolute difference between the engine's and the policy's log-prob of each token."""
+    mask = length_mask([len(c.token_ids) for c in batch.completions], policy.device)
+    logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(policy.device)
+    return (policy(batch).logprobs_NT - logprobs_NT)[mask].abs()
+
+
+def check_gaps(gaps: Tensor, bound: float) -> None:
+    """Raise RolloutError if the mean gap is above the bound."""
+    mean, largest = gaps.mean().item(), gaps.max().item()
+    if not mean <= bound:
+        raise RolloutError(
+            f"Log-probs of the first rollouts differ between generator and trainer by {mean:.3g} in the mean and "
+            f"{largest:.3g} at most; vllm.vllm_max_logp_difference allows a mean of {bound:g}. Are model, precision "
+            "(model.dtype) and pixel limits the same on both sides? Some difference is normal in bfloat16."
+        )

@@ -1,0 +1,327 @@
+"""Collection of generation windows.
+
+    draw rows ─► prompts ─► generate completions ─► rewards ─► advantages ─► Window
+
+With `max_staleness` the next window is generated while the current one is trained on:
+
+    training            window 0        window 1        window 2
+    engine    window 0  window 1        window 2        window 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_vlm.algorithm.advantages import compute_advantages, reward_std
+from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.loader import PromptLoader
+from rl_vlm.data.sampler import Draw
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.log.completions import CompletionsLog
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.reward import RewardSuite
+from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
+from rl_vlm.rollout.sampling import sampling_params
+from rl_vlm.rollout.scoring import replace_rows, score_groups, weighted_rewards, without_variance
+from rl_vlm.rollout.window import Window
+from rl_vlm.types import Group, Progress, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Generated groups and their rewards."""
+
+    draws: list[Draw]
+    groups: list[Group]
+    table: RewardTable
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """A window that is being generated in the background."""
+
+    position: dict[str, Any]
+    """`Collector.position` before the window's rows were drawn."""
+    state: TrainerState
+    metrics: StepMetrics
+    rollout: Future[Rollout]
+
+
+@dataclass(frozen=True)
+class NextWindow:
+    """A prefetched window that is complete, with its metrics."""
+
+    window: Window
+    metrics: StepMetrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self.window.state_dict(), "metrics": self.metrics.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> NextWindow:
+        """Restore `state_dict`. `build` makes the prompts of its draws."""
+        return cls(Window.from_state(state["window"], build), StepMetrics.from_state(state["metrics"]))
+
+
+class Collector:
+    """One rank's current window, and the parts that make the next one.
+
+    If a window cannot be made, the collector returns to its state before the attempt and raises the error.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        loader: PromptLoader,
+        engine: SyncedEngine,
+        rewards: RewardSuite,
+        log: CompletionsLog,
+    ) -> None:
+        self.config = config
+        self.plan = plan_batches(config, ranks.world_size)
+        self.ranks = ranks
+        self.loader = loader
+        self.engine = engine
+        self.rewards = rewards
+        self.log = log
+        self.window: Window | None = None
+        self.prefetched: Prefetch | None = None
+        self.next_window: NextWindow | None = None
+        limit = config.rollout.max_rollout_tokens
+        self.partial_rollouts = None if limit is None else PartialRollouts(limit)
+        self.background = ThreadPoolExecutor(max_workers=1)
+
+    def current(self, progress: Progress, metrics: StepMetrics) -> Window:
+        """Return the window in training, or the next one if all of its updates are done."""
+        if self.window is None or self.window.is_spent:
+            self.window = self.take_prefetched(metrics)
+        with self.restored_on_failure(self.position()):
+            if self.window is None or self.window.is_new:
+                self.sync(progress, self.config.rollout.weight_sync_steps, metrics)
+            if self.window is None:
+                self.window = self.collect(progress, metrics)
+        return self.window
+
+    def sync(self, progress: Progress, max_updates_behind: int, metrics: StepMetrics) -> None:
+        """Send the policy's weights if the engine is this many updates behind, or behind the last checkpoint.
+
+        A run that is resumed from that checkpoint does not have older weights.
+        """
+        oldest = max(progress.policy_version + 1 - max_updates_behind, progress.saved_version)
+        if self.engine.sent_version < oldest:
+            with metrics.stage("weight_sync"):
+                metrics.add_sum("weight_sync/bytes", self.engine.sync(progress.policy_version))
+
+    def collect(self, progress: Progress, metrics: StepMetrics) -> Window:
+        """Make the next window."""
+        state = self.state_at(progress)
+        with self.restored_on_failure(self.position()):
+            draws = self.draw()
+            with self.ranks.agree():
+                requests = self.requests(draws, state, metrics)
+            with self.ranks.agree():
+                rollout = self.generate_and_reward(requests, state, metrics)
+            return self.make_window(rollout, state, metrics)
+
+    def prefetch(self, progress: Progress) -> None:
+        """Start to generate the window after the current one, if `max_staleness` is set."""
+        assert self.window is not None
+        step = progress.global_step + self.window.updates_left
+        if not self.config.rollout.max_staleness or self.next_window is not None or step >= progress.max_steps:
+            return
+        position, metrics = self.position(), StepMetrics()
+        state, draws = replace(self.state_at(progress), global_step=step), self.draw()
+
+        def generate() -> Rollout:
+            return self.generate_and_reward(self.requests(draws, state, metrics), state, metrics)
+
+        self.prefetched = Prefetch(position, state, metrics, self.background.submit(generate))
+
+    def take_prefetched(self, metrics: StepMetrics) -> Window | None:
+        """Return the prefetched window once it is complete, or None if there is none."""
+        if self.prefetched is not None:
+            with metrics.stage("rollout_wait"):
+                self.finish_prefetch()
+        taken, self.next_window = self.next_window, None
+        if taken is None:
+            return None
+        metrics.include(taken.metrics, stages="ahead/")
+        return taken.window
+
+    def finish_prefetch(self) -> None:
+        """Wait for the prefetched window; on failure restore the position before it."""
+        prefetched, self.prefetched = self.prefetched, None
+        if prefetched is None:
+            return
+        with self.restored_on_failure(prefetched.position):
+            with self.ranks.agree():
+                rollout = prefetched.rollout.result()
+            window = self.make_window(rollout, prefetched.state, prefetched.metrics)
+            self.next_window = NextWindow(window, prefetched.metrics)
+
+    def free_engine(self, progress: Progress) -> None:
+        """Wait until the engine is idle, and send it the policy's latest weights."""
+        with self.ranks.agree():
+            if self.prefetched is not None:
+                wait([self.prefetched.rollout])
+        self.sync(progress, 1, StepMetrics())
+
+    def step_of_next_generation(self, global_step: int) -> int:
+        """Return the first optimizer step whose window is not generated yet, after `global_step` complete ones.
+
+        A window belongs to the step that it begins with.
+        """
+        if self.next_window is not None:
+            return global_step + (self.window.updates_left if self.window else 0) + 1
+        return global_step + 1 if self.window is not None and self.window.is_new else global_step
+
+    def close(self) -> None:
+        """Stop prefetching, and close the loader."""
+        self.background.shutdown(cancel_futures=True)
+        self.loader.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to resume from: the position in the data, the windows, and the groups in flight."""
+        return {
+            "loader": self.loader.state_dict(),
+            "window": None if self.window is None or self.window.is_spent else self.window.state_dict(),
+            "next_window": self.next_window and self.next_window.state_dict(),
+            "in_flight": [group.state_dict() for group in self.partial_rollouts.in_flight]
+            if self.partial_rollouts
+            else [],
+            "sent_version": self.engine.sent_version,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], progress: Progress) -> None:
+        """Restore `state_dict`, and send the engine the policy's weights if it had them.
+
+        Raises CheckpointError if the order of rows has changed, or if paused completions do not fit the settings.
+        """
+        self.loader.load_state_dict(state["loader"])
+        build = self.loader.build
+        self.window = Window.from_state(state["window"], build) if state["window"] else None
+        self.next_window = NextWindow.from_state(state["next_window"], build) if state["next_window"] else None
+        in_flight = [InFlight.from_state(group, build) for group in state["in_flight"]]
+        check_in_flight(in_flight, self.config.rollout)
+        if self.partial_rollouts is not None:
+            self.partial_rollouts.in_flight = in_flight
+        if state["sent_version"] == progress.policy_version:
+            self.sync(progress, 1, StepMetrics())
+
+    def position(self) -> dict[str, Any]:
+        """Return the state that making a window changes."""
+        return {
+            "loader": self.loader.state_dict(),
+            "in_flight": self.partial_rollouts and self.partial_rollouts.in_flight,
+            "sent_version": self.engine.sent_version,
+        }
+
+    @contextmanager
+    def restored_on_failure(self, position: dict[str, Any]) -> Iterator[None]:
+        """Run a block, and restore `position` if it fails."""
+        try:
+            yield
+        except BaseException:
+            self.loader.load_state_dict(position["loader"])
+            self.engine.sent_version = position["sent_version"]
+            if self.partial_rollouts is not None:
+                self.partial_rollouts.in_flight = position["in_flight"]
+            raise
+
+    def state_at(self, progress: Progress) -> TrainerState:
+        """Return the state that reward functions receive."""
+        return TrainerState(progress.global_step, progress.max_steps, self.loader.epoch)
+
+    def draw(self) -> list[Draw]:
+        """Draw the rows of the next window. With partial rollouts one more window is kept in flight."""
+        num_windows = 1 if self.partial_rollouts is None or self.partial_rollouts.in_flight else 2
+        return [draw for _ in range(num_windows) for draw in self.loader.draw_window()]
+
+    def requests(self, draws: Sequence[Draw], state: TrainerState, metrics: StepMetrics) -> dict[Draw, RolloutRequest]:
+        """Build the prompts of the drawn rows, and a request for each."""
+        with metrics.stage("data"):
+            prompts = self.loader.prompts(draws)
+        return {
+            draw: RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt)
+            for draw, prompt in zip(draws, prompts, strict=True)
+        }
+
+    def generate_and_reward(
+        self, requests: Mapping[Draw, RolloutRequest], state: TrainerState, metrics: StepMetrics
+    ) -> Rollout:
+        """Generate the groups of one window and score them."""
+        if self.partial_rollouts is None:
+            groups = dict(zip(requests, self.generate(list(requests.values()), metrics), strict=True))
+        else:
+            generate = partial(self.generate, metrics=metrics, limit=self.partial_rollouts.max_rollout_tokens)
+            groups = self.partial_rollouts.finish(requests, self.loader.window_size, generate)
+        rollout = Rollout(list(groups), list(groups.values()), self.score(list(groups.values()), state, metrics))
+        if self.config.rollout.max_resampling_rounds:
+            self.resample(rollout, state, metrics)
+        return rollout
+
+    def generate(self, requests: list[RolloutRequest], metrics: StepMetrics, limit: int | None = None) -> list[Group]:
+        """Generate one group per request. With a `limit`, completions are paused after that many new tokens."""
+        rollout = self.config.rollout
+        with metrics.stage("generation"):
+            sampling = sampling_params(self.config, rollout.num_generations, rollout.temperature, limit)
+            return self.engine.generate(requests, sampling)
+
+    def score(self, groups: list[Group], state: TrainerState, metrics: StepMetrics) -> RewardTable:
+        """Call the reward functions on the groups."""
+        with metrics.stage("rewards"):
+            return self.rewards.score(groups, state)
+
+    def resample(self, rollout: Rollout, state: TrainerState, metrics: StepMetrics) -> None:
+        """Generate new completions for groups without variance (DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476).
+
+        A new group with variance replaces the old one in `rollout`. Ranks can need different numbers of rounds.
+        """
+        groups, table = rollout.groups, rollout.table
+        rounds = num_groups = num_recovered = 0
+        constant, first_ids = without_variance(table, self.rewards.weights), [group.group_id for group in groups]
+        while constant and rounds < self.config.rollout.max_resampling_rounds:
+            rounds += 1
+            again = [RolloutRequest(f"{first_ids[p]}/resample-{rounds}", groups[p].prompt) for p in constant]
+            new_groups = self.generate(again, metrics)
+            new_table = self.score(new_groups, state, metrics)
+            still_constant = without_variance(new_table, self.rewards.weights)
+            recovered = {p: i for i, p in enumerate(constant) if i not in still_constant}
+            for p, i in recovered.items():
+                groups[p] = new_groups[i]
+            replace_rows(table, new_table, recovered)
+            num_groups, num_recovered = num_groups + len(again), num_recovered + len(recovered)
+            constant = [constant[i] for i in still_constant]
+        metrics.add_values(torch.tensor([float(rounds)]), max="resampling/rounds")
+        metrics.add_sum("resampling/completions", num_groups * self.config.rollout.num_generations)
+        metrics.add_sum("resampling/groups_recovered", num_recovered)
+
+    def make_window(self, rollout: Rollout, state: TrainerState, metrics: StepMetrics) -> Window:
+        """Compute the advantages of generated groups, and record the completions of all ranks."""
+        table = rollout.table
+        scored = self.scored_groups(rollout.groups, table)
+        for fault, count in table.fault_counts.items():
+            metrics.add_sum(f"reward_faults/{fault}", count)
+        for name, values in table.metrics.items():
+            metrics.add_mean(name, sum(values), len(values))
+        self.log.write(state.global_step, scored, table)
+        return Window(rollout.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
+
+    def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
+        """Add rewards and advantages to each group. `scale_rewards: batch` spans the window over all ranks."""
+        rewards_PG = weighted_rewards(table, self.rewards.weights)
+        scale, batch_std = self.config.algorithm.scale_rewards, None
+        if scale == "batch":
+            batch_std = reward_std(torch.tensor(self.ranks.gather(rewards_PG.flatten().tolist()))).item()
+        advantages = compute_advantages(rewards_PG, table.valid_PG, scale, batch_std)
+        return score_groups(groups, table, rewards_PG, advantages)

@@ -1,0 +1,209 @@
+"""Rollouts by a model that is only served, by any endpoint of OpenAI's chat completions.
+
+    requests ─ messages with images as data URLs ─► one POST per completion, several at once ─► text
+
+An endpoint gives text without token ids: enough to score it, not to train on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
+
+from rl_vlm.config.schema import EvaluationConfig, RunConfig
+from rl_vlm.data.images import media_type, pixel_limits, png_bytes
+from rl_vlm.errors import RolloutError, shorten
+from rl_vlm.rollout import http
+from rl_vlm.rollout.sampling import stream_keys
+from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling, ServedCompletion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_vlm.rollout.engine import WeightSource
+
+API_KEY = "OPENAI_API_KEY"
+RETRIED_STATUSES = {408, 409, 429, *range(500, 600)}
+FIRST_PAUSE = 0.5
+"""Seconds before the first retry; each further one waits twice as long."""
+LONGEST_PAUSE = 60.0
+
+
+class MessageBuilder:
+    """Prompts that are sent as messages: rendered by the server, so that they have no tokens here."""
+
+    def build(self, sample: Sample) -> Prompt:
+        return Prompt(sample, torch.zeros(0, dtype=torch.int64), {}, {})
+
+
+class OpenAIEngine:
+    """A `RolloutEngine` on `evaluation.endpoint_url`; the model there is called `model.model_name_or_path`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.client = ChatClient(config.evaluation)
+        self.max_concurrency = config.evaluation.endpoint_max_concurrency
+        self.model = config.model.model_name_or_path
+        self.extensions = extensions(config)
+        self.policy_version = 0
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate one group per request, in order. Raises RolloutError if a request fails for good."""
+        num = sampling.num_generations
+        bodies = [body for request in requests for body in self.bodies(request, sampling)]
+        sample_ids = [request.prompt.sample.sample_id for request in requests for _ in range(num)]
+        with ThreadPoolExecutor(self.max_concurrency) as pool:  # an error cancels what has not begun
+            completions: list[Completion] = list(map(read_completion, pool.map(self.client.post, bodies, sample_ids)))
+        return [
+            Group(request.group_id, request.prompt, completions[i * num : (i + 1) * num], self.policy_version)
+            for i, request in enumerate(requests)
+        ]
+
+    def bodies(self, request: RolloutRequest, sampling: Sampling) -> Iterator[dict[str, Any]]:
+        """Yield one request body per completion. Each has a seed of its own, so that it does not depend on `n`."""
+        body = {
+            "model": self.model,
+            "messages": chat_messages(request.prompt.sample),
+            "max_tokens": sampling.max_completion_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **self.extensions,
+        }
+        if request.prompt.sample.messages[-1]["role"] == "assistant":
+            body |= {"add_generation_prompt": False, "continue_final_message": True}
+        for key in stream_keys(sampling.seed, request.group_id, sampling.num_generations).tolist():
+            yield body | {"seed": key % 2**31}  # the range that every server takes
+
+    def sync(self, source: WeightSource, version: int) -> int:
+        """Raise RolloutError: the weights of a served model are its own."""
+        raise RolloutError("evaluation.endpoint_url serves weights of its own and cannot take over the policy's")
+
+    def close(self) -> None:
+        """Do nothing: nothing is held between requests."""
+
+
+def extensions(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that OpenAI's API does not have, if they are set, by vLLM's names."""
+    values = {
+        "top_k": config.rollout.top_k,
+        "min_p": config.rollout.min_p,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+        "mm_processor_kwargs": pixel_limits(config.data),
+    }
+    return {name: value for name, value in values.items() if value}
+
+
+def chat_messages(sample: Sample) -> list[dict[str, Any]]:
+    """Return the sample's messages as the API takes them. Content that is one text becomes a string."""
+    urls = iter(image_urls(sample))
+
+    def part(block: dict[str, Any]) -> dict[str, Any]:
+        if block["type"] == "image":
+            return {"type": "image_url", "image_url": {"url": next(urls)}}
+        return {"type": "text", "text": block["text"]}
+
+    messages = []
+    for message in sample.messages:
+        parts = [part(block) for block in message["content"]]
+        is_text = len(parts) == 1 and parts[0]["type"] == "text"
+        messages.append({"role": message["role"], "content": parts[0]["text"] if is_text else parts})
+    return messages
+
+
+def image_urls(sample: Sample) -> list[str]:
+    """Data URLs of the sample's images: the row's own files where they are sent as they are, else PNGs."""
+    files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
+    return [f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}" for file in files]
+
+
+def read_completion(answer: Any) -> ServedCompletion:
+    """Return the completion in an answer. Raises RolloutError if there is none."""
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] or ""
+        num_tokens = (answer.get("usage") or {}).get("completion_tokens")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise RolloutError(f"the endpoint's answer is no chat completion: {shorten(json.dumps(answer))}") from error
+    reason = "length" if choice.get("finish_reason") == "length" else "stop"
+    return ServedCompletion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), reason, text, num_tokens)
+
+
+class BadAnswer(Exception):
+    """An answer that is no JSON."""
+
+
+class ChatClient:
+    """Posts to one endpoint, again if that may help, and says what is wrong if it does not."""
+
+    def __init__(self, evaluation: EvaluationConfig) -> None:
+        self.url = f"{(evaluation.endpoint_url or '').rstrip('/')}/chat/completions"
+        self.timeout = evaluation.endpoint_timeout
+        self.num_tries = 1 + evaluation.endpoint_max_retries
+        self.key = os.environ.get(API_KEY, "")
+
+    def post(self, body: dict[str, Any], sample_id: str) -> Any:
+        """Return the JSON that answers a request body. Raises RolloutError if it is refused, or fails every time."""
+        retrying = Retrying(
+            retry=retry_if_exception(may_succeed_again), stop=stop_after_attempt(self.num_tries), wait=pause,
+            sleep=time.sleep, reraise=True,
+        )  # fmt: skip
+        try:
+            return retrying(self.send, body)
+        except http.Refused as error:
+            if not may_succeed_again(error):
+                raise RolloutError(self.refusal(error, body["model"], sample_id)) from None
+            problem = f"answers with status {error.status}: {self.message(error)}"
+        except http.Unreachable as error:
+            problem = f"cannot be reached: {error}"
+        except BadAnswer as error:
+            problem = f"answers with something else than JSON: {error}"
+        raise RolloutError(
+            f"{self.url} {problem} ({self.num_tries} tries). Is the server running, and is evaluation.endpoint_url its "
+            "address? Finished samples are kept: the same command resumes the evaluation."
+        )
+
+    def send(self, body: dict[str, Any]) -> Any:
+        """Send one request and parse its answer."""
+        content = http.run(http.send("POST", self.url, self.key, body, self.timeout, use_proxies=True))
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise BadAnswer(str(error)) from error
+
+    def refusal(self, error: http.Refused, model: str, sample_id: str) -> str:
+        """Explain a status that no retry mends, and what to do."""
+        message = self.message(error)
+        if error.status in (401, 403):
+            found = f"the API key in {API_KEY}" if self.key else f"a request without an API key; set {API_KEY}"
+            return f"{self.url} refuses {found} (status {error.status}): {message}"
+        if error.status == 404:
+            return (
+                f"{self.url} is not there, or does not serve {model!r} (status 404): {message}. For most servers "
+                "evaluation.endpoint_url ends in /v1; model.model_name_or_path is the served model's name."
+            )
+        return f"{self.url} refuses the prompt of sample {sample_id} (status {error.status}): {message}"
+
+    def message(self, error: http.Refused) -> str:
+        """Return the start of an error's body, without the key if it is repeated there."""
+        return shorten(error.body.replace(self.key, "***") if self.key else error.body)
+
+
+def may_succeed_again(error: BaseException) -> bool:
+    """Return whether the same request may succeed later."""
+    if isinstance(error, http.Refused):
+        return error.status in RETRIED_STATUSES
+    return isinstance(error, http.Unreachable | BadAnswer)
+
+
+def pause(state: RetryCallState) -> float:
+    """Return the seconds before the next try: as many as the server asks for, else twice as many as the last time."""
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.retry_after if isinstance(error, http.Refused) else None
+    return min(FIRST_PAUSE * 2 ** (state.attempt_number - 1) if asked is None else asked, LONGEST_PAUSE)

@@ -1,0 +1,82 @@
+"""Rollout engines: requests in, groups of sampled completions out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.types import Group, RolloutRequest, Sampling
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """The policy's weights, as an engine with weights of its own receives them."""
+
+    sends_adapter: bool
+    """Whether the engine is sent the adapter alone; otherwise it is sent weights."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the weights, so that all ranks must join an all-gather."""
+        ...
+
+    def save_adapter(self, directory: Path) -> int:
+        """Write the adapter in PEFT's format to a new or empty directory, and return its size in bytes."""
+        ...
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight that training changes, unsharded, by its name in checkpoints."""
+        ...
+
+    def join_gathering(self) -> None:
+        """Join the all-gather on a rank that sends no weights. Called once, instead of the methods above."""
+        ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples completions from the current policy."""
+
+    policy_version: int
+    """Number of policy updates that the engine's weights include."""
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate one group per request, in order, each of `sampling.num_generations` completions."""
+        ...
+
+    def sync(self, source: WeightSource, version: int) -> int:
+        """Load the policy's weights after `version` updates, and return the number of bytes moved."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine's resources. It cannot generate afterwards."""
+        ...
+
+
+class SyncedEngine:
+    """A rollout engine with the policy's weights that it is sent, over all ranks."""
+
+    def __init__(self, engine: RolloutEngine, weights: WeightSource, ranks: Ranks) -> None:
+        self.engine = engine
+        self.weights = weights
+        self.ranks = ranks
+        self.sent_version = -1
+        """`version` of the weights that were sent last; -1 if none were sent."""
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate one group per request, in order."""
+        return self.engine.generate(requests, sampling)
+
+    def sync(self, version: int) -> int:
+        """Send the policy's weights after `version` updates. Returns the number of bytes sent."""
+        with self.ranks.agree():
+            num_bytes = self.engine.sync(self.weights, version)
+        self.sent_version = version
+        return num_bytes
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,235 @@
+"""Rollouts with the policy's own transformers model: no second copy of the weights, no server, any device.
+
+    requests ─ batches of whole groups ─► prefill: each prompt and its images once
+             ─ KV cache expanded to the completions ─► decode: one token per forward and completion ─► Group
+
+The sampling loop is not `model.generate`, which would prefill once per completion, use one random stream for the
+whole batch and take settings from the checkpoint's generation config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rl_vlm.model.families import stop_token_ids
+from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
+from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.rollout.engine import WeightSource
+from rl_vlm.rollout.sampling import next_tokens, stream_keys
+from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+COMPACT_FRACTION = 0.25
+"""Share of finished completions at which they are removed from the batch. Copying the cache costs about one forward."""
+
+
+@runtime_checkable
+class SampledPolicy(Protocol):
+    """The part of the trained policy that the engine uses."""
+
+    vision: VisionEncoder
+
+    def autocast(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The prefilled prompts of a batch: one row per prompt or, after `expand`, per completion."""
+
+    cache: Cache
+    logits_NV: Float[Tensor, "rows vocabulary"]
+    """Logits of the first completion token."""
+    mask: Int[Tensor, "rows longest_prompt"]
+    """0 at left padding."""
+    next_positions: Int[Tensor, "*axes rows 1"]
+    """Position ids of the first completion token, in the model's layout; equal on all axes."""
+    cross_attention: dict[str, Tensor]
+    """Image mask of completion tokens, (rows, 1, images, tiles), if the model cross-attends to images; else empty."""
+
+    def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
+        """Return a prefix with row `row_index[n]` for completion n, and its own copy of the cache."""
+        cache = copy.deepcopy(self.cache)
+        cache.reorder_cache(cast(Any, row_index))
+        cross = {name: mask[row_index] for name, mask in self.cross_attention.items()}
+        return Prefix(
+            cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[..., row_index, :], cross
+        )
+
+
+class HFEngine:
+    """A `RolloutEngine` on a transformers model."""
+
+    def __init__(
+        self,
+        vision: VisionEncoder,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        max_num_seqs: int,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`max_num_seqs` is the number of completions decoded at once; `autocast` opens the context of forwards."""
+        self.model = vision.model
+        self.vision = vision
+        self.tokenizer = tokenizer
+        self.stop_token_ids = list(stop_token_ids)
+        self.banned_token_ids = vision.family.banned_token_ids(vision.model.config)
+        self.max_num_seqs = max_num_seqs
+        self.autocast = autocast
+        self.policy_version = 0
+
+    @classmethod
+    def for_policy(cls, policy: SampledPolicy, tokenizer: Any, max_num_seqs: int) -> HFEngine:
+        """Build an engine that samples from the trained policy, in its compute precision."""
+        stops = stop_token_ids(policy.vision.model.generation_config, tokenizer)
+        return cls(policy.vision, tokenizer, stops, max_num_seqs, policy.autocast)
+
+    def sync(self, source: WeightSource, version: int) -> int:
+        """Set the version. No weights are moved, since they are the policy's own."""
+        self.policy_version = version
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: the engine holds only the policy's own weights."""
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate one group per request, in order.
+
+        A batch holds prompts of similar length, to save padding, and paused completions of equal length.
+        """
+        lengths = [(request.num_paused_tokens, len(request.prompt.token_ids)) for request in requests]
+        by_length = sorted(range(len(requests)), key=lengths.__getitem__)
+        prompts_at_once = max(1, self.max_num_seqs // sampling.num_generations)
+        if self.vision.family.cross_attends:
+            prompts_at_once = 1
+        groups: dict[int, Group] = {}
+        with generation_mode(self.model), self.autocast():
+            for _, equally_long in groupby(by_length, key=lambda i: lengths[i][0]):
+                alike = list(equally_long)
+                for start in range(0, len(alike), prompts_at_once):
+                    indices = alike[start : start + prompts_at_once]
+                    batch = self.generate_batch([requests[i] for i in indices], sampling)
+                    groups |= zip(indices, batch, strict=True)
+        return [groups[i] for i in range(len(requests))]
+
+    def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate the groups of one batch. A group of more than `max_num_seqs` completions is decoded in slices."""
+        device, num_generations = self.model.device, sampling.num_generations
+        prefix = self.prefill([request.prompt for request in requests])
+        paused = [request.paused(num_generations) for request in requests]
+        rows = torch.tensor([row for row, group in enumerate(paused) for _ in group], device=device)
+        streams = [stream_keys(sampling.seed, request.group_id, num_generations) for request in requests]
+        keys = torch.cat([keys_G[list(group)] for keys_G, group in zip(streams, paused, strict=True)]).to(device)
+        to_continue = [completion for group in paused for completion in group.values()]
+
+        sampled: list[Completion] = []
+        for start in range(0, len(to_continue), self.max_num_seqs):
+            some = slice(start, start + self.max_num_seqs)
+            sampled += self.decode(prefix.expand(rows[some]), keys[some], to_continue[some], sampling)
+        further = iter(sampled)
+        return [
+            request.group(list(islice(further, len(group))), self.policy_version)
+            for request, group in zip(requests, paused, strict=True)
+        ]
+
+    def prefill(self, prompts: list[Prompt]) -> Prefix:
+        """Run one forward over prompts and images, left-padded so that all rows end together."""
+        family, device = self.vision.family, self.model.device
+        names = token_input_names(prompts)
+        rows = [token_inputs(prompt, [], names, family, self.model) for prompt in prompts]
+        kwargs = collate_rows(rows, device, pad_left=True)
+        features = self.vision.encode(prompts)
+        with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
+            output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
+        next_positions = torch.stack([row["position_ids"].max() + 1 for row in rows]).to(device)[:, None]
+        next_positions = next_positions.expand(*kwargs["position_ids"].shape[:-1], 1)
+        cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
+        return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions, cross)
+
+    def decode(
+        self, prefix: Prefix, keys_N: Int[Tensor, " completions"], to_continue: Sequence[Completion], sampling: Sampling
+    ) -> list[Completion]:
+        """Continue N completions of N prefix rows, one token of each per forward."""
+        num, start, device = len(keys_N), len(to_continue[0].token_ids), keys_N.device
+        end = sampling.end(start)
+        stop = torch.tensor(self.stop_token_ids, device=device)
+        tokens_NT = torch.zeros(num, end, dtype=torch.int64, device=device)
+        logprobs_NT = torch.zeros(num, end, device=device)
+        tokens_NT[:, :start] = torch.stack([completion.token_ids for completion in to_continue])
+        logprobs_NT[:, :start] = torch.stack([completion.generator_logprobs for completion in to_continue])
+        rows, finished = torch.arange(num, device=device), torch.zeros(num, dtype=torch.bool, device=device)
+        logits = self.forward(prefix, rows, tokens_NT[:, :start], 0) if start else prefix.logits_NV
+
+        for step in range(start, end):
+            tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, self.banned_token_ids)
+            tokens_NT[rows, step], logprobs_NT[rows, step] = tokens, logprobs
+            finished = finished | torch.isin(tokens, stop)
+            if finished.all() or step + 1 == end:
+                break
+            if finished.float().mean() >= COMPACT_FRACTION:
+                unfinished = (~finished).nonzero()[:, 0]
+                prefix.cache.reorder_cache(cast(Any, unfinished))
+                rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
+            logits = self.forward(prefix, rows, tokens[:, None], step)
+        return self.completions(tokens_NT.cpu(), logprobs_NT.cpu(), sampling.reason_at(end))
+
+    def forward(
+        self, prefix: Prefix, rows: Int[Tensor, " rows"], tokens_NS: Int[Tensor, "rows new"], step: int
+    ) -> Float[Tensor, "rows vocabulary"]:
+        """Compute the logits after new tokens of the completions `rows`, the first of which is their token `step`."""
+        num_new = tokens_NS.shape[1]
+        mask = prefix.mask[rows]
+        return self.model(
+            input_ids=tokens_NS,
+            attention_mask=torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
+            position_ids=prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
+            past_key_values=prefix.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
+        ).logits[:, -1]
+
+    def completions(
+        self,
+        tokens_NT: Int[Tensor, "completions tokens"],
+        logprobs_NT: Float[Tensor, "completions tokens"],
+        reason: FinishReason,
+    ) -> list[Completion]:
+        """Cut each row after its first stop token. A row without one has `reason` as its finish reason."""
+        is_stop_NT = torch.isin(tokens_NT, torch.tensor(self.stop_token_ids))
+        stopped_N = is_stop_NT.any(dim=1)
+        lengths_N = torch.where(stopped_N, is_stop_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1])
+        rows = [row[:length].clone() for row, length in zip(tokens_NT, lengths_N.tolist(), strict=True)]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [
+            Completion(row, logprobs[: len(row)].clone(), "stop" if stopped else reason, text)
+            for row, logprobs, stopped, text in zip(rows, logprobs_NT, stopped_N.tolist(), texts, strict=True)
+        ]
+
+
+@contextmanager
+def generation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Run a block in eval mode without gradient checkpointing, which would drop the KV cache; then restore both."""
+    training = [module for module in model.modules() if module.training]
+    checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    model.eval()
+    for module in checkpointing:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for module in checkpointing:
+            module.gradient_checkpointing = True

@@ -1,0 +1,124 @@
+"""Sampling of tokens from logits, with random numbers that do not depend on the rest of the batch.
+
+    logits ─ temperature, ban ─► log-probs ─ top-k, top-p, min-p ─► kept tokens ─ one uniform ─► token
+
+Every completion has its own stream of uniforms, one per token position, from a counter-based generator. It has no
+state, so the order, the batching and the number of processes do not change the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.types import Sampling
+
+
+def sampling_params(
+    config: RunConfig, num_generations: int, temperature: float, max_rollout_tokens: int | None = None
+) -> Sampling:
+    """Build the sampling settings. Arguments other than `config` differ between training and evaluation."""
+    rollout = config.rollout
+    return Sampling(
+        num_generations=num_generations,
+        max_completion_length=rollout.max_completion_length,
+        temperature=temperature,
+        seed=config.train.seed,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_rollout_tokens=max_rollout_tokens,
+    )
+
+
+def stream_keys(seed: int, group_id: str, num: int) -> Int64[Tensor, " num"]:
+    """Return the random-stream key of each completion of a group: a hash of (seed, group id, completion index)."""
+    digests = [hashlib.blake2b(f"{seed}/{group_id}/{index}".encode(), digest_size=8).digest() for index in range(num)]
+    return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
+
+
+def uniforms(keys_N: Int64[Tensor, " completions"], position: int) -> Float64[Tensor, " completions"]:
+    """Compute the uniform in [0, 1) of each stream at a token position.
+
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) with the stream's key as its seed; int64 arithmetic wraps around.
+    """
+    z = keys_N + _signed((position + 1) * 0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).double() * 2.0**-53
+
+
+def _signed(value: int) -> int:
+    """Return the low 64 bits of an integer, read as int64."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Shift right logically: `>>` on int64 would copy the sign bit."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def token_distribution(
+    logits_NV: Float[Tensor, "completions vocabulary"], temperature: float, banned_token_ids: Sequence[int]
+) -> Float[Tensor, "completions vocabulary"]:
+    """Compute fp32 log-probs after temperature, with banned tokens at -inf: those of `generator_logprobs`."""
+    logits_NV = logits_NV.float() / temperature
+    logits_NV[:, list(banned_token_ids)] = -torch.inf
+    return logits_NV.log_softmax(-1)
+
+
+def truncate(
+    logprobs_NV: Float[Tensor, "completions vocabulary"], top_k: int, top_p: float, min_p: float | None
+) -> Float[Tensor, "completions vocabulary"]:
+    """Set tokens outside of top-k, then top-p of the rest, then min-p to -inf. The rest is not renormalised.
+
+    Keeps the same tokens as transformers' logits warpers in the order in which `generate` applies them.
+    """
+    if 0 < top_k < logprobs_NV.shape[-1]:
+        smallest_kept = logprobs_NV.topk(top_k).values[:, -1:]
+        logprobs_NV = logprobs_NV.masked_fill(logprobs_NV < smallest_kept, -torch.inf)
+    if top_p < 1:
+        ascending, order = logprobs_NV.sort(dim=-1)
+        dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        dropped[:, -1] = False
+        logprobs_NV = logprobs_NV.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+    if min_p:
+        smallest_kept = logprobs_NV.amax(-1, keepdim=True) + math.log(min_p)
+        logprobs_NV = logprobs_NV.masked_fill(logprobs_NV < smallest_kept, -torch.inf)
+    return logprobs_NV
+
+
+def draw(
+    logprobs_NV: Float[Tensor, "completions vocabulary"], uniforms_N: Float64[Tensor, " completions"]
+) -> Int64[Tensor, " completions"]:
+    """Sample tokens by inverse CDF in float64, never one of probability 0. Log-probs need not be normalised."""
+    probs = logprobs_NV.double().exp()
+    cdf = probs.cumsum(-1)
+    token_ids = torch.searchsorted(cdf, uniforms_N[:, None] * cdf[:, -1:], right=True)
+    token_ids = token_ids.clamp(max=probs.shape[-1] - 1)
+    # Rounding can point past the last token of the distribution if a uniform is close to 1.
+    return torch.where(probs.gather(-1, token_ids) > 0, token_ids, probs.argmax(-1, keepdim=True))[:, 0]
+
+
+def next_tokens(
+    logits_NV: Float[Tensor, "completions vocabulary"],
+    keys_N: Int64[Tensor, " completions"],
+    position: int,
+    sampling: Sampling,
+    banned_token_ids: Sequence[int],
+) -> tuple[Int64[Tensor, " completions"], Float[Tensor, " completions"]]:
+    """Return each completion's next token and generator log-prob. At temperature 0 the log-prob is that at 1."""
+    logprobs_NV = token_distribution(logits_NV, sampling.temperature or 1.0, banned_token_ids)
+    if sampling.temperature == 0:
+        token_ids = logprobs_NV.argmax(-1)
+    else:
+        kept_NV = truncate(logprobs_NV, sampling.top_k, sampling.top_p, sampling.min_p)
+        token_ids = draw(kept_NV, uniforms(keys_N, position))
+    return token_ids, logprobs_NV.gather(-1, token_ids[:, None])[:, 0]

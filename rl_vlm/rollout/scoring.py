@@ -1,0 +1,60 @@
+"""Reward tables and the groups that they score, in training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rl_vlm.algorithm.advantages import Advantages, compute_advantages, total_rewards
+from rl_vlm.types import Group, RewardTable, ScoredGroup
+
+
+def weighted_rewards(table: RewardTable, weights: Sequence[float]) -> Float[Tensor, "prompts group"]:
+    """Return the weighted sum over reward functions, NaN for invalid completions. See `total_rewards`."""
+    return total_rewards(table.scores_PGF, torch.tensor(weights), table.valid_PG)
+
+
+def without_variance(table: RewardTable, weights: Sequence[float]) -> list[int]:
+    """Return the rows of the table whose valid rewards are all equal."""
+    has_variance_P = compute_advantages(weighted_rewards(table, weights), table.valid_PG, "none").has_variance_P
+    return [p for p, varies in enumerate(has_variance_P.tolist()) if not varies]
+
+
+def score_groups(
+    groups: Sequence[Group], table: RewardTable, rewards_PG: Float[Tensor, "prompts group"], advantages: Advantages
+) -> list[ScoredGroup]:
+    """Add the scores, rewards and advantages of each group."""
+    return [
+        ScoredGroup(
+            group,
+            scores_GF=table.scores_PGF[p],
+            rewards_G=rewards_PG[p],
+            advantages_G=advantages.advantages_PG[p],
+            valid_G=table.valid_PG[p],
+            has_variance=bool(advantages.has_variance_P[p]),
+        )
+        for p, group in enumerate(groups)
+    ]
+
+
+def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) -> None:
+    """Replace row p of `table` with row `rows[p]` of `new`, for every p in `rows`.
+
+    Metrics and faults are added up, since they count calls, also those for dropped groups.
+    """
+    for p, i in rows.items():
+        table.scores_PGF[p] = new.scores_PGF[i]
+        table.valid_PG[p] = new.valid_PG[i]
+    num_groups, group_size = table.valid_PG.shape
+    for column in dict.fromkeys([*table.breakdown, *new.breakdown]) if rows else ():
+        values = table.breakdown.setdefault(column, [[None] * group_size for _ in range(num_groups)])
+        for p, i in rows.items():
+            values[p] = new.breakdown[column][i] if column in new.breakdown else [None] * group_size
+    for metric, logged in new.metrics.items():
+        table.metrics.setdefault(metric, []).extend(logged)
+    for fault, count in new.fault_counts.items():
+        table.fault_counts[fault] = table.fault_counts.get(fault, 0) + count
+    table.fault_messages += new.fault_messages

@@ -1,0 +1,99 @@
+"""Set-up of vLLM, shared by the in-process engine and the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.images import pixel_limits
+from rl_vlm.errors import ConfigError
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer needs the cores as well
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+"""Defaults of vLLM's environment variables, which the user can override."""
+
+ADAPTER_NAME = "policy"
+
+
+def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> dict[str, Any]:
+    """Build vLLM's engine arguments, by the names of `EngineArgs`; `lora_rank` is that of adapters it will be sent."""
+    vllm = config.vllm
+    arguments = {
+        "model": model,
+        "revision": config.model.model_revision,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": config.model.dtype,
+        "seed": config.train.seed,
+        "model_impl": vllm.vllm_model_impl,
+        "tensor_parallel_size": vllm.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": vllm.vllm_gpu_memory_utilization,
+        "enforce_eager": vllm.vllm_enforce_eager,
+        "max_num_seqs": config.rollout.max_num_seqs,
+        "max_model_len": max_model_length(config),
+        "mm_processor_kwargs": pixel_limits(config.data) or None,
+        "generation_config": "vllm",  # the checkpoint's is not used
+        "logprobs_mode": "processed_logprobs",  # after temperature and bans
+        "weight_transfer_config": {"backend": weight_transfer(config)},
+        "limit_mm_per_prompt": {"video": 0},
+    }
+    if config.rollout.engine == "vllm":
+        arguments["enable_sleep_mode"] = vllm.vllm_enable_sleep_mode
+    if lora_rank is not None:
+        arguments |= {"enable_lora": True, "max_lora_rank": allowed_lora_rank(lora_rank), "max_loras": 1}
+    if not torch.cuda.is_available():
+        arguments |= cpu_arguments(arguments["max_model_len"])
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def weight_transfer(config: RunConfig) -> str:
+    """Return the backend of vLLM's weight-transfer API that sends weights to servers; `rl_vlm` is ours."""
+    vllm = config.vllm
+    has_own_gpus = torch.cuda.is_available() and bool(vllm.vllm_server_devices)
+    is_nccl = vllm.vllm_weight_transfer == "nccl" or (vllm.vllm_weight_transfer == "auto" and has_own_gpus)
+    return "nccl" if is_nccl else "rl_vlm"
+
+
+def cpu_arguments(max_model_length: int | None) -> dict[str, Any]:
+    """Return arguments for CPUs: no compilation, which takes minutes, and no chunked prefill.
+
+    For a prompt in chunks vLLM's sampler takes back a random number, which CPU generators do not support.
+    """
+    return {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_length or 0, 8192),
+    }
+
+
+def max_model_length(config: RunConfig) -> int | None:
+    """Return the limit on tokens of a prompt with its completion, or None for the model's own."""
+    prompt = config.data.max_prompt_length
+    return config.vllm.vllm_max_model_length or (prompt and prompt + config.rollout.max_completion_length)
+
+
+def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the folder's safetensors files. Raises FileNotFoundError if there is no such file."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no safetensors files in {directory}; trainer and servers must share that folder")
+    for path in files:
+        yield from load_file(path).items()
+
+
+def allowed_lora_rank(rank: int) -> int:
+    """Return vLLM's smallest limit on LoRA ranks that allows `rank`. Raises ConfigError if no limit does."""
+    limits = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    if rank > limits[-1]:
+        raise ConfigError(f"model.lora_r {rank} is above {limits[-1]}, vLLM's largest; set rollout.lora_sync: merge")
+    return next(limit for limit in limits if limit >= rank)

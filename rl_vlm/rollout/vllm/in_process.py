@@ -1,0 +1,212 @@
+"""Rollouts with vLLM in the trainer's processes, on the same devices.
+
+Each rank has its own vLLM. With tensor parallelism, neighbouring ranks share a model and must compute the same. Each of
+them sends the requests of all and keeps its own responses.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError
+from rl_vlm.model.families import TokenRules
+from rl_vlm.rollout.engine import WeightSource
+from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME, ENVIRONMENT
+from rl_vlm.rollout.vllm.requests import (
+    GeneratedTokens,
+    GenerateRequest,
+    GenerateResponse,
+    PromptRenderer,
+    check_length,
+    sampling_arguments,
+    to_groups,
+    version_label,
+)
+from rl_vlm.types import Group, RolloutRequest, Sampling
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+T = TypeVar("T")
+
+
+class VLLMEngine:
+    """A `RolloutEngine` on `vllm.LLM`."""
+
+    def __init__(
+        self, arguments: dict[str, Any], tokens: TokenRules, renderer: PromptRenderer, adapter: Path | None = None
+    ) -> None:
+        """`arguments` are those of `vllm.LLM`; `adapter` is the initial PEFT adapter.
+
+        Raises ConfigError if vLLM is not installed, or if sleep mode has no GPU, ModelError if it cannot run the model.
+        """
+        self.tokens = tokens
+        self.renderer = renderer
+        self.sleeps = arguments.get("enable_sleep_mode", False)
+        self.is_one_of_several = arguments.get("distributed_executor_backend") == "external_launcher"
+        self.is_parallel = self.is_one_of_several and arguments["tensor_parallel_size"] > 1
+        self.llm: Any = start_vllm(arguments | {"weight_transfer_config": {"backend": "rl_vlm"}})
+        self.max_model_length: int = self.llm.model_config.max_model_len
+        self.adapter: Any = None
+        self.set_version(-1)  # no weights have been sent
+        if adapter is not None:
+            self.load_adapter(adapter)
+
+    def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate one group per request, in order. vLLM does the batching. Ranks that share a model call it together.
+
+        Raises DataError if a prompt is too long, RolloutError if vLLM's prompt tokens differ from the trainer's.
+        """
+
+        def send(parts: list[GenerateRequest]) -> list[GenerateResponse]:
+            return self.responses(lambda: [self.vllm_arguments(part, sampling) for part in parts])
+
+        return to_groups(requests, send, sampling, self.policy_version, self.renderer.processor.tokenizer)
+
+    def vllm_arguments(self, request: GenerateRequest, sampling: Sampling) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Build vLLM's prompt and sampling parameters for a request. Raises DataError if the prompt is too long."""
+        check_length(request.rollout_request, sampling, self.max_model_length)
+        prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids(self.renderer)}
+        if request.sample.images:
+            prompt["multi_modal_data"] = {"image": list(request.sample.images)}
+        return prompt, sampling_arguments(request, sampling, self.tokens)
+
+    def responses(self, arguments: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]]) -> list[GenerateResponse]:
+        """Sample for all ranks that share a model, and return this rank's responses."""
+        from vllm import SamplingParams
+
+        everyones, mine = gather(arguments) if self.is_parallel else (arguments(), slice(None))
+        prompts = [prompt for prompt, _ in everyones]
+        params = [SamplingParams(**sampling) for _, sampling in everyones]
+        self.wake_up()
+        try:
+            outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
+        except ValueError as error:
+            raise DataError(f"vLLM refuses a prompt: {error}") from error
+        finally:
+            if self.sleeps:
+                self.llm.sleep(level=1)
+        return [
+            GenerateResponse(output.prompt_token_ids, [generated_tokens(c) for c in output.outputs])
+            for output in outputs[mine]
+        ]
+
+    def sync(self, source: WeightSource, version: int) -> int:
+        """Load the adapter, or the trained weights, reset the caches, and return the number of bytes moved."""
+        self.wake_up()
+        if source.sends_adapter:
+            with tempfile.TemporaryDirectory() as directory:
+                num_bytes = source.save_adapter(Path(directory))
+                self.load_adapter(Path(directory))
+        else:
+            num_bytes = self.load_weights(source)
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM keeps what it computed with older weights: its prefix cache is in use.")
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        self.set_version(version)
+        return num_bytes
+
+    def load_adapter(self, directory: Path) -> None:
+        """Replace the adapter by the one in `directory`, which is read immediately."""
+        from vllm.lora.request import LoRARequest
+
+        self.llm.llm_engine.add_lora(LoRARequest(ADAPTER_NAME, 1, str(directory), load_inplace=True))
+        self.adapter = LoRARequest(ADAPTER_NAME, 1, str(directory))
+
+    def load_weights(self, source: WeightSource) -> int:
+        """Replace the trained weights, and return their size in bytes."""
+        from rl_vlm.rollout.vllm.receiver import WeightReceiver
+
+        num_bytes = 0
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, weight in source.trained_weights():
+                num_bytes += weight.nbytes
+                yield name, weight
+
+        WeightReceiver.handed_over = weights()
+        try:
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {}})
+            self.llm.finish_weight_update()
+        finally:
+            WeightReceiver.handed_over = ()
+        return num_bytes
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights, with which vLLM labels the completions that it samples."""
+        self.policy_version = version
+        self.llm.update_weight_version(version_label(version))
+
+    def wake_up(self) -> None:
+        """Reallocate the memory that sleep mode freed for training."""
+        if self.sleeps:
+            self.llm.wake_up()
+
+    def close(self) -> None:
+        if self.is_one_of_several:  # a full shutdown would end the trainer's process group
+            self.llm.llm_engine.model_executor.shutdown()
+        else:
+            self.llm.llm_engine.engine_core.shutdown()
+
+
+def start_vllm(arguments: dict[str, Any]) -> Any:
+    """Start `vllm.LLM` in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= ENVIRONMENT | os.environ
+    try:
+        from vllm import LLM
+
+        from rl_vlm.rollout.vllm.receiver import register
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.engine: vllm needs the package vllm, which cannot be imported ({error}). "
+            "Install it with rl-vlm[vllm], or use the engine hf."
+        ) from error
+    register()
+    if arguments.get("enable_sleep_mode") and not torch.cuda.is_available():
+        raise ConfigError("vllm.vllm_enable_sleep_mode needs a GPU; set it to false")
+    try:
+        return LLM(**arguments)
+    except ValueError as error:
+        raise ModelError(
+            f"vLLM does not run {arguments['model']} as it is set up: {error}\n"
+            "The engine hf runs every supported family."
+        ) from error
+
+
+def gather(make: Callable[[], list[T]]) -> tuple[list[T], slice]:
+    """Concatenate what `make` returns on the ranks of this tensor-parallel group. Also returns this rank's slice.
+
+    An RLVLMError on one rank is raised on all, so that none waits for another.
+    """
+    from torch.distributed import all_gather_object
+    from vllm.distributed.parallel_state import get_tp_group
+
+    try:
+        mine: list[T] | RLVLMError = make()
+    except RLVLMError as error:
+        mine = error
+    ranks: list[Any] = [None] * get_tp_group().world_size
+    all_gather_object(ranks, mine, group=get_tp_group().cpu_group)
+    for failure in (found for found in ranks if isinstance(found, RLVLMError)):
+        raise failure
+    start = sum(len(found) for found in ranks[: get_tp_group().rank_in_group])
+    return [one for found in ranks for one in found], slice(start, start + len(ranks[get_tp_group().rank_in_group]))
+
+
+def generated_tokens(completion: CompletionOutput) -> GeneratedTokens:
+    """Convert one of vLLM's completions."""
+    positions: Any = completion.logprobs
+    logprobs = [position[token].logprob for token, position in zip(completion.token_ids, positions, strict=True)]
+    versions = [span.version for span in completion.weight_versions or ()]
+    return GeneratedTokens(list(completion.token_ids), logprobs, str(completion.finish_reason), versions)

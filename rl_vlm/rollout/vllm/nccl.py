@@ -1,0 +1,118 @@
+"""Weight transfer from the trainer's GPU to those of a vLLM server, by vLLM's own NCCL backend.
+
+NCCL waits forever for a lost server. The HTTP requests that accompany a transfer do not: each fails in bounded time.
+
+send ─ thread ─► request: receive ─ NCCL ─► request: finish ─► outcome
+                   └─ fails, though the thread may hang ─────► outcome, and the transfer is aborted
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_vlm.errors import RLVLMError
+from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
+from rl_vlm.rollout.vllm.process import free_port
+
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+"""Each call starts a new pass over the same weights."""
+
+
+class NCCLSender:
+    """One server's connection; the first `send` sets it up."""
+
+    def __init__(self, client: VLLMClient) -> None:
+        self.client = client
+        self.engine: Any = None
+        self.weights: Weights = lambda: iter(())
+        self.outcome: Queue[Exception | None] = Queue()
+
+    def send(self, weights: Weights) -> None:
+        """Send the weights, and wait until the server has loaded them.
+
+        Raises ServerLost, after which the connection cannot be used, or RolloutError if the server refuses a request.
+        """
+        self.weights = weights
+        Thread(target=self.transfer, daemon=True).start()
+        error = self.outcome.get()
+        if error is not None:
+            if self.engine is not None:
+                self.engine.shutdown()  # aborts NCCL's wait, which would keep the GPU busy
+            raise error
+
+    def transfer(self) -> None:
+        """Run vLLM's sending side, which can wait forever, and report the outcome."""
+        try:
+            if self.engine is None:
+                self.engine = self.connect()
+            self.engine.send_weights()
+            self.outcome.put(None)
+        except RuntimeError as error:  # NCCL's
+            self.outcome.put(ServerLost(f"The vLLM server {self.client.url} cannot be sent weights ({error})."))
+        except Exception as error:
+            self.outcome.put(error)
+
+    def connect(self) -> Any:
+        """Build vLLM's sending side, as rank 0 of a process group with the server's GPUs."""
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        sender = self
+
+        class Source(WeightSource):
+            def metadata(self) -> list[ParamMeta]:
+                torch.cuda.synchronize()  # the transfer has streams of its own, and the update may still be running
+                return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in sender.weights()]
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                return ((name, weight.cuda()) for name, weight in sender.weights())
+
+        address = address_towards(self.client.url)
+        world_size = 1 + self.client.get("/get_world_size")["world_size"]
+        port = free_port(address)
+        info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
+        control = Control(self.client, failed=self.outcome.put)
+        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=Source())
+
+
+class Control:
+    """vLLM's `VLLMWeightSyncClient` over a client with the token; `failed` receives the error of a failed request."""
+
+    def __init__(self, client: VLLMClient, failed: Callable[[Exception], None]) -> None:
+        self.client = client
+        self.failed = failed
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        try:
+            self.client.post(path, body)
+        except RLVLMError as error:
+            self.failed(error)
+            raise
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.post("/start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.post("/finish_weight_update", {"weight_version": weight_version})
+
+
+def address_towards(url: str) -> str:
+    """Return the address of this machine's interface from which the server is reached."""
+    host, port = url.split("//")[1].rsplit(":", 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+        probe.connect((host, int(port.rstrip("/"))))
+        return probe.getsockname()[0]

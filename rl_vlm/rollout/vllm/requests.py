@@ -1,0 +1,182 @@
+"""Requests to vLLM, in process or as a server, and the groups that are built from its responses.
+
+request ─ prompt ids with one placeholder per image, images ─► vLLM, n = G ─► token ids, log-probs, finish reason
+        ─ check of prompt ids, and of the version of weights ─► Group
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from rl_vlm.errors import DataError, RolloutError
+from rl_vlm.model.families import TokenRules
+from rl_vlm.types import NO_TOKENS, Completion, Group, RolloutRequest, Sample, Sampling
+
+BANNED_LOGIT = -1e6
+"""Added to the logits of placeholder tokens. A list of allowed tokens would be as long as the vocabulary."""
+
+
+@runtime_checkable
+class PromptRenderer(Protocol):
+    """The part of the prompt builder that an engine uses."""
+
+    processor: Any
+
+    def unexpanded_ids(self, sample: Sample) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One request to vLLM: for all completions of a new group, or for the rest of one paused completion."""
+
+    rollout_request: RolloutRequest
+    paused: Completion
+    num_completions: int
+    seed: int
+
+    @property
+    def sample(self) -> Sample:
+        return self.rollout_request.prompt.sample
+
+    def token_ids(self, renderer: PromptRenderer) -> list[int]:
+        """Return the prompt, with one placeholder per image for vLLM to expand, and the completion so far."""
+        return [*renderer.unexpanded_ids(self.sample), *self.paused.token_ids.tolist()]
+
+
+@dataclass(frozen=True)
+class GenerateResponse:
+    """vLLM's response to a request."""
+
+    prompt_ids: list[int]
+    completions: list[GeneratedTokens]
+
+
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """One completion as vLLM returns it."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    versions: list[str]
+    """Versions of the weights that sampled it, in order."""
+
+
+def generate_requests(request: RolloutRequest, sampling: Sampling) -> list[GenerateRequest]:
+    """Build the requests for one group: one if it is new, else one per paused completion, whose prompts differ."""
+    if request.partial is None:
+        seed = random_seed(sampling.seed, request.group_id)
+        return [GenerateRequest(request, NO_TOKENS, sampling.num_generations, seed)]
+    return [
+        GenerateRequest(
+            request, paused, 1, random_seed(sampling.seed, f"{request.group_id}/{i}/{len(paused.token_ids)}")
+        )
+        for i, paused in request.paused(sampling.num_generations).items()
+    ]
+
+
+def sampling_arguments(request: GenerateRequest, sampling: Sampling, tokens: TokenRules) -> dict[str, Any]:
+    """Return the fields of vLLM's `SamplingParams`, as JSON types."""
+    num_paused = len(request.paused.token_ids)
+    return {
+        "n": request.num_completions,
+        "max_tokens": sampling.end(num_paused) - num_paused,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or 0.0,
+        "seed": request.seed,
+        "stop_token_ids": list(tokens.stop),
+        "ignore_eos": True,  # only the stop tokens end a completion
+        "logit_bias": dict.fromkeys(tokens.banned, BANNED_LOGIT),
+        "logprobs": 0,  # only that of the sampled token
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
+
+
+def random_seed(seed: int, name: str) -> int:
+    """Return the seed of a request's first completion, from which vLLM counts up: a hash of (seed, name) < 2**62."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def check_length(request: RolloutRequest, sampling: Sampling, limit: int) -> None:
+    """Raise DataError if prompt and completion can exceed vLLM's limit: it would cut the completion."""
+    prompt = len(request.prompt.token_ids)
+    if prompt + sampling.max_completion_length > limit:
+        raise DataError(
+            f"Sample {request.prompt.sample.sample_id}: {prompt} prompt tokens and up to "
+            f"{sampling.max_completion_length} of a completion are more than vLLM's {limit}. Raise "
+            "vllm.vllm_max_model_length, or drop such prompts with data.max_prompt_length."
+        )
+
+
+def to_groups(
+    requests: Sequence[RolloutRequest],
+    send: Callable[[list[GenerateRequest]], list[GenerateResponse]],
+    sampling: Sampling,
+    version: int,
+    tokenizer: Any,
+    run: str = "",
+) -> list[Group]:
+    """Send the requests for all groups to vLLM, and return the groups.
+
+    Raises RolloutError if a response has another prompt, or weights other than the last that were sent.
+    """
+    by_group = [generate_requests(request, sampling) for request in requests]
+    responses = iter(send([part for parts in by_group for part in parts]))
+    groups = []
+    for request, parts in zip(requests, by_group, strict=True):
+        generated = []
+        for part in parts:
+            response = next(responses)
+            check_prompt_ids(part, response.prompt_ids)
+            check_versions(part, response, version_label(version, run))
+            generated += [to_completion(part.paused, tokens, sampling, tokenizer) for tokens in response.completions]
+        groups.append(request.group(generated, version))
+    return groups
+
+
+def to_completion(paused: Completion, generated: GeneratedTokens, sampling: Sampling, tokenizer: Any) -> Completion:
+    """Append generated tokens to a paused completion. Raises RolloutError if vLLM aborted the request."""
+    if generated.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"vLLM ended a completion with finish reason {generated.finish_reason!r}.")
+    token_ids = torch.cat([paused.token_ids, torch.tensor(generated.token_ids)])
+    logprobs = torch.cat([paused.generator_logprobs, torch.tensor(generated.logprobs)])
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    reason = "stop" if generated.finish_reason == "stop" else sampling.reason_at(len(token_ids))
+    return Completion(token_ids, logprobs, reason, text)
+
+
+def check_versions(request: GenerateRequest, response: GenerateResponse, expected: str) -> None:
+    """Raise RolloutError if a response comes from weights other than the `expected` version."""
+    found = {version for generated in response.completions for version in generated.versions}
+    if found != {expected}:
+        raise RolloutError(
+            f"Sample {request.sample.sample_id} was sampled by weights of version {', '.join(sorted(found))}, "
+            f"and the last that were sent are {expected}: another run may use the same server."
+        )
+
+
+def version_label(version: int, run: str = "") -> str:
+    """Return the label of vLLM's completions; `run` distinguishes runs on one server."""
+    return f"{run}{version}"
+
+
+def check_prompt_ids(request: GenerateRequest, found: Sequence[int]) -> None:
+    """Raise RolloutError if vLLM's processor made other tokens of the prompt and its images than ours."""
+    expected = [*request.rollout_request.prompt.token_ids.tolist(), *request.paused.token_ids.tolist()]
+    if list(found) == expected:
+        return
+    differs = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), "the end")
+    raise RolloutError(
+        f"Sample {request.sample.sample_id}: vLLM reads {len(found)} prompt tokens, the trainer "
+        f"{len(expected)}, and they differ from token {differs} on. Model, chat template, and pixel limits "
+        "(data.min_pixels, data.max_pixels) must be the same on both sides."
+    )

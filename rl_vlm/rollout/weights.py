@@ -1,0 +1,165 @@
+"""The weights that are sent to an engine with a model of its own: the policy's adapter, or its trained weights.
+
+full fine-tuning   the trained weights alone, without a frozen vision tower
+LoRA               the adapter alone; or, with `lora_sync: merge`, base weights merged with it at every sync
+
+If ranks hold shards (ZeRO-3, FSDP2), all ranks join an all-gather of one weight after the other.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from rl_vlm.distributed.shards import is_shard, whole, whole_copy
+from rl_vlm.errors import ConfigError
+from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.vllm.arguments import read_weights
+
+
+class PolicyWeights:
+    """The policy as the `WeightSource` of a rollout engine."""
+
+    def __init__(self, policy: Policy, lora_sync: str) -> None:
+        self.policy = policy
+        self.has_adapter = policy.model is not policy.transformer
+        self.sends_adapter = self.has_adapter and lora_sync == "adapter"
+
+    def adapter_rank(self) -> int | None:
+        """Return the rank r of the adapter that is sent, or None. Raises ConfigError if vLLM cannot load it."""
+        if not self.sends_adapter:
+            return None
+        reason = why_not_an_adapter(self.policy)
+        if reason:
+            raise ConfigError(f"vLLM cannot load this adapter: {reason}. Set rollout.lora_sync: merge")
+        return self.policy.model.peft_config["default"].r
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the policy's weights."""
+        return any(is_shard(parameter) for parameter in self.policy.parameters())
+
+    def join_gathering(self) -> None:
+        """Join the all-gather on a rank that sends no weights."""
+        if self.is_sharded:
+            for _ in self.adapter_weights() if self.sends_adapter else self.trained_weights():
+                pass
+
+    def save_adapter(self, directory: Path) -> int:
+        """Write the adapter in PEFT's format, and return the size of its weights in bytes."""
+        self.policy.model.save_pretrained(
+            directory,
+            selected_adapters=["default"],
+            save_embedding_layers=False,
+            state_dict=dict(self.adapter_weights()),
+        )
+        return (directory / "adapter_model.safetensors").stat().st_size
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that a LoRA run trains, unsharded, by their names in the model."""
+        for name, parameter in self.policy.model.named_parameters():
+            if parameter.requires_grad:
+                yield name, whole(parameter)
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights but those of a frozen vision tower, by their names in checkpoints, in compute precision.
+
+        Other frozen weights are included: vLLM fuses layers (query, key and value become one), and loads a fused layer
+        completely or not at all. Weights are gathered and merged for one block of the model at a time. A tensor in
+        checkpoints can join several weights, which are always in one block.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model = self.policy.transformer
+        frozen = self.policy.family.vision_prefixes if self.policy.vision.is_frozen else ()
+        moved = ((name, weight) for name, weight in untied(merged_weights(model)) if not name.startswith(frozen))
+        for _, block in groupby(moved, key=lambda named: block_of(named[0])):
+            weights = {name: whole(weight) for name, weight in block}
+            for name, weight in revert_weight_conversion(model, weights).items():
+                yield name, weight.to(self.policy.compute_dtype)
+
+
+class CheckpointWeights:
+    """A checkpoint's directory as the `WeightSource` of a rollout engine."""
+
+    def __init__(self, directory: Path, is_adapter: bool) -> None:
+        """Raise ConfigError if `directory` is not a local directory."""
+        if not directory.is_dir():
+            raise ConfigError(f"{directory} is no directory: servers can be sent checkpoints of this file system only")
+        self.directory = directory
+        self.sends_adapter = is_adapter
+        self.is_sharded = False
+
+    def join_gathering(self) -> None:
+        """Do nothing: the files are not sharded."""
+
+    def save_adapter(self, directory: Path) -> int:
+        """Copy the adapter's files, and return the size of its weights in bytes."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(self.directory / name, directory / name)
+        return (directory / "adapter_model.safetensors").stat().st_size
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over all weights of the checkpoint."""
+        return read_weights(self.directory)
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights of a model, with adapters merged into unsharded copies of one module at a time.
+
+    The base weights are never changed. Weights without an adapter are the model's own, and may be sharded.
+    """
+    for name, module in model.named_children():
+        wrapper: Any = module
+        if hasattr(wrapper, "modules_to_save"):
+            module = wrapper.modules_to_save["default"]
+        elif hasattr(wrapper, "get_base_layer"):
+            merged: Any = whole_copy(wrapper)
+            merged.merge(adapter_names=["default"])
+            module = merged.get_base_layer()
+        yield from merged_weights(module, f"{prefix}{name}.")
+    for name, parameter in model.named_parameters(recurse=False):
+        yield f"{prefix}{name}", parameter
+
+
+def untied(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once, under the first of its names."""
+    seen = WeakTensorKeyDictionary()  # drops freed merged copies, whose addresses are reused
+    for name, weight in weights:
+        if weight not in seen:
+            seen[weight] = name
+            yield name, weight
+
+
+def block_of(name: str) -> str:
+    """Return the prefix up to the first number, or "": `model.layers.3.` of `model.layers.3.mlp.up_proj.weight`."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
+
+
+def why_not_an_adapter(policy: Policy) -> str | None:
+    """Return the reason why vLLM cannot load the policy's adapter, or None if it can."""
+    adapter = policy.model.peft_config["default"]
+    if adapter.use_dora:
+        return "it uses DoRA"
+    if adapter.modules_to_save:
+        return f"it holds fully trained modules ({', '.join(adapter.modules_to_save)})"
+    if adapter.bias != "none":
+        return f"it trains biases (bias: {adapter.bias})"
+    if adapter.init_lora_weights in ("pissa", "olora"):
+        return f"its initialisation ({adapter.init_lora_weights}) has changed the base weights"
+    names = (name for name, p in policy.transformer.named_parameters() if "lora_" in name and p.requires_grad)
+    on_vision = [name for name in names if name.startswith(policy.family.vision_prefixes)]
+    if on_vision:
+        return f"it is on the vision tower ({on_vision[0]})"
+    return None

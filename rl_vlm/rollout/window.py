@@ -1,0 +1,106 @@
+"""The generation window: a set of generated groups and the number of updates done on them.
+
+steps_per_window = 2, num_iterations = 2:   update   0        1        2        3
+                                            groups   first    second   first    second
+                                                     half     half     half     half
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_vlm.data.sampler import Draw
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, ScoredGroup, pad_rows
+
+LogprobField = Literal["old_logprobs", "ref_logprobs"]
+
+
+@dataclass
+class Window:
+    """One rank's share of a window."""
+
+    draws: list[Draw]
+    groups: list[ScoredGroup]
+    steps_per_window: int
+    num_iterations: int
+    updates_done: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        return self.updates_done == 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.updates_left == 0
+
+    @property
+    def updates_left(self) -> int:
+        return self.steps_per_window * self.num_iterations - self.updates_done
+
+    @property
+    def outlives_update(self) -> bool:
+        """Whether the window has several updates, of which the later ones need old log-probs."""
+        return self.steps_per_window * self.num_iterations > 1
+
+    def step_groups(self) -> list[ScoredGroup]:
+        """Return the groups of the next optimizer step."""
+        share = len(self.groups) // self.steps_per_window
+        start = self.updates_done % self.steps_per_window * share
+        return self.groups[start : start + share]
+
+    def later_groups(self) -> list[ScoredGroup]:
+        """Return the groups that the window's first optimizer step does not train on."""
+        return self.groups[len(self.groups) // self.steps_per_window :]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the prompts, which `from_state` rebuilds from the dataset rows of `draws`."""
+        return {
+            "draws": [tuple(draw) for draw in self.draws],
+            "groups": [{**vars(scored), "group": group_state(scored.group)} for scored in self.groups],
+            "steps_per_window": self.steps_per_window,
+            "num_iterations": self.num_iterations,
+            "updates_done": self.updates_done,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> Window:
+        """Restore `state_dict`. `build` makes the prompts of its draws."""
+        draws = [Draw(*draw) for draw in state["draws"]]
+        groups = [
+            ScoredGroup(**{**scored, "group": group_from_state(scored["group"], build(draw))})
+            for scored, draw in zip(state["groups"], draws, strict=True)
+        ]
+        return cls(**{**state, "draws": draws, "groups": groups})
+
+
+def group_state(group: Group) -> dict[str, Any]:
+    """Return the state of a group without its prompt."""
+    return {
+        "group_id": group.group_id,
+        "policy_version": group.policy_version,
+        "completions": [asdict(completion) for completion in group.completions],
+    }
+
+
+def group_from_state(state: dict[str, Any], prompt: Prompt) -> Group:
+    """Restore the group of `group_state`."""
+    completions = [Completion(**completion) for completion in state["completions"]]
+    return Group(state["group_id"], prompt, completions, state["policy_version"])
+
+
+def store_logprobs(batch: MicroBatch, logprobs_NT: Tensor, name: LogprobField) -> None:
+    """Store a micro-batch's log-probs with its groups, by completion and without padding."""
+    completions = [(s.scored, member) for s in batch.subgroups for member in s.members]
+    for (scored, member), logprobs, completion in zip(completions, logprobs_NT, batch.completions, strict=True):
+        getattr(scored, name)[member] = logprobs[: len(completion.token_ids)].cpu()
+
+
+def stored_logprobs(batch: MicroBatch, name: LogprobField, device: torch.device) -> Tensor | None:
+    """Return the stored log-probs of a micro-batch, (N, T) and right-padded, or None if they were never stored."""
+    stored = [getattr(s.scored, name).get(member) for s in batch.subgroups for member in s.members]
+    return None if stored[0] is None else pad_rows(stored).to(device)

@@ -1,0 +1,112 @@
+"""What the integration tests build: tiny policies, prompts with images, groups; and how gradients are compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from rl_vlm.config.schema import DataConfig, RunConfig
+from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.model.loading import load_policy
+from rl_vlm.model.policy import Policy
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
+from tests.tiny.build import build_tiny
+
+QUESTION = "Which digit is this?"
+BYTE_TOKENS = range(32, 256)
+"""Tokens that every tiny tokenizer has and that are not special."""
+
+
+def sharp_checkpoint(family: str, directory: Path) -> Path:
+    """A tiny checkpoint of which wrong masks and positions show."""
+    return sharpen(build_tiny(family, directory))
+
+
+def sharpen(checkpoint: Path) -> Path:
+    """Scale the language model's matrices by 4: at its initial weights a tiny model attends almost evenly."""
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        decoder: Any = model.get_decoder()
+        for parameter in decoder.layers.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(4)
+    model.save_pretrained(checkpoint)
+    return checkpoint
+
+
+def make_policy(checkpoint: Path, gradient_checkpointing: bool = False, **model: Any) -> Policy:
+    """A policy in train mode without banned tokens; a LoRA adapter gets weights that have an effect."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"model_name_or_path": str(checkpoint), **model},
+            "memory": {"gradient_checkpointing": gradient_checkpointing},
+        }
+    )
+    policy = load_policy(config, str(checkpoint)).train()
+    policy.banned_token_ids = []
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return policy
+
+
+def noise_image(width: int, height: int, seed: int) -> Image.Image:
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+def make_prompt(checkpoint: Path, images: Sequence[Image.Image], text: str = QUESTION) -> Prompt:
+    """A prompt with the images before the text."""
+    builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
+    content = [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]
+    messages = [{"role": "user", "content": content}]
+    return builder.build(Sample("s", messages, list(images), {}, messages))
+
+
+def make_group(prompt: Prompt, lengths: Sequence[int], seed: int = 0) -> ScoredGroup:
+    """A group of random completions of these lengths, all of them valid, with advantages of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = [torch.randint(BYTE_TOKENS.start, BYTE_TOKENS.stop, (n,), generator=generator) for n in lengths]
+    completions = [Completion(ids, torch.zeros(len(ids)), "stop", "") for ids in token_ids]
+    num = len(lengths)
+    return ScoredGroup(
+        Group("g", prompt, completions, policy_version=0),
+        scores_GF=torch.zeros(num, 1),
+        rewards_G=torch.zeros(num),
+        advantages_G=torch.randn(num, generator=generator),
+        valid_G=torch.ones(num, dtype=torch.bool),
+        has_variance=True,
+    )
+
+
+def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], Sequence[int]]]) -> list[ScoredGroup]:
+    """A group for each pair of images and completion lengths, with questions of different lengths."""
+    return [
+        make_group(make_prompt(checkpoint, images, text=f"{QUESTION} {'no ' * i}"), lengths, seed=i)
+        for i, (images, lengths) in enumerate(shapes)
+    ]
+
+
+def whole(groups: Sequence[ScoredGroup], shared: bool) -> MicroBatch:
+    """All groups in one micro-batch."""
+    return MicroBatch([SubGroup(group, list(range(len(group.group.completions)))) for group in groups], shared)
+
+
+def take_gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients by parameter name; the module has none afterwards."""
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return gradients
+
+
+def gradient_error(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest ‖Δ‖ / max(‖g‖, 1e-3 · largest ‖g‖) over all parameters."""
+    assert ours.keys() == expected.keys()
+    floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
+    return max(float((ours[n] - g).norm() / g.norm().clamp(min=floor)) for n, g in expected.items())

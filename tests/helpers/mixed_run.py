@@ -1,0 +1,37 @@
+"""Rows and rewards in which ranks have unlike work: images on one, text or groups without variance on the other."""
+
+from typing import Any
+
+from tests.helpers.builders import QUESTION, noise_image
+
+ROWS = f"{__name__}:rows"
+REWARD = f"{__name__}:token_sum_or_constant"
+
+IMAGES_BY_ROW = [
+    [(16, 16)], [(32, 24)], [], [(24, 24), (16, 32)],  # mixed
+    [(16, 24)], [(24, 16)], [], [],  # the second half is text
+    [(24, 16)], [], [(16, 16)], [(32, 16)],  # the second half is constant in its rewards
+    [(16, 16), (16, 16)], [], [(16, 24)], [],  # all constant but one
+]  # fmt: skip
+"""Image sizes of each row, four rows to an optimizer step."""
+CONSTANT_ROWS = {10, 11, 13, 14, 15}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"row-{i}",
+            "prompt": QUESTION + " Yes or no?" * (i % 3),
+            "images": [noise_image(*size, seed=10 * i + k) for k, size in enumerate(sizes)],
+            "constant": i in CONSTANT_ROWS,
+        }
+        for i, sizes in enumerate(IMAGES_BY_ROW)
+    ]
+
+
+def token_sum_or_constant(completion_ids: list[list[int]], constant: list[bool], **_: Any) -> list[float | None]:
+    """A reward that hardly any two completions share, but in constant rows; one completion in seven has none."""
+    return [
+        0.5 if is_constant else None if sum(ids) % 7 == 0 else sum(ids) % 97 / 97
+        for ids, is_constant in zip(completion_ids, constant, strict=True)
+    ]

@@ -1,0 +1,42 @@
+"""Tiny models of every supported family."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.tiny import build
+from rl_vlm.tiny.family import TinyFamily
+from rl_vlm.tiny.qwen import QWEN
+from tests.tiny.cohere import COHERE
+from tests.tiny.deepseek import DEEPSEEK
+from tests.tiny.gemma import GEMMA
+from tests.tiny.glm import GLM
+from tests.tiny.hybrid import HYBRID
+from tests.tiny.llava import LLAVA
+from tests.tiny.mllama import MLLAMA
+from tests.tiny.ocr import OCR
+from tests.tiny.tiles import TILES
+
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    **QWEN, **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID
+}  # fmt: skip
+
+CACHE = "RL_VLM_TINY_CHECKPOINTS"
+"""Environment variable with the folder of the checkpoints that this test run has built."""
+
+
+def build_tiny(family: str, directory: str | Path, **options: Any) -> Path:
+    """Write a tiny checkpoint, as `rl_vlm.tiny.build.build_tiny` does. Each is built once per test run, and copied."""
+    name = hashlib.sha256(repr((family, sorted(options.items()))).encode()).hexdigest()[:16]
+    built = Path(os.environ[CACHE]) / name
+    if not built.exists():
+        unfinished = Path(tempfile.mkdtemp(dir=built.parent))
+        build.build_tiny(family, unfinished, families=TINY_FAMILIES, **options)
+        with suppress(OSError):  # another process was first
+            unfinished.rename(built)
+    shutil.copytree(built, directory, dirs_exist_ok=True)
+    return Path(directory)

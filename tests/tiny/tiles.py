@@ -1,0 +1,133 @@
+"""Families that cut an image into square tiles: InternVL, Ovis2, Idefics3 and SmolVLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
+from tests.tiny.llava import TILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, ProcessorMixin
+
+INTERNVL_TOKENS = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+OVIS2_INDICATORS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+"""Tokens around and between an image's tiles whose embeddings come from the vision tower's own table."""
+OVIS2_TOKENS = ("<image>", "<IMG_ATOM>", *OVIS2_INDICATORS)
+IDEFICS3_TOKENS = (
+    "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+)  # fmt: skip
+TOKENS_PER_TILE = 4
+"""A tile of 16 x 16 pixels in patches of 4 x 4, of which each 2 x 2 become one token."""
+
+
+def _internvl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    from transformers import InternVLConfig
+
+    return InternVLConfig(
+        text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
+        vision_config=vision_sizes(patch_size=4, image_size=16, num_layers=1),
+        image_token_id=tokenizer.context_image_token_id,
+        image_seq_length=TOKENS_PER_TILE,
+    )
+
+
+def _internvl_processor(tokenizer: Any) -> ProcessorMixin:
+    from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
+
+    return InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=TILE, crop_to_patches=True, max_patches=4),
+        tokenizer=tokenizer,
+        video_processor=InternVLVideoProcessor(size=TILE),
+        image_seq_length=TOKENS_PER_TILE,
+        chat_template=chat_template("<IMG_CONTEXT>"),
+    )
+
+
+def _ovis2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    from transformers import Ovis2Config
+
+    indicators = {"num_visual_indicator_tokens": len(OVIS2_INDICATORS), "hidden_stride": 2, "vocab_size": 64}
+    return Ovis2Config(
+        text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
+        vision_config=vision_sizes(patch_size=4, image_size=16, num_layers=1) | indicators,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_ATOM>"),
+        visual_indicator_token_ids=tokenizer.convert_tokens_to_ids(list(OVIS2_INDICATORS)),
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+    )
+
+
+def _ovis2_processor(tokenizer: Any) -> ProcessorMixin:
+    from transformers import Ovis2ImageProcessor, Ovis2Processor
+
+    return Ovis2Processor(
+        image_processor=Ovis2ImageProcessor(size=TILE, crop_to_patches=True, max_patches=4),
+        tokenizer=tokenizer,
+        image_seq_length=TOKENS_PER_TILE,
+        chat_template=chat_template("<image>"),
+    )
+
+
+def _idefics3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    from transformers import Idefics3Config
+
+    return Idefics3Config(**_idefics3_sizes(tokenizer, hidden_size))
+
+
+def _smolvlm_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    from transformers import SmolVLMConfig
+
+    return SmolVLMConfig(**_idefics3_sizes(tokenizer, hidden_size))
+
+
+def _idefics3_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
+    return {
+        "text_config": text_sizes(tokenizer, hidden_size, "llama"),
+        "vision_config": vision_sizes(patch_size=4, image_size=16, num_layers=1),
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _idefics3_processor(tokenizer: Any) -> ProcessorMixin:
+    from transformers import Idefics3ImageProcessor, Idefics3Processor
+
+    return Idefics3Processor(
+        image_processor=Idefics3ImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        tokenizer=tokenizer,
+        image_seq_len=TOKENS_PER_TILE,
+        chat_template=chat_template("<image>"),
+    )
+
+
+def _smolvlm_processor(tokenizer: Any) -> ProcessorMixin:
+    from transformers import SmolVLMImageProcessor, SmolVLMProcessor, SmolVLMVideoProcessor
+
+    tiles: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    return SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessor(**tiles),
+        tokenizer=tokenizer,
+        video_processor=SmolVLMVideoProcessor(**tiles),
+        image_seq_len=TOKENS_PER_TILE,
+        chat_template=chat_template("<image>"),
+    )
+
+
+TILES: dict[str, TinyFamily] = {
+    "internvl": TinyFamily(
+        INTERNVL_TOKENS,
+        _internvl_config,
+        _internvl_processor,
+        {
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<video>",
+        },
+    ),
+    "ovis2": TinyFamily(OVIS2_TOKENS, _ovis2_config, _ovis2_processor),
+    "idefics3": TinyFamily(IDEFICS3_TOKENS, _idefics3_config, _idefics3_processor),
+    "smolvlm": TinyFamily(IDEFICS3_TOKENS, _smolvlm_config, _smolvlm_processor),
+}

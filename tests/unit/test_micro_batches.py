@@ -1,0 +1,116 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_vlm.memory.micro_batches import make_micro_batches, pad_with_dummies, sharing_ratio
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup
+
+
+def make_group(name, prompt_tokens, lengths, valid=None):
+    prompt = Prompt(Sample(name, [], [], {}, ""), torch.zeros(prompt_tokens, dtype=torch.long), {}, {})
+    completions = [Completion(torch.zeros(n, dtype=torch.long), torch.zeros(n), "stop", "") for n in lengths]
+    zeros = torch.zeros(len(lengths))
+    return ScoredGroup(
+        Group(name, prompt, completions, policy_version=0),
+        scores_GF=zeros[:, None],
+        rewards_G=zeros,
+        advantages_G=zeros,
+        valid_G=torch.tensor([True] * len(lengths) if valid is None else valid),
+        has_variance=True,
+    )
+
+
+def contents(batches: list[MicroBatch]) -> list[dict[str, list[int]]]:
+    """Members of each group, by micro-batch."""
+    return [{s.scored.group.group_id: s.members for s in batch.subgroups} for batch in batches]
+
+
+def computed_tokens(batch: MicroBatch) -> int:
+    """Tokens of the packed row, or of all rows padded to the longest."""
+    prefixes = [len(s.prompt.token_ids) for s in batch.subgroups]
+    lengths = [[len(c.token_ids) for c in s.completions] for s in batch.subgroups]
+    if batch.shared:
+        return sum(prefixes) + sum(map(sum, lengths))
+    rows = [prefix + n for prefix, group in zip(prefixes, lengths, strict=True) for n in group]
+    return len(rows) * max(rows)
+
+
+def test_groups_are_packed_whole_under_the_budget():
+    groups = [make_group(name, 10, [2, 3]) for name in "abc"]  # 15 tokens each when shared
+    assert contents(make_micro_batches(groups, 45, "shared")) == [{"a": [0, 1], "b": [0, 1], "c": [0, 1]}]
+    assert contents(make_micro_batches(groups, 44, "shared")) == [{"a": [0, 1], "b": [0, 1]}, {"c": [0, 1]}]
+    assert contents(make_micro_batches(groups, 15, "shared")) == [{"a": [0, 1]}, {"b": [0, 1]}, {"c": [0, 1]}]
+
+
+def test_dense_rows_cost_their_padding():
+    groups = [make_group("short", 10, [2, 3]), make_group("long", 20, [1, 4])]  # rows of up to 13 and 24 tokens
+    assert contents(make_micro_batches(groups, 96, "dense")) == [{"long": [0, 1], "short": [0, 1]}]
+    assert contents(make_micro_batches(groups, 95, "dense")) == [{"long": [0, 1]}, {"short": [0, 1]}]
+
+
+def test_a_group_beyond_the_budget_is_split_between_completions():
+    group = make_group("a", 10, [4, 4, 4, 4, 4])
+    assert contents(make_micro_batches([group], 18, "shared")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
+    assert contents(make_micro_batches([group], 28, "dense")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
+
+
+def test_what_a_split_group_leaves_free_is_filled():
+    groups = [make_group("a", 10, [4, 4, 4]), make_group("b", 2, [1, 1])]
+    assert contents(make_micro_batches(groups, 18, "shared")) == [{"a": [0, 1]}, {"a": [2], "b": [0, 1]}]
+
+
+@pytest.mark.parametrize("sharing", ["shared", "dense"])
+def test_a_completion_beyond_the_budget_is_alone(sharing):
+    groups = [make_group("a", 10, [90, 4, 4])]
+    assert contents(make_micro_batches(groups, 18, sharing))[0] == {"a": [0]}
+
+
+def test_completions_without_a_valid_reward_are_left_out():
+    groups = [make_group("a", 3, [1, 2, 3], [True, False, True]), make_group("b", 3, [1, 2], [False, False])]
+    assert contents(make_micro_batches(groups, 100, "shared")) == [{"a": [0, 2]}]
+    assert make_micro_batches(groups[1:], 100, "shared") == []
+    assert make_micro_batches([], 100, "shared") == []
+
+
+def test_ratio_of_dense_to_shared_tokens():
+    assert sharing_ratio(make_group("a", 100, [10, 10, 10, 10])) == 440 / 140  # k(P + R) / (P + kR)
+    assert sharing_ratio(make_group("a", 100, [10])) == 1.0
+    assert sharing_ratio(make_group("a", 100, [10, 99, 10], [True, False, True])) == 220 / 120  # valid ones alone
+
+
+def test_auto_shares_where_it_pays():
+    pays, does_not = make_group("pays", 100, [10] * 4), make_group("does not", 5, [100] * 4)  # ratios 3.1 and 1.04
+    batches = make_micro_batches([does_not, pays], 10_000, "auto")
+    assert contents(batches) == [{"pays": [0, 1, 2, 3]}, {"does not": [0, 1, 2, 3]}]
+    assert [batch.shared for batch in batches] == [True, False]
+
+
+def test_dummies_are_one_completion_without_weight():
+    spare = make_group("spare", 3, [2, 2])
+    batches = make_micro_batches([make_group("a", 3, [2, 2])], 100, "shared")
+    padded = pad_with_dummies(batches, 3, spare)
+    assert contents(padded) == [{"a": [0, 1]}, {"spare": [0]}, {"spare": [0]}]
+    assert [batch.is_dummy for batch in padded] == [False, True, True]
+    assert pad_with_dummies(batches, 1, spare) == batches
+
+
+COMPLETIONS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
+"""Length of each completion of a group, and whether it has a valid reward."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), COMPLETIONS), max_size=6),
+    st.integers(1, 300),
+    st.sampled_from(["auto", "shared", "dense"]),
+)
+def test_every_valid_completion_is_in_one_micro_batch_under_the_budget(drawn, budget, sharing):
+    groups = [make_group(str(i), prompt, *map(list, zip(*rows, strict=True))) for i, (prompt, rows) in enumerate(drawn)]
+    batches = make_micro_batches(groups, budget, sharing)
+    for batch in batches:
+        assert computed_tokens(batch) <= budget or len(batch.completions) == 1
+        assert sharing == "auto" or batch.shared == (sharing == "shared")
+    found = [(name, member) for batch in contents(batches) for name, members in batch.items() for member in members]
+    expected = [(g.group.group_id, i) for g in groups for i, valid in enumerate(g.valid_G.tolist()) if valid]
+    assert sorted(found) == sorted(expected)
