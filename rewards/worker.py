@@ -31,8 +31,8 @@ Batch = tuple[Mapping[str, Any], int]
 """The arguments of one call, and its number of completions."""
 
 
-class LoadError(Exception):
-    """Raised if a process could not load its function."""
+class StartError(Exception):
+    """Raised if a process could not start, or could not load its function."""
 
 
 class Worker:
@@ -66,7 +66,7 @@ class Worker:
                     _, count = batches[len(answers)]
                     answers.append(failed(Fault("crash", self._ending()), count))
             return answers
-        except LoadError as error:
+        except StartError as error:
             fault = Fault("load", f"its worker process could not load it: {error}")
         except TimeoutError:
             fault = Fault("timeout", f"took longer than {self._timeout:g} s and was killed")
@@ -89,7 +89,7 @@ class Worker:
         self._process = None
 
     def _ensure_started(self, deadline: float) -> None:
-        """Start the process unless it runs. Raises LoadError if it has not loaded the function by the deadline."""
+        """Start the process unless it runs. Raises StartError if it has not loaded the function by the deadline."""
         if self._process is not None:
             return
         context = multiprocessing.get_context("spawn")
@@ -106,7 +106,7 @@ class Worker:
         except EOFError:
             problem = self._ending()
         if problem:
-            raise LoadError(problem)
+            raise StartError(problem)
 
     def _receive(self, deadline: float) -> Any:
         if not self._connection.poll(max(0.0, deadline - time.monotonic())):

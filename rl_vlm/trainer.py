@@ -174,9 +174,12 @@ class Trainer:
         if quantile == 1.0:
             return None
         vision_calls = self.vision_calls(batches, self.policy.vision)
-        output = [self.policy(batch, calls).entropies_NT for batch, calls in zip(batches, vision_calls, strict=True)]
-        entropies = [s[self.trained_tokens(b)] for s, b in zip(output, batches, strict=True) if not b.is_dummy]
-        gathered = self.ranks.gather([torch.cat(entropies).cpu()] if entropies else [])
+        entropies = []
+        for batch, num_vision_calls in zip(batches, vision_calls, strict=True):
+            entropies_NT = self.policy(batch, num_vision_calls).entropies_NT
+            if not batch.is_dummy:
+                entropies.append(entropies_NT[self.trained_tokens(batch)].cpu())
+        gathered = self.ranks.gather(entropies)
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 
     def trained_tokens(self, batch: MicroBatch) -> Tensor:

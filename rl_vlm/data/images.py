@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from rl_vlm.errors import DataError
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig
+    from rl_vlm.types import Sample
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 SENT_FORMATS = ("PNG", "JPEG", "WEBP")
@@ -70,6 +72,12 @@ def png_bytes(image: Image.Image) -> bytes:
     file = BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
+
+
+def image_urls(sample: Sample) -> list[str]:
+    """Return the sample's images as data URLs: each row's own file if servers read it alike, else a PNG."""
+    files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
+    return [f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}" for file in files]
 
 
 def media_type(encoded: bytes) -> str:

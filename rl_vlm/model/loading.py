@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
 from rl_vlm.errors import ConfigError, ModelError
@@ -60,7 +61,9 @@ def load_policy(
         enable_shared_rows(transformer)
     use_linear_patches(transformer)
     if config.memory.gradient_checkpointing:
-        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+        transformer.gradient_checkpointing_enable(
+            {"use_reentrant": False, "preserve_rng_state": has_dropout(transformer)}
+        )
         transformer.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
     refuse_unshareable(transformer, config.memory, config.model)
 
@@ -194,6 +197,15 @@ def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
     return "dense"
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether a layer of the model draws random numbers in training."""
+    dropouts = (
+        module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
+        for module in model.modules()
+    )
+    return any(dropouts)
+
+
 def why_not_shared(model: PreTrainedModel) -> str | None:
     """Return why this model cannot share prefixes exactly, or None if it can."""
     if family_of(model.config).hybrid:
@@ -203,7 +215,7 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
         return "model.attn_implementation is not sdpa"
     if getattr(text, "attention_dropout", 0) > 0:
         return f"the checkpoint has attention_dropout {text.attention_dropout}, which a shared row cannot repeat"
-    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.get_decoder().modules()):
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.get_decoder().modules()):
         return "the checkpoint has dropout in its language model, which a shared row cannot repeat"
     unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
     if unknown:

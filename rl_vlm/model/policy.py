@@ -137,11 +137,14 @@ class Policy(nn.Module):
     def logprobs(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
     ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
-        """Compute log-probs of `targets` and entropies, in fp32. Each chunk's logits are recomputed in backward."""
+        """Compute log-probs of `targets` and entropies, in fp32. Each chunk's logits are recomputed in backward.
+
+        The random state is not restored for that, which would take away what a reward function draws meanwhile.
+        """
         head: Any = self.transformer.get_output_embeddings()
         chunk_size = max(1, HEAD_CHUNK_ELEMENTS // head.weight.shape[0])
         scores = [
-            checkpoint(self.chunk_logprobs, head, h, t, use_reentrant=False)
+            checkpoint(self.chunk_logprobs, head, h, t, use_reentrant=False, preserve_rng_state=False)
             for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
         ]
         logprobs, entropies = zip(*scores, strict=True)

@@ -124,14 +124,12 @@ class Collector:
 
     def collect(self, progress: Progress, metrics: StepMetrics) -> Window:
         """Make the next window."""
-        state = self.state_at(progress)
-        with self.restored_on_failure(self.position()):
-            draws = self.draw()
-            with self.ranks.agree():
-                requests = self.requests(draws, state, metrics)
-            with self.ranks.agree():
-                rollout = self.generate_and_reward(requests, state, metrics)
-            return self.make_window(rollout, state, metrics)
+        state, draws = self.state_at(progress), self.draw()
+        with self.ranks.agree():
+            requests = self.requests(draws, state, metrics)
+        with self.ranks.agree():
+            rollout = self.generate_and_reward(requests, state, metrics)
+        return self.make_window(rollout, state, metrics)
 
     def prefetch(self, progress: Progress) -> None:
         """Start to generate the window after the current one, if `max_staleness` is set."""

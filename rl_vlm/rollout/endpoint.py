@@ -7,7 +7,6 @@ An endpoint gives text without token ids: enough to score it, not to train on it
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import time
@@ -19,7 +18,7 @@ import torch
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
 from rl_vlm.config.schema import EvaluationConfig, RunConfig
-from rl_vlm.data.images import media_type, pixel_limits, png_bytes
+from rl_vlm.data.images import image_urls, pixel_limits
 from rl_vlm.errors import RolloutError, shorten
 from rl_vlm.rollout import http
 from rl_vlm.rollout.sampling import stream_keys
@@ -115,12 +114,6 @@ def chat_messages(sample: Sample) -> list[dict[str, Any]]:
         is_text = len(parts) == 1 and parts[0]["type"] == "text"
         messages.append({"role": message["role"], "content": parts[0]["text"] if is_text else parts})
     return messages
-
-
-def image_urls(sample: Sample) -> list[str]:
-    """Data URLs of the sample's images: the row's own files where they are sent as they are, else PNGs."""
-    files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
-    return [f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}" for file in files]
 
 
 def read_completion(answer: Any) -> ServedCompletion:

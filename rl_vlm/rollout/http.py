@@ -7,7 +7,6 @@ import os
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -72,8 +71,7 @@ async def watched(request: Awaitable[T], watch: Callable[[], Awaitable[None]], s
         return await task
     finally:
         task.cancel()
-        with suppress(BaseException):  # of a request that is given up
-            await task
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def reason(error: BaseException) -> str:

@@ -184,7 +184,7 @@ def test_an_error_in_a_later_round_leaves_the_sampler_where_it_was(monkeypatch):
 
     monkeypatch.setattr(collector.rewards, "score", fails_at_second)
     with pytest.raises(RewardError, match="gone"):
-        collector.collect(Progress(max_steps=1), StepMetrics())
+        collector.current(Progress(max_steps=1), StepMetrics())
     assert collector.loader.state_dict()["cursor"] == 0
 
 

@@ -122,7 +122,8 @@ def test_a_window_that_cannot_be_written_down_is_as_if_it_had_not_been_sampled(t
         collector.finish_prefetch()
     assert (collector.position(), collector.prefetched, collector.next_window) == (before, None, None)
     with pytest.raises(CheckpointError, match="could not write in"):
-        collector.collect(NOW, StepMetrics())
+        collector.window = None
+        collector.current(NOW, StepMetrics())
     assert collector.position() == before
     collector.close()
 

@@ -7,10 +7,11 @@ import pytest
 from PIL import Image
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.images import image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout import endpoint as openai
 from rl_vlm.rollout import http
-from rl_vlm.rollout.endpoint import ChatClient, MessageBuilder, OpenAIEngine, chat_messages, image_urls, read_completion
+from rl_vlm.rollout.endpoint import ChatClient, MessageBuilder, OpenAIEngine, chat_messages, read_completion
 from rl_vlm.types import RolloutRequest, Sample, Sampling
 
 TEXT = {"type": "text", "text": "Which?"}

@@ -82,3 +82,18 @@ def test_the_head_in_chunks_is_the_head(monkeypatch, rows_per_chunk):
     for ours, other in zip(scores_and_gradients(), expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
     assert max(shapes) == min(rows_per_chunk, 7)
+
+
+def test_the_backward_pass_takes_back_no_random_numbers():
+    """A reward function of the next window can draw some at the same time, in another thread."""
+    policy = make_policy()
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    logprobs, _ = policy.logprobs(
+        torch.randn(3, 5, generator=torch.Generator()).requires_grad_(), torch.tensor([0, 1, 3])
+    )
+    drawn = []
+    cast(HeadOnly, policy.model).head.register_forward_hook(lambda *_: drawn.append(torch.rand(1)))  # in backward
+    logprobs.sum().backward()
+    assert [*drawn, torch.rand(1)] == list(expected)

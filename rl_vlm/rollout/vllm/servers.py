@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.data.images import image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import TokenRules
-from rl_vlm.rollout.endpoint import image_urls
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
