@@ -2,19 +2,23 @@
 
 checkpoint-40/
     model.safetensors, config.json, … or adapter_model.safetensors, …     as `save_pretrained` writes them
-    trainer_state.json      step, versions of the weights, evaluations
+    trainer_state.json      step, versions of the weights, evaluations, settings, fingerprints of data and model
     optimizer.pt            optimizer and learning-rate schedule
     rank_0.pt               random states, position in the data and generation windows of each rank
-    manifest.json           every file with its size; a checkpoint without one is ignored
+    manifest.json           every file with its size and SHA-256; a checkpoint without one is ignored
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ import numpy as np
 import torch
 
 from rl_vlm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
@@ -41,7 +47,10 @@ def begin(output_dir: Path, step: int) -> Path:
 def commit(unfinished: Path) -> Path:
     """Turn the directory of `begin` into a checkpoint: write the manifest, flush every file, rename."""
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
+    manifest = {
+        str(path.relative_to(unfinished)): {"size": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(files, digests(files), strict=True)
+    }
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*files, unfinished / MANIFEST, unfinished]:
         flush(path)
@@ -50,6 +59,17 @@ def commit(unfinished: Path) -> Path:
     os.replace(unfinished, final)
     flush(final.parent)
     return final
+
+
+def digests(files: list[Path]) -> Iterator[str]:
+    """Return the SHA-256 of each file, computed on all cores."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return pool.map(digest, files)
 
 
 def flush(path: Path) -> None:
@@ -76,40 +96,76 @@ def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> P
         free = shutil.disk_usage(output_dir).free // 2**20
         raise CheckpointError(
             f"could not write checkpoint-{step} in {output_dir} ({error}; {free} MiB free); "
-            f"complete checkpoints: {', '.join(p.name for p in complete(output_dir)) or 'there is none'}"
+            f"complete checkpoints: {names(output_dir)}"
         ) from error
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether every file of the manifest exists with its size."""
+    """Return whether every file of the manifest exists with its size. `check` compares contents."""
     try:
-        sizes = json.loads((checkpoint / MANIFEST).read_text())
-    except (OSError, ValueError):
+        files = json.loads((checkpoint / MANIFEST).read_text())
+        return all((checkpoint / name).stat().st_size == entry["size"] for name, entry in files.items())
+    except (OSError, ValueError, TypeError):
         return False
-    return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == n for name, n in sizes.items())
+
+
+def check(checkpoint: Path) -> Path:
+    """Return the checkpoint if the contents of its files are those that were written, else raise CheckpointError."""
+    files = json.loads((checkpoint / MANIFEST).read_text())
+    found = zip(files.items(), digests([checkpoint / name for name in files]), strict=True)
+    changed = [name for (name, entry), digest in found if digest != entry["sha256"]]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint}: the contents of {', '.join(changed)} are not those that were written (other SHA-256 than "
+            f"in {MANIFEST}). The disk may be failing. Resume from an earlier checkpoint."
+        )
+    return checkpoint
 
 
 def complete(output_dir: Path) -> list[Path]:
-    """Return all complete checkpoints, oldest step first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if is_complete(path)]
-    return sorted(found, key=step_of)
+    """Return all complete checkpoints of a run, oldest step first. Only `checkpoint-<digits>` is one."""
+    found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(filter(is_complete, found), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
+def names(output_dir: Path) -> str:
+    """List the complete checkpoints, for messages."""
+    return ", ".join(path.name for path in complete(output_dir)) or "none"
+
+
 def find(setting: str | None, output_dir: Path) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names, if any. Raises CheckpointError if it is incomplete."""
+    """Return the checkpoint that `resume_from_checkpoint` names, if any.
+
+    `auto` is the newest one that is intact; one whose contents have changed is skipped with a warning. Raises
+    CheckpointError if the checkpoint is incomplete or its contents have changed, with `auto` if that is so for all.
+    """
     if setting is None:
         return None
     if setting == "auto":
-        found = complete(output_dir)
-        return found[-1] if found else None
+        return newest_intact(output_dir)
     if not is_complete(Path(setting)):
-        names = ", ".join(path.name for path in complete(output_dir)) or "none"
-        raise CheckpointError(f"{setting} is not a complete checkpoint; complete ones in {output_dir}: {names}")
-    return Path(setting)
+        raise CheckpointError(
+            f"{setting} is not a complete checkpoint; complete ones in {output_dir}: {names(output_dir)}"
+        )
+    return check(Path(setting))
+
+
+def newest_intact(output_dir: Path) -> Path | None:
+    """Return the newest checkpoint whose contents are intact, or None if there is no checkpoint."""
+    damage = None
+    for path in reversed(complete(output_dir)):
+        try:
+            return check(path)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            damage = damage or error
+    if damage is not None:
+        raise CheckpointError(f"no checkpoint in {output_dir} is intact. {damage}") from damage
+    return None
 
 
 def prune(output_dir: Path, limit: int | None, keep: Path | None) -> None:

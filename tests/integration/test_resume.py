@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import random
@@ -170,9 +171,10 @@ def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_p
 
 def amend_manifest(path: Path, old_size: int) -> None:
     manifest = path.parent / checkpoint.MANIFEST
-    sizes = json.loads(manifest.read_text())
-    assert sizes[path.name] == old_size
-    manifest.write_text(json.dumps(sizes | {path.name: path.stat().st_size}))
+    files = json.loads(manifest.read_text())
+    assert files[path.name]["size"] == old_size
+    entry = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    manifest.write_text(json.dumps(files | {path.name: entry}))
 
 
 DIES_IN_SAVE = """

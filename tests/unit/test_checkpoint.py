@@ -1,5 +1,7 @@
+import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +113,39 @@ def test_random_states_survive_a_file_without_code(tmp_path):
     draws()
     checkpoint.restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
     assert (*draws(), np.random.randn()) == expected
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_manifest_holds_the_digest_of_each_file(tmp_path):
+    manifest = json.loads((save(tmp_path, 1, "abc") / checkpoint.MANIFEST).read_text())
+    sha256_of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4
+    assert manifest == {"model.bin": {"size": 3, "sha256": sha256_of_abc}}
+
+
+def test_a_changed_file_is_named_and_auto_takes_the_checkpoint_before(tmp_path, caplog):
+    save(tmp_path, 1)
+    flip_a_bit(save(tmp_path, 2) / "model.bin")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: the contents of model.bin are not those"):
+        checkpoint.find(str(tmp_path / "checkpoint-2"), tmp_path)
+    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-1"
+    assert "checkpoint-2: the contents of model.bin" in caplog.text
+
+
+def test_auto_starts_no_new_run_over_damaged_checkpoints(tmp_path):
+    flip_a_bit(save(tmp_path, 1) / "model.bin")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact.*checkpoint-1: .*model.bin"):
+        checkpoint.find("auto", tmp_path)
+
+
+def test_a_copy_of_a_checkpoint_is_left_alone(tmp_path):
+    shutil.copytree(save(tmp_path, 1), tmp_path / "checkpoint-1-good")
+    save(tmp_path, 2)
+    checkpoint.prune(tmp_path, 1, None)
+    assert names(tmp_path) == ["checkpoint-1-good", "checkpoint-2"]
+    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-2"
+    assert checkpoint.find(str(tmp_path / "checkpoint-1-good"), tmp_path) == tmp_path / "checkpoint-1-good"
