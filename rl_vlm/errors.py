@@ -7,6 +7,9 @@ from collections.abc import Iterable
 class RLVLMError(Exception):
     """Base class. The command line prints the message without a traceback and exits with status 2."""
 
+    on_all_ranks = False
+    """Whether every rank raises this error at the same place, so that they can save a checkpoint together."""
+
 
 class ConfigError(RLVLMError):
     """A setting that cannot be used: unknown key, bad value, or a combination without a solution."""

@@ -6,10 +6,9 @@ Run.run         evaluate ─ step ─ step … evaluate ─ save … ─► summ
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,28 @@ from rl_vlm import checkpoint
 from rl_vlm.config.batches import plan_batches, total_optimizer_steps
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, load_processor, usable_rows
 from rl_vlm.data.sampler import PromptSampler
-from rl_vlm.data.samples import load_rows
+from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import Trackers
-from rl_vlm.errors import CheckpointError, ConfigError, RLVLMError, TrainingError
+from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
+from rl_vlm.log.record import Record
+from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, load_weights, save_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
 from rl_vlm.model.vision import idle_sample
+from rl_vlm.resume import SavedRun, write_states
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import training_engine
 from rl_vlm.rollout.collector import Collector
@@ -51,22 +55,12 @@ logger = logging.getLogger(__name__)
 def train(config: RunConfig) -> dict[str, Any]:
     """Run a training job, or resume one, and return its summary. Raises RLVLMError for errors that a user can fix."""
     check_trainable(config)
+    end_with_launcher()
     run = Run(config)
     try:
         return run.run()
     finally:
         run.close()
-
-
-@dataclass
-class Record:
-    """Measurements of a run so far; saved in checkpoints."""
-
-    train_seconds: float = 0.0
-    eval_before: dict[str, float] | None = None
-    eval_latest: dict[str, float] | None = None
-    best_step: int | None = None
-    eval_best: dict[str, float] | None = None
 
 
 class Run:
@@ -77,42 +71,68 @@ class Run:
         train = config.train
         self.config = config
         self.ranks = Ranks()
-        self.trackers = Trackers(config.log, train.output_dir)
         self.plan = plan_batches(config, self.ranks.world_size)
         self.directory = RunDirectory(Path(train.output_dir))
-        resumed = checkpoint.find(train.resume_from_checkpoint, self.directory.path)
-        self.directory.refuse_another_run(config, resumed)
-        checkpoint.seed_random_generators(train.seed)
+        self.record = Record()
+        with ExitStack() as opened:
+            opened.callback(self.ranks.close)
+            saved = self.open_directory(opened)
+            self.trackers = Trackers(config.log, train.output_dir)
+            opened.callback(self.trackers.close)
+            checkpoint.seed_random_generators(train.seed)
 
-        rows = load_rows(config.data, "train")
-        self.rewards = RewardSuite(config.rewards)
-        self.rewards.check_columns(rows[0].columns)
-        initial = initial_checkpoint(config, self.ranks)
-        self.processor = load_processor(initial, config.model, config.data)
-        builder = PromptBuilder(self.processor, config.data)
-        policy, reference = self.load_models(initial, resumed, builder)
-        row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
-        self.progress = Progress(total_optimizer_steps(config, self.plan, len(row_indices)))
-        optimizer = Optimizer(self.ranks, policy.train(), train, self.progress.max_steps)
-        weights = PolicyWeights(policy, config.rollout.lora_sync)
-        engine = SyncedEngine(training_engine(config, initial, weights, builder, self.ranks), weights, self.ranks)
-        try:
+            rows = load_rows(config.data, "train")
+            self.rewards = opened.enter_context(RewardSuite(config.rewards))
+            self.rewards.check_columns(rows[0].columns)
+            initial = initial_checkpoint(config, self.ranks)
+            self.processor = load_processor(initial, config.model, config.data)
+            builder = PromptBuilder(self.processor, config.data)
+            row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
+            self.check_fingerprints(saved, rows, row_indices, initial)
+            policy, reference = self.load_models(initial, saved, builder)
+            self.progress = Progress(total_optimizer_steps(config, self.plan, len(row_indices)))
+            optimizer = Optimizer(self.ranks, policy.train(), train, self.progress.max_steps)
+            weights = PolicyWeights(policy, config.rollout.lora_sync)
+            engine = SyncedEngine(training_engine(config, initial, weights, builder, self.ranks), weights, self.ranks)
             self.collector = self.build_collector(PromptSource(rows, row_indices, builder), engine)
+            opened.callback(self.collector.close)
             self.evaluator = self.build_evaluator(builder, engine)
             self.trainer = Trainer(config, self.ranks, policy, reference, optimizer, self.collector, self.progress)
-            self.record = Record()
-            if resumed:
-                self.restore(resumed)
+            if saved:
+                self.restore(saved)
             with self.ranks.agree():
-                self.prepare_directory(resumed, dropped)
-        except BaseException:
-            engine.close()
-            raise
+                self.prepare_directory(saved, dropped)
+            self.opened = opened.pop_all()
+
+    def open_directory(self, opened: ExitStack) -> SavedRun | None:
+        """Lock the run directory until `opened` closes, and read the checkpoint to resume from, if any."""
+        resumed = None
+        with self.ranks.agree():
+            if self.ranks.is_main:
+                opened.enter_context(self.directory.lock())
+                resumed = checkpoint.find(self.config.train.resume_from_checkpoint, self.directory.path)
+                self.directory.refuse_another_run(self.config, resumed)
+        resumed = self.ranks.gather([resumed])[0]
+        with self.ranks.agree():
+            return resumed and SavedRun.load(resumed, self.config, self.ranks.rank, self.ranks.world_size)
+
+    def check_fingerprints(self, saved: SavedRun | None, rows: Rows, row_indices: Sequence[int], initial: str) -> None:
+        """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""
+        self.fingerprints: dict[str, str] = {}
+        with self.ranks.agree():
+            if self.ranks.is_main:
+                self.fingerprints = {
+                    "training data": data_fingerprint(rows, row_indices),
+                    "initial model": model_fingerprint(initial, self.config.model),
+                }
+                if saved:
+                    saved.check_fingerprints(self.fingerprints)
 
     def load_models(
-        self, initial: str, resumed: Path | None, builder: PromptBuilder
+        self, initial: str, saved: SavedRun | None, builder: PromptBuilder
     ) -> tuple[Policy, Reference | None]:
         """Load the policy and, if the KL term needs one, the reference."""
+        resumed = saved.path if saved else None
         idle_prompt = builder.build(idle_sample()) if self.ranks.world_size > 1 else None
         policy = load_policy(self.config, initial, resumed, idle_prompt).to(self.ranks.device)
         return policy, load_reference(self.config, initial, policy, resumed)
@@ -134,15 +154,15 @@ class Run:
             return None
         return Evaluator(self.config, self.ranks, builder, engine.engine, self.rewards)
 
-    def prepare_directory(self, resumed: Path | None, dropped: Sequence[dict[str, Any]]) -> None:
+    def prepare_directory(self, saved: SavedRun | None, dropped: Sequence[dict[str, Any]]) -> None:
         """Prepare the run directory. Called last, since it may delete an earlier run."""
         if self.ranks.is_main:
-            step = checkpoint.step_of(resumed) if resumed else None
+            step, last_line = (saved.step, saved.last_line) if saved else (None, -1)
             next_window = self.collector.step_of_next_generation(self.progress.global_step)
-            self.directory.prepare(self.config, step, next_window, dropped)
+            self.directory.prepare(self.config, step, last_line, next_window, dropped)
 
     def run(self) -> dict[str, Any]:
-        """Take all steps and return the summary. If a step fails with an RLVLMError, a checkpoint is saved."""
+        """Take all steps and return the summary. If a step or an evaluation fails, the last complete step is saved."""
         log, train, progress = self.config.log, self.config.train, self.progress
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
@@ -151,6 +171,8 @@ class Run:
                 self.record.eval_before = self.evaluate()
                 self.write_metrics({"step": 0, **prefixed(self.record.eval_before)})
                 self.save_if_due(is_last=False)
+            if self.record.unevaluated:
+                self.finish_step(self.record.unevaluated)
             while progress.global_step < progress.max_steps:
                 line = self.next_step()
                 bar.show(line["step"], training_figures(line))
@@ -158,40 +180,62 @@ class Run:
 
     def next_step(self) -> dict[str, Any]:
         """Take one step with its evaluation and its checkpoint. Returns its line in `metrics.jsonl`."""
-        train, progress = self.config.train, self.progress
-        step = progress.global_step + 1
-        try:
-            metrics = self.trainer.step()
-        except RLVLMError as error:
-            batch = self.write_nonfinite(step)
-            self.save()  # of the last complete step: whatever is wrong can be mended and the run resumed
-            if batch is not None:
-                raise TrainingError(f"{error} The last batch is in {batch}.") from error
-            raise
-        self.write_nonfinite(step)
+        step = self.progress.global_step + 1
+        with self.saved_on_failure(), self.collector.undo_on_failure():
+            try:
+                metrics = self.trainer.step()
+            finally:
+                self.write_nonfinite(step)
         line = {"step": step, "epoch": self.collector.loader.epoch} | metrics.reduce(self.ranks.gather)
         line["data_wait_fraction"] = line.get("time/data", 0.0) / line["time/step"]
         self.record.train_seconds += line["time/step"]
-        is_last = step == progress.max_steps
-        try:
-            if self.evaluator and (is_last or is_due(step, train.eval_steps)):
-                line |= prefixed(self.evaluate())
-        except RLVLMError:
-            self.write_metrics(line)
-            self.save()
-            raise
+        return self.finish_step(line)
+
+    def finish_step(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate and save if that is due after a step, and write its line of metrics."""
+        step = line["step"]
+        is_last = step == self.progress.max_steps
+        if self.evaluator and (is_last or is_due(step, self.config.train.eval_steps)):
+            self.record.unevaluated = line
+            with self.saved_on_failure():
+                line = line | prefixed(self.evaluate())
+            self.record.unevaluated = None
         self.write_metrics(line)
         self.save_if_due(is_last)
         return line
 
-    def write_nonfinite(self, step: int) -> Path | None:
-        """Write the groups of a step whose loss or gradient was not finite, and return the file; None for others."""
-        groups = self.trainer.nonfinite_groups
-        if not groups:
-            return None
-        path = self.directory.write_nonfinite(groups, step, self.ranks.rank)
-        logger.warning("loss or gradient is not finite; the step was skipped and its batch saved to %s", path)
-        return path
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Run a block, and if it fails save the last complete step, or say why that is not possible."""
+        try:
+            yield
+        except Exception as error:
+            if problem := self.problem_of_saving(error):
+                logger.error(
+                    "the last complete step, %d, is not saved: %s; complete checkpoints in %s: %s",
+                    self.progress.global_step, problem, self.directory.path, checkpoint.names(self.directory.path),
+                )  # fmt: skip
+            raise
+
+    def problem_of_saving(self, error: Exception) -> str | None:
+        """Save the last complete step after `error`. Returns why it cannot be saved, or None if it is."""
+        if self.progress.global_step == 0:
+            return "no step is complete"
+        if self.trainer.is_updating:
+            return "the error came within the update of the weights"
+        if self.ranks.world_size > 1 and not getattr(error, "on_all_ranks", False):
+            return "the error came on one rank, and others cannot join"
+        try:
+            self.save()
+        except Exception as failure:
+            return str(failure)
+        return None
+
+    def write_nonfinite(self, step: int) -> None:
+        """Write the groups of a step if its loss or gradient was not finite."""
+        if groups := self.trainer.nonfinite_groups:
+            path = self.directory.write_nonfinite(groups, step, self.ranks.rank)
+            logger.warning("loss or gradient is not finite; the step was skipped and its batch saved to %s", path)
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         """Write a line of `metrics.jsonl`, and send it to the trackers every `logging_steps`."""
@@ -204,20 +248,14 @@ class Run:
         """Evaluate on the held-out rows. With `load_best_model_at_end`, note the best step so far."""
         assert self.evaluator is not None
         self.collector.free_engine(self.progress)
-        metrics = self.record.eval_latest = self.evaluator.run(self.collector.state_at(self.progress)).metrics
-        if self.config.train.load_best_model_at_end:
-            self.note_best(metrics)
+        states = checkpoint.random_states()
+        try:
+            metrics = self.evaluator.run(self.collector.state_at(self.progress)).metrics
+            self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
+        except BaseException:
+            checkpoint.restore_random_states(states)
+            raise
         return metrics
-
-    def note_best(self, metrics: dict[str, float]) -> None:
-        """Note this step if its evaluation is the best. Raises ConfigError if the deciding metric does not exist."""
-        record, train = self.record, self.config.train
-        name = train.metric_for_best_model.removeprefix("eval_")
-        if name not in metrics:
-            raise ConfigError(f"train.metric_for_best_model {name} is not among the metrics: {', '.join(metrics)}")
-        sign = 1 if train.greater_is_better else -1
-        if record.eval_best is None or sign * metrics[name] > sign * record.eval_best[name]:
-            record.best_step, record.eval_best = self.progress.global_step, metrics
 
     def save_if_due(self, is_last: bool) -> None:
         """Save every `save_steps`, at the end, and if the evaluation is the best so far."""
@@ -230,7 +268,10 @@ class Run:
         """Write a checkpoint of the last complete step. Raises CheckpointError on every rank if that fails.
 
         A prefetched window is completed first: a resumed run does not have the weights that it is sampled from.
+        Older checkpoints are not deleted while steps are skipped because they are not finite.
         """
+        with self.ranks.agree():
+            self.refuse_nonfinite_weights()
         try:
             self.collector.finish_prefetch()
         except RLVLMError as error:
@@ -243,7 +284,17 @@ class Run:
                 write_files = partial(self.write_files, states)
                 checkpoint.write(path, self.progress.global_step, write_files)
                 keep = None if best is None else checkpoint.checkpoint_path(path, best)
-                checkpoint.prune(path, self.config.train.save_total_limit, keep)
+                if not self.progress.nonfinite_in_a_row:
+                    checkpoint.prune(path, self.config.train.save_total_limit, keep)
+
+    def refuse_nonfinite_weights(self) -> None:
+        """Raise TrainingError if a trained weight is not finite."""
+        if names := self.trainer.policy.nonfinite_weights():
+            raise TrainingError(
+                f"{len(names)} weights have values that are not finite after step {self.progress.global_step}, such as "
+                f"{names[0]}: nothing is saved. Resume from an earlier checkpoint "
+                f"({checkpoint.names(self.directory.path)}) with a lower learning_rate."
+            )
 
     def write_files(self, states: Sequence[dict[str, Any]], directory: Path) -> None:
         """Write all files of a checkpoint, with the states of all ranks."""
@@ -251,36 +302,22 @@ class Run:
         save_policy(policy, self.processor, directory)
         if self.config.algorithm.sync_ref_model and reference and reference.frozen:
             save_policy(reference.frozen, self.processor, directory / "reference")
-        state = {"progress": asdict(self.progress), "record": asdict(self.record), "world_size": len(states)}
-        (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
         torch.save(self.trainer.optimizer.state_dict(), directory / "optimizer.pt")
-        for rank, own_state in enumerate(states):
-            torch.save(own_state, directory / f"rank_{rank}.pt")
+        write_states(directory, self.config, self.progress, self.record, self.fingerprints, states)
 
-    def restore(self, path: Path) -> None:
+    def restore(self, saved: SavedRun) -> None:
         """Restore a checkpoint, which can be within a generation window. The policy's weights are loaded already.
 
-        Raises CheckpointError if the number of processes or the data differ, or if settings do not fit.
+        Raises CheckpointError if paused completions do not fit the settings.
         """
-        state = json.loads((path / "trainer_state.json").read_text())
-        if "record" not in state:
-            raise CheckpointError(f"{path} was written by an earlier version of rl-vlm; resume it with that one")
-        if state["world_size"] != self.ranks.world_size:
-            raise CheckpointError(
-                f"{path} was written by {state['world_size']} processes and this run has {self.ranks.world_size}; "
-                "resume with as many"
-            )
-        for name, value in state["progress"].items():
-            if name != "max_steps":  # which this run's settings decide
-                setattr(self.progress, name, value)
-        self.record = Record(**state["record"])
-        self.trainer.optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True))
-        own_state = torch.load(path / f"rank_{self.ranks.rank}.pt", weights_only=True)
+        vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
+        self.record = Record(**saved.state["record"])
+        self.trainer.optimizer.load_state_dict(torch.load(saved.path / "optimizer.pt", weights_only=True))
         try:
-            self.collector.load_state_dict(own_state["collector"], self.progress)
+            self.collector.load_state_dict(saved.own_state["collector"], self.progress)
         except CheckpointError as error:
-            raise CheckpointError(f"{path} cannot be resumed: {error}") from error
-        checkpoint.restore_random_states(own_state["random"])
+            raise CheckpointError(f"{saved.path} cannot be resumed: {error}") from error
+        checkpoint.restore_random_states(saved.own_state["random"])
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""
@@ -302,12 +339,8 @@ class Run:
         return summary
 
     def close(self) -> None:
-        """Close the engine, the workers, the trackers and the process group."""
-        self.collector.engine.close()
-        self.collector.close()
-        self.rewards.close()
-        self.trackers.close()
-        self.ranks.close()
+        """Close the engine, the workers, the trackers and the process group, and unlock the directory."""
+        self.opened.close()
 
 
 def is_due(step: int, interval: int) -> bool:

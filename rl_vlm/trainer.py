@@ -69,6 +69,8 @@ class Trainer:
         self.logprob_sharing: Sharing = config.memory.prefix_sharing if by_cache else self.sharing
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
+        self.is_updating = False
+        """Whether the step's update has begun and the step is not complete, so that the weights belong to no step."""
 
     def step(self) -> StepMetrics:
         """Take one optimizer step and return its metrics."""
@@ -89,6 +91,7 @@ class Trainer:
             window.updates_done += 1
         self.add_metrics(groups, metrics)
         self.progress.global_step += 1
+        self.is_updating = False
         return metrics
 
     def start_step(self) -> None:
@@ -212,17 +215,20 @@ class Trainer:
 
     def update(self, loss: Tensor, batches: Sequence[MicroBatch], metrics: StepMetrics) -> None:
         """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""
-        loss_sum = self.ranks.sum([loss.item()])[0]
-        norm = self.optimizer.update(math.isfinite(loss_sum)) if batches else 0.0
-        finite = math.isfinite(loss_sum) and math.isfinite(norm)
-        if batches and finite:
-            self.progress.policy_version += 1
+        norm = self.optimizer.clip_gradients() if batches else 0.0
+        loss_sum, num_nonfinite = self.ranks.sum([loss.item(), float(not math.isfinite(norm))])
+        finite = math.isfinite(loss_sum) and not num_nonfinite
         metrics.add_mean("loss", loss_sum, 1)
         metrics.add_mean("grad_norm", norm, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         metrics.add_mean("skipped_updates/no_variance", float(not batches), 1)
         metrics.add_mean("skipped_updates/nonfinite", float(not finite), 1)
         self.stop_if_nonfinite(finite, batches)
+        self.is_updating = True
+        if batches and finite:
+            self.optimizer.update()
+            self.progress.policy_version += 1
+        self.optimizer.clear_gradients()
         self.optimizer.advance_schedule()
         self.move_reference()
 
@@ -233,11 +239,12 @@ class Trainer:
             return
         self.progress.nonfinite_in_a_row += 1
         self.nonfinite_groups = [subgroup.scored for batch in batches for subgroup in batch.subgroups]
-        if self.progress.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
-            raise TrainingError(
-                f"{MAX_NONFINITE_STEPS} steps in a row had a loss or gradient that is not finite. The weights are "
-                "those of the last finite step. A lower learning_rate often helps."
-            )
+        with self.ranks.agree():
+            if self.progress.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
+                raise TrainingError(
+                    f"{MAX_NONFINITE_STEPS} steps in a row had a loss or gradient that is not finite. The weights are "
+                    "those of the last finite step. A lower learning_rate often helps."
+                )
 
     def move_reference(self) -> None:
         """Move the reference towards the policy every `ref_model_sync_steps` steps, if `sync_ref_model` is set."""

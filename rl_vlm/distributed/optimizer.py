@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,16 +48,17 @@ class Optimizer:
         """Add a micro-batch's gradients. Losses are shares of a sum over ranks; they are scaled, since DDP averages."""
         self.ranks.accelerator.backward(loss * self.ranks.world_size)
 
-    def update(self, loss_is_finite: bool) -> float:
-        """Clip the gradients, update the weights if loss and gradients are finite, and clear the gradients.
+    def clip_gradients(self) -> float:
+        """Clip the gradients and return their global norm before that. A `max_grad_norm` of 0 does not clip."""
+        return float(self.ranks.accelerator.clip_grad_norm_(self.trainable, self.max_grad_norm or float("inf")))
 
-        Returns the global norm of the gradients before clipping. A `max_grad_norm` of 0 does not clip.
-        """
-        norm = float(self.ranks.accelerator.clip_grad_norm_(self.trainable, self.max_grad_norm or float("inf")))
-        if loss_is_finite and math.isfinite(norm):
-            self.prepared.step()
+    def update(self) -> None:
+        """Update the weights by the gradients."""
+        self.prepared.step()
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients, after an update or instead of one."""
         self.adamw.zero_grad()
-        return norm
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step. It depends on the step count, which includes skipped updates."""
@@ -75,9 +75,15 @@ class Optimizer:
         return {"optimizer": self.adamw.state_dict(), "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state that `state_dict` returned."""
+        """Load the moments and the step count that `state_dict` returned. Settings are those of this run."""
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.adamw.param_groups]
+        scheduler: Any = self.scheduler  # a LambdaLR for every schedule that the settings allow
+        base_lrs, factors = scheduler.base_lrs, scheduler.lr_lambdas
         self.adamw.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        scheduler.load_state_dict(state["scheduler"] | {"base_lrs": base_lrs})
+        for group, settings, base_lr, factor in zip(self.adamw.param_groups, own, base_lrs, factors, strict=True):
+            group.update(settings, lr=base_lr * factor(scheduler.last_epoch))
+        scheduler._last_lr = [group["lr"] for group in self.adamw.param_groups]
 
 
 def build_adamw(trainable: list[nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:

@@ -76,6 +76,7 @@ class Ranks:
             error = failure
         for failure in self.gather([error]):
             if failure is not None:
+                failure.on_all_ranks = True
                 raise failure
 
     def close(self) -> None:

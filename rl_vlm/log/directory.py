@@ -8,17 +8,21 @@ output_dir/
     summary.json, reward.png                 the outcome
     dropped_prompts.jsonl                    rows left out because their prompt was too long
     nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
+    run.lock                                 held by the process that writes here
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import re
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -40,6 +44,33 @@ class RunDirectory:
         self.path = path
         self.metrics = MetricsLog(path / "metrics.jsonl")
 
+    def lock(self) -> TextIO:
+        """Create the directory and hold it until the returned file is closed, or the process ends.
+
+        Raises ConfigError if another process holds it, or if files cannot be written there.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / "run.lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"train.output_dir {self.path} cannot be written to: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read() or "another process"
+            file.close()
+            raise ConfigError(
+                f"train.output_dir {self.path} is in use by {holder}: two runs would mix their records. Choose another "
+                "directory, or wait until that run has ended."
+            ) from None
+        except OSError as error:  # some network file systems
+            logger.warning("%s cannot be locked (%s); do not start a second run there", self.path, error.strerror)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        return file
+
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
         """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""
         if not self.metrics.path.exists():
@@ -55,14 +86,15 @@ class RunDirectory:
                 "train.resume_from_checkpoint=auto, or delete it with train.overwrite_output_dir=true"
             )
 
-    def prepare(self, config: RunConfig, step: int | None, next_window: int, dropped: Sequence[dict[str, Any]]) -> None:
+    def prepare(
+        self, config: RunConfig, step: int | None, last_line: int, next_window: int, dropped: Sequence[dict[str, Any]]
+    ) -> None:
         """Delete an earlier run, or the records after the checkpoint at `step` from which the run resumes.
 
-        `next_window` is the step that the next window will be generated for. Called after all checks of the settings,
-        since it deletes files.
+        `last_line` is the last step whose metrics are kept. `next_window` is the step that the next window will be
+        generated for. Called after all checks of the settings, since it deletes files.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.metrics.truncate_after(-1 if step is None else step)
+        self.metrics.truncate_after(last_line)
         drop_windows_from(self.path, next_window)
         for directory in self.path.iterdir():
             match = re.fullmatch(r"(unfinished-)?checkpoint-(\d+)", directory.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from rl_vlm.algorithm.advantages import reward_std
 from rl_vlm.algorithm.losses import MetricExtreme
 from rl_vlm.log.files import atomic_write
 from rl_vlm.types import ScoredGroup
+
+logger = logging.getLogger(__name__)
 
 Gather = Callable[[list[Any]], list[Any]]
 
@@ -160,18 +163,27 @@ class MetricsLog:
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines after `step`, which a resumed run writes again, and an incomplete last line."""
-        kept = [line for line in self.complete_lines() if json.loads(line)["step"] <= step]
+        kept = [line for line in self.read() if line["step"] <= step]
         with atomic_write(self.path) as unfinished:
-            unfinished.write_text("".join(kept))
-
-    def complete_lines(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        return [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            unfinished.write_text("".join(map(to_line, kept)))
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(to_line(metrics))
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.complete_lines()]
+        """Return all complete lines. A damaged line is left out with a warning."""
+        if not self.path.exists():
+            return []
+        lines = []
+        for number, line in enumerate(self.path.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                metrics = json.loads(line)
+                lines.append(metrics | {"step": int(metrics["step"])})
+            except (ValueError, TypeError, KeyError):
+                logger.warning("%s, line %d is damaged and left out", self.path, number)
+        return lines
+
+
+def to_line(metrics: Mapping[str, Any]) -> str:
+    return json.dumps(metrics) + "\n"

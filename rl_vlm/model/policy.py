@@ -67,6 +67,12 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.transformer.device
 
+    def nonfinite_weights(self) -> list[str]:
+        """Return the names of the trained weights that have a value which is not finite."""
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        finite = torch.stack([weight.isfinite().all() for weight in trained.values()]).tolist()
+        return [name for name, is_finite in zip(trained, finite, strict=True) if not is_finite]
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Run the block under autocast to `compute_dtype`; weights keep their dtype."""

@@ -70,7 +70,7 @@ class Reference:
 
 
 def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Path | None) -> Reference | None:
-    """Load the reference; return None if `beta` is 0. With `sync_ref_model`, it resumes from the checkpoint."""
+    """Load the reference; return None if `beta` is 0. One that has moved is loaded from the resumed checkpoint."""
     if config.algorithm.beta == 0:
         return None
     if config.algorithm.sync_ref_model and is_adapter(initial):
@@ -81,7 +81,8 @@ def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Pat
         policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
     if config.model.use_peft or is_adapter(initial):
         return Reference(policy, frozen=None)
-    weights = resumed / "reference" if resumed and config.algorithm.sync_ref_model else None
+    moved = resumed / "reference" if resumed else None
+    weights = moved if moved and moved.is_dir() else None
     features = policy.vision.features if policy.vision.is_frozen else None
     frozen = load_policy(config, initial, weights, policy.vision.idle_prompt, features)
     return Reference(policy, frozen.requires_grad_(False).eval().to(policy.device))

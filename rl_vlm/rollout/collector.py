@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rl_vlm.algorithm.advantages import compute_advantages, reward_std
+from rl_vlm.checkpoint import random_states, restore_random_states
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.loader import PromptLoader
@@ -184,7 +185,8 @@ class Collector:
         return global_step + 1 if self.window is not None and self.window.is_new else global_step
 
     def close(self) -> None:
-        """Stop prefetching, and close the loader."""
+        """Close the engine, which ends a prefetch, and the loader."""
+        self.engine.close()
         self.background.shutdown(cancel_futures=True)
         self.loader.close()
 
@@ -217,12 +219,21 @@ class Collector:
             self.sync(progress, 1, StepMetrics())
 
     def position(self) -> dict[str, Any]:
-        """Return the state that making a window changes."""
+        """Return the state that a step changes before it updates the weights."""
         return {
+            "window": self.window,
             "loader": self.loader.state_dict(),
             "in_flight": self.partial_rollouts and self.partial_rollouts.in_flight,
             "sent_version": self.engine.sent_version,
+            "random": random_states(),
         }
+
+    def undo_on_failure(self) -> AbstractContextManager[None]:
+        """Run a step in this context: if it fails, the collector returns to the state before it.
+
+        Prefetched windows are kept, since other weights have generated them, and then so is the step's window.
+        """
+        return nullcontext() if self.config.rollout.max_staleness else self.restored_on_failure(self.position())
 
     @contextmanager
     def restored_on_failure(self, position: dict[str, Any]) -> Iterator[None]:
@@ -230,8 +241,10 @@ class Collector:
         try:
             yield
         except BaseException:
+            self.window = position["window"]
             self.loader.load_state_dict(position["loader"])
             self.engine.sent_version = position["sent_version"]
+            restore_random_states(position["random"])
             if self.partial_rollouts is not None:
                 self.partial_rollouts.in_flight = position["in_flight"]
             raise

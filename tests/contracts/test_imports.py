@@ -20,6 +20,7 @@ LAYERS = [
     "log",
     "rollout",
     "evaluation trainer",
+    "resume",
     "run",
 ]
 """Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that

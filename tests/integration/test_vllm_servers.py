@@ -219,7 +219,7 @@ def test_a_run_of_lora_samples_from_its_own_adapter_and_leaves_no_server(tmp_pat
     checkpoint, output = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint"), tmp_path / "run"
     config = tiny_run.make_config(
         checkpoint, output, engine="vllm_server", vllm_max_model_length=256, max_num_seqs=16, use_peft=True, lora_r=4,
-        max_steps=5, weight_sync_steps=2,
+        max_steps=5, weight_sync_steps=2, save_steps=0,
     )  # fmt: skip
     children = set(psutil.Process().children(recursive=True))
     train(config)

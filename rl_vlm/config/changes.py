@@ -1,0 +1,57 @@
+"""Settings that a resumed run has changed since its checkpoint: each is applied from now on, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_vlm.config.schema import RunConfig
+
+UNCHANGEABLE = {
+    "the checkpoint's weights were trained with the old value": (
+        "model.use_peft", "model.lora_r", "model.lora_alpha", "model.lora_target_modules", "model.lora_exclude_modules",
+        "model.init_lora_weights", "model.use_rslora", "model.freeze_vision_tower", "algorithm.sync_ref_model",
+    ),
+    "rows are drawn in an order that follows from it": ("train.seed", "data.shuffle_dataset"),
+    "the best step so far was chosen by the old value": ("train.metric_for_best_model", "train.greater_is_better"),
+}  # fmt: skip
+"""Settings that hold from the first step to the last, by the reason."""
+
+OF_WINDOWS = (
+    "data.prompt_template", "data.system_prompt", "data.image_root", "data.chat_template_kwargs", "data.min_pixels",
+    "data.max_pixels", "rollout.engine", "rollout.num_generations", "rollout.temperature",
+    "rollout.max_completion_length", "rewards.reward_funcs", "rewards.reward_weights", "algorithm.beta",
+    "train.prompts_per_step", "train.per_device_train_batch_size", "train.gradient_accumulation_steps",
+    "train.steps_per_generation",
+)  # fmt: skip
+"""Settings that must not change while a window is in training, since its completions were generated with them."""
+
+OF_ONE_START = ("train.resume_from_checkpoint", "train.overwrite_output_dir")
+"""Settings that concern the start of a run, so that a difference means nothing."""
+
+
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """Return every setting by its full name, in types that JSON has."""
+    sections = config.model_dump(mode="json")
+    return {f"{section}.{leaf}": value for section, leaves in sections.items() for leaf, value in leaves.items()}
+
+
+def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, str]:
+    """Return `old -> new` for each setting that differs from the saved ones, by full name.
+
+    A setting that the checkpoint's version did not have counts as unchanged.
+    """
+    present = {name: value for name, value in flat_settings(config).items() if name not in OF_ONE_START}
+    return {
+        name: f"{saved[name]!r} -> {value!r}"
+        for name, value in present.items()
+        if name in saved and saved[name] != value
+    }
+
+
+def refused_changes(changes: Mapping[str, str], within_window: bool) -> list[str]:
+    """Return a line for each change that cannot be applied. `within_window`: the checkpoint holds completions."""
+    reasons = {name: reason for reason, names in UNCHANGEABLE.items() for name in names}
+    if within_window:
+        reasons |= dict.fromkeys(OF_WINDOWS, "the checkpoint holds completions that were generated with the old value")
+    return [f"`{name}` {change}: {reasons[name]}" for name, change in changes.items() if name in reasons]

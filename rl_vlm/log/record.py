@@ -1,0 +1,37 @@
+"""Measurements of a run so far: its time, its evaluations and its best step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl_vlm.config.schema import TrainConfig
+from rl_vlm.errors import ConfigError
+
+
+@dataclass
+class Record:
+    """Measurements that checkpoints hold, so that a resumed run continues them."""
+
+    train_seconds: float = 0.0
+    eval_before: dict[str, float] | None = None
+    eval_latest: dict[str, float] | None = None
+    best_step: int | None = None
+    eval_best: dict[str, float] | None = None
+    unevaluated: dict[str, Any] | None = None
+    """Metrics of the last step, if its evaluation is due and not complete."""
+
+    def note_evaluation(self, metrics: dict[str, float], step: int, train: TrainConfig) -> None:
+        """Note an evaluation, and with `load_best_model_at_end` the step if it is the best so far.
+
+        Raises ConfigError if the deciding metric does not exist.
+        """
+        self.eval_latest = metrics
+        if not train.load_best_model_at_end:
+            return
+        name = train.metric_for_best_model.removeprefix("eval_")
+        if name not in metrics:
+            raise ConfigError(f"train.metric_for_best_model {name} is not among the metrics: {', '.join(metrics)}")
+        sign = 1 if train.greater_is_better else -1
+        if self.eval_best is None or sign * metrics[name] > sign * self.eval_best[name]:
+            self.best_step, self.eval_best = step, metrics

@@ -1,0 +1,109 @@
+"""The states in a checkpoint of a run, and whether the settings, data and model of a resumed run fit them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_vlm.config.changes import changed_settings, flat_settings, refused_changes
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import CheckpointError
+from rl_vlm.log.record import Record
+from rl_vlm.types import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def write_states(
+    directory: Path,
+    config: RunConfig,
+    progress: Progress,
+    record: Record,
+    fingerprints: Mapping[str, str],
+    own_states: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write what `SavedRun.load` reads. `own_states` are those of all ranks."""
+    state = {
+        "progress": asdict(progress),
+        "record": asdict(record),
+        "world_size": len(own_states),
+        "settings": flat_settings(config),
+        "fingerprints": dict(fingerprints),
+    }
+    (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
+    for rank, own_state in enumerate(own_states):
+        torch.save(own_state, directory / f"rank_{rank}.pt")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run's state in a checkpoint, as one rank reads it. Weights and optimizer are read later."""
+
+    path: Path
+    state: dict[str, Any]
+    """Content of `trainer_state.json`."""
+    own_state: dict[str, Any]
+    """The rank's random states and the state of its collector."""
+
+    @classmethod
+    def load(cls, path: Path, config: RunConfig, rank: int, world_size: int) -> SavedRun:
+        """Read a checkpoint, and log the settings that have changed and apply from now on.
+
+        Raises CheckpointError if another version or number of processes wrote it, or if a changed setting cannot be
+        applied.
+        """
+        state = json.loads((path / "trainer_state.json").read_text())
+        if "settings" not in state:
+            raise CheckpointError(f"{path} was written by an earlier version of rl-vlm; resume it with that one")
+        if state["world_size"] != world_size:
+            raise CheckpointError(
+                f"{path} was written by {state['world_size']} processes and this run has {world_size}; "
+                "resume with as many"
+            )
+        saved = cls(path, state, torch.load(path / f"rank_{rank}.pt", weights_only=True))
+        saved.check_settings(config)
+        return saved
+
+    @property
+    def step(self) -> int:
+        return self.state["progress"]["global_step"]
+
+    @property
+    def last_line(self) -> int:
+        """The last step whose metrics are complete: the one before, if its evaluation failed."""
+        return self.step - (self.state["record"]["unevaluated"] is not None)
+
+    @property
+    def holds_completions(self) -> bool:
+        """Whether completions were generated before the checkpoint and are trained on after it."""
+        collector = self.own_state["collector"]
+        return any(collector[part] for part in ("window", "next_window", "in_flight"))
+
+    def check_settings(self, config: RunConfig) -> None:
+        """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot."""
+        changes = changed_settings(self.state["settings"], config)
+        if refused := refused_changes(changes, self.holds_completions):
+            between = " Checkpoints between two windows hold no completions." if self.holds_completions else ""
+            lines = "\n".join(refused)
+            raise CheckpointError(
+                f"{self.path} cannot be resumed with changed settings:\n{lines}\nSet them back, or start a new run "
+                f"with model.model_name_or_path={self.path} and a new train.output_dir.{between}"
+            )
+        for name, change in changes.items():
+            logger.warning("resumed with a changed setting: %s %s", name, change)
+
+    def check_fingerprints(self, present: Mapping[str, str]) -> None:
+        """Raise CheckpointError if the training data or the initial model are others than the run began with."""
+        for name, saved in self.state["fingerprints"].items():
+            if present[name] != saved:
+                raise CheckpointError(
+                    f"{self.path} cannot be resumed: the {name} has changed since it was written ({saved}, now "
+                    f"{present[name]}). Restore it, or start a new run with model.model_name_or_path={self.path} and a "
+                    "new train.output_dir."
+                )

@@ -1,0 +1,192 @@
+"""What a run leaves behind if a step or an evaluation fails, and that it can be resumed from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_vlm import checkpoint
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import ConfigError, TrainingError
+from rl_vlm.evaluation import Evaluator
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.rollout.collector import Collector
+from rl_vlm.run import Run, train
+from rl_vlm.types import MicroBatch
+from tests.helpers import tiny_run
+from tests.helpers.resuming import assert_same_run, config_of, resumed
+from tests.helpers.tiny_run import make_config, metric_lines
+
+
+def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> None:
+    """Let the method do its work at its `call`-th call, from 1, and then run out of memory."""
+    function, calls = getattr(owner, method), []
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        calls.append(method)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result
+
+    patch.setattr(owner, method, failing)
+
+
+@pytest.mark.parametrize("variant", ["full", "window", "partial_rollouts"])
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Optimizer, "backward"), (Optimizer, "clip_gradients"), (Collector, "score")]
+)
+def test_an_error_in_a_step_saves_the_step_before(variant, owner, method, tiny_checkpoint, tmp_path, monkeypatch):
+    """`Collector.score` has drawn random numbers by then: the coin's."""
+    train(config_of(variant, tiny_checkpoint, tmp_path / "straight"))
+    config = config_of(variant, tiny_checkpoint, tmp_path / "failed", save_steps=0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        fail_in(patch, owner, method, call=2)
+        train(config)
+    (saved,) = checkpoint.complete(tmp_path / "failed")
+    assert checkpoint.step_of(saved) >= 1
+    train(resumed(config))
+    assert_same_run(tmp_path / "failed", tmp_path / "straight")
+
+
+def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint, tmp_path, monkeypatch):
+    settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 2, "eval_on_start": False}
+    train(config_of("full", tiny_checkpoint, tmp_path / "straight", **settings))
+    config = config_of("full", tiny_checkpoint, tmp_path / "failed", save_steps=0, **settings)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        fail_in(patch, Evaluator, "evaluate_rows", call=2)
+        train(config)
+    assert checkpoint.complete(tmp_path / "failed") == [tmp_path / "failed" / "checkpoint-4"]
+    assert [line["step"] for line in metric_lines(tmp_path / "failed")] == [1, 2, 3]
+    train(resumed(config))
+    assert_same_run(tmp_path / "failed", tmp_path / "straight")
+
+
+def test_an_error_within_an_update_saves_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
+    fail_in(monkeypatch, Optimizer, "update", call=3)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(make_config(tiny_checkpoint, tmp_path, save_steps=1))
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+    assert "step, 2, is not saved: the error came within the update" in caplog.text
+    assert "checkpoint-1, checkpoint-2" in caplog.text
+
+
+def test_an_error_on_one_of_two_ranks_saves_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
+    run = Run(make_config(tiny_checkpoint, tmp_path, save_steps=0))
+    run.progress.global_step = 1
+    monkeypatch.setattr(Ranks, "world_size", 2)
+    with pytest.raises(torch.OutOfMemoryError), run.saved_on_failure():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert checkpoint.complete(tmp_path) == [] and "others cannot join" in caplog.text
+    monkeypatch.undo()
+    with pytest.raises(TrainingError), run.saved_on_failure(), run.ranks.agree():
+        raise TrainingError("on all ranks")
+    assert checkpoint.complete(tmp_path) == [tmp_path / "checkpoint-1"]
+    run.close()
+
+
+def break_weights(run: Run) -> None:
+    with torch.no_grad():
+        next(run.trainer.policy.parameters()).view(-1)[0] = float("nan")
+
+
+def test_weights_that_are_not_finite_are_not_saved(tiny_checkpoint, tmp_path, monkeypatch):
+    config = make_config(tiny_checkpoint, tmp_path, max_steps=9, save_steps=1, save_total_limit=1)
+    save = Run.save
+
+    def save_broken(run: Run) -> None:
+        if run.progress.global_step == 3:
+            break_weights(run)
+        save(run)
+
+    monkeypatch.setattr(Run, "save", save_broken)
+    with pytest.raises(TrainingError, match=r"1 weights have .* not finite after step 3, such as .*\(checkpoint-2\)"):
+        train(config)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-2"]
+
+
+def test_nothing_is_pruned_while_steps_are_skipped(tiny_checkpoint, tmp_path):
+    run = Run(make_config(tiny_checkpoint, tmp_path, save_total_limit=1))
+    for step, skipped in ((1, 0), (2, 1), (3, 2), (4, 0)):
+        run.progress.global_step, run.progress.nonfinite_in_a_row = step, skipped
+        run.save()
+        expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [4]}[step]
+        assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == expected
+    run.close()
+
+
+def test_a_norm_that_is_not_finite_on_another_rank_skips_the_update_on_all(tiny_checkpoint, tmp_path, monkeypatch):
+    run = Run(make_config(tiny_checkpoint, tmp_path))
+    updates: list[str] = []
+    monkeypatch.setattr(Optimizer, "update", lambda _: updates.append("update"))
+    others_nonfinite = [0.0]
+    monkeypatch.setattr(
+        Ranks, "sum", lambda _, values: [a + b for a, b in zip(values, [0.0, *others_nonfinite], strict=True)]
+    )
+    batches = [object.__new__(MicroBatch)]
+    monkeypatch.setattr(run.trainer, "stop_if_nonfinite", lambda *_: None)
+    run.trainer.update(torch.tensor(0.5), batches, StepMetrics())
+    assert updates == ["update"]
+    others_nonfinite[0] = 1.0
+    metrics = StepMetrics()
+    run.trainer.update(torch.tensor(0.5), batches, metrics)
+    assert updates == ["update"] and metrics.means["skipped_updates/nonfinite"] == [1.0, 1]
+    run.close()
+
+
+def test_two_runs_in_one_directory(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path)
+    run = Run(config)
+    with pytest.raises(ConfigError, match=rf"output_dir .* is in use by process {os.getpid()} on .*two runs would mix"):
+        Run(config)
+    run.close()
+    Run(make_config(tiny_checkpoint, tmp_path, overwrite_output_dir=True)).close()
+
+
+@pytest.mark.parametrize("path", ["file", "file/run"])
+def test_an_output_dir_that_cannot_be_written_is_found_before_the_model_is_loaded(path, tiny_checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"train.output_dir .* cannot be written to"):
+        Run(make_config("no-such-model", tmp_path / path))
+
+
+LAUNCHER = """
+import subprocess, sys, time
+command = ["env", "ACCELERATE_MIXED_PRECISION=no", sys.executable, "-m", "launch.train", sys.argv[1]]
+subprocess.Popen(command)
+time.sleep(600)
+"""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.mark.ci
+def test_a_rank_ends_with_its_launcher(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=100_000, save_steps=0)
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    lines = tmp_path / "run" / "metrics.jsonl"
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "run.yaml")], cwd=Path.cwd())
+    wait_for(lambda: lines.exists() and lines.stat().st_size > 0)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    time.sleep(5.0)
+    size = lines.stat().st_size
+    time.sleep(2.0)
+    assert lines.stat().st_size == size
+    Run(make_config(tiny_checkpoint, tmp_path / "run", overwrite_output_dir=True)).close()  # the lock is free

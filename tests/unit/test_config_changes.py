@@ -1,0 +1,43 @@
+import pytest
+
+from rl_vlm.config.changes import (
+    OF_ONE_START,
+    OF_WINDOWS,
+    UNCHANGEABLE,
+    changed_settings,
+    flat_settings,
+    refused_changes,
+)
+from rl_vlm.config.schema import SETTINGS, RunConfig
+
+
+def config(**sections):
+    return RunConfig.model_validate({"model": {"model_name_or_path": "m"}, **sections})
+
+
+def test_settings_are_flat_and_plain():
+    flat = flat_settings(config(rewards={"reward_funcs": ["a", {"function": "b", "weight": 2}]}))
+    assert flat.keys() == SETTINGS.keys()
+    assert flat["train.seed"] == 42 and flat["rewards.reward_funcs"][1]["weight"] == 2.0
+
+
+def test_every_named_setting_exists():
+    named = [name for names in (*UNCHANGEABLE.values(), OF_WINDOWS, OF_ONE_START) for name in names]
+    assert set(named) <= SETTINGS.keys() and len(named) == len(set(named))
+
+
+def test_changes_are_named_with_both_values():
+    saved = flat_settings(config(train={"learning_rate": 1e-6}))
+    del saved["train.adam_beta1"]  # of a version that did not have it
+    later = config(train={"learning_rate": 2e-6, "adam_beta1": 0.5, "resume_from_checkpoint": "auto"})
+    assert changed_settings(saved, later) == {"train.learning_rate": "1e-06 -> 2e-06"}
+
+
+@pytest.mark.parametrize(
+    ("within_window", "refused"), [(False, ["train.seed"]), (True, ["train.seed", "algorithm.beta"])]
+)
+def test_changes_of_windows_are_refused_within_one(within_window, refused):
+    changes = {"train.seed": "1 -> 2", "algorithm.beta": "0.0 -> 0.1", "train.learning_rate": "1 -> 2"}
+    lines = refused_changes(changes, within_window)
+    assert [line.split("`")[1] for line in lines] == refused
+    assert lines[0] == "`train.seed` 1 -> 2: rows are drawn in an order that follows from it"
