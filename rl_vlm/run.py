@@ -33,6 +33,7 @@ from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import RunDirectory
+from rl_vlm.log.files import lock_directory
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.model.fingerprint import model_fingerprint
@@ -109,7 +110,7 @@ class Run:
         resumed = None
         with self.ranks.agree():
             if self.ranks.is_main:
-                opened.enter_context(self.directory.lock())
+                opened.enter_context(lock_directory(self.directory.path))
                 resumed = checkpoint.find(self.config.train.resume_from_checkpoint, self.directory.path)
                 self.directory.refuse_another_run(self.config, resumed)
         resumed = self.ranks.gather([resumed])[0]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_sele
 from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampling, is_plain
 from rl_vlm.evaluation.figures import summarise_by
-from rl_vlm.log.files import write_file
+from rl_vlm.log.files import lock_directory, write_file
 from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
@@ -73,10 +74,22 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
 
 def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions) -> dict[str, Summary]:
     """Run one evaluation per name. Finished chunks are kept until all evaluations are complete."""
-    config = next(iter(configs.values()))
+    config, ranks = next(iter(configs.values())), Ranks()
     check_evaluable(config)
-    ranks = Ranks()
     root = Path(config.train.output_dir) / "evaluation"
+    with ExitStack() as opened:
+        opened.callback(ranks.close)
+        with ranks.agree():
+            if ranks.is_main:
+                opened.enter_context(lock_directory(root))
+        return evaluate_in(root, configs, options, ranks)
+
+
+def evaluate_in(
+    root: Path, configs: Mapping[str, RunConfig], options: EvaluationOptions, ranks: Ranks
+) -> dict[str, Summary]:
+    """Run the evaluations in the directory `root`, with a folder for each if there are several."""
+    config = next(iter(configs.values()))
     folders = {name: root / name if len(configs) > 1 else root for name in configs}
     directories = {name: EvaluationDirectory(folder, root / "images") for name, folder in folders.items()}
     rows = load_rows(config.data, "eval")
@@ -92,7 +105,6 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
             write_file(root / "comparison.json", (json.dumps(summaries, indent=2) + "\n").encode())
         for directory in directories.values():
             directory.delete_unfinished()
-    ranks.close()
     return summaries
 
 

@@ -13,16 +13,13 @@ output_dir/
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import re
 import shutil
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -43,33 +40,6 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = MetricsLog(path / "metrics.jsonl")
-
-    def lock(self) -> TextIO:
-        """Create the directory and hold it until the returned file is closed, or the process ends.
-
-        Raises ConfigError if another process holds it, or if files cannot be written there.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / "run.lock").open("a+")
-        except OSError as error:
-            raise ConfigError(f"train.output_dir {self.path} cannot be written to: {error.strerror}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read() or "another process"
-            file.close()
-            raise ConfigError(
-                f"train.output_dir {self.path} is in use by {holder}: two runs would mix their records. Choose another "
-                "directory, or wait until that run has ended."
-            ) from None
-        except OSError as error:  # some network file systems
-            logger.warning("%s cannot be locked (%s); do not start a second run there", self.path, error.strerror)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        return file
 
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
         """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""

@@ -1,13 +1,19 @@
-"""Files that are written completely or not at all, and disk errors."""
+"""Files that are written completely or not at all, locks on directories, and disk errors."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
-from rl_vlm.errors import CheckpointError
+from rl_vlm.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -22,6 +28,34 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
     with atomic_write(path) as unfinished:
         unfinished.write_bytes(content)
+
+
+def lock_directory(path: Path) -> TextIO:
+    """Create a directory and hold it until the returned file is closed, or the process ends.
+
+    Raises ConfigError if another process holds it, or if files cannot be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / "run.lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"train.output_dir: {path} cannot be written to: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read() or "another process"
+        file.close()
+        raise ConfigError(
+            f"train.output_dir: {path} is in use by {holder}. Two runs would mix their records. Choose another "
+            "directory, or wait until that run has ended."
+        ) from None
+    except OSError as error:  # some network file systems
+        logger.warning("%s cannot be locked (%s); do not start a second run there", path, error.strerror)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
 
 
 @contextmanager

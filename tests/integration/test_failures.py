@@ -148,7 +148,9 @@ def test_a_norm_that_is_not_finite_on_another_rank_skips_the_update_on_all(tiny_
 def test_two_runs_in_one_directory(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path)
     run = Run(config)
-    with pytest.raises(ConfigError, match=rf"output_dir .* is in use by process {os.getpid()} on .*two runs would mix"):
+    with pytest.raises(
+        ConfigError, match=rf"output_dir: .* is in use by process {os.getpid()} on .*Two runs would mix"
+    ):
         Run(config)
     run.close()
     Run(make_config(tiny_checkpoint, tmp_path, overwrite_output_dir=True)).close()
@@ -157,7 +159,7 @@ def test_two_runs_in_one_directory(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize("path", ["file", "file/run"])
 def test_an_output_dir_that_cannot_be_written_is_found_before_the_model_is_loaded(path, tiny_checkpoint, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"train.output_dir .* cannot be written to"):
+    with pytest.raises(ConfigError, match=r"train.output_dir: .* cannot be written to"):
         Run(make_config("no-such-model", tmp_path / path))
 
 
