@@ -64,6 +64,11 @@ class RewardSuite:
             if self.names.count(name) > 1:
                 raise RewardError(f"{self.names.count(name)} reward functions are called {name!r}: give each a `name`")
 
+    @property
+    def columns(self) -> set[str]:
+        """The columns of the data that functions name as parameters."""
+        return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}
+
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise RewardError if a function needs a column that the data does not have."""
         for reward in self._rewards:

@@ -19,9 +19,10 @@ from rl_vlm import checkpoint
 from rl_vlm.config.batches import plan_batches, total_optimizer_steps
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.check import check_rows, fitting_rows, warn_of_dropped
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
-from rl_vlm.data.prompts import PromptBuilder, load_processor, usable_rows
+from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.distributed.launcher import end_with_launcher
@@ -32,12 +33,12 @@ from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
-from rl_vlm.log.directory import RunDirectory
+from rl_vlm.log.directory import DROPPED, RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.model.fingerprint import model_fingerprint
-from rl_vlm.model.loading import initial_checkpoint, load_policy, load_weights, save_policy
+from rl_vlm.model.loading import initial_checkpoint, load_policy, load_weights, longest_prompt, save_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
 from rl_vlm.model.vision import idle_sample
@@ -84,25 +85,26 @@ class Run:
 
             rows = load_rows(config.data, "train")
             self.rewards = opened.enter_context(RewardSuite(config.rewards))
-            self.rewards.check_columns(rows[0].columns)
+            self.rewards.check_columns(rows.columns)
+            usable = check_rows(rows, self.rewards.columns, self.ranks)
             initial = initial_checkpoint(config, self.ranks)
             self.processor = load_processor(initial, config.model, config.data)
-            builder = PromptBuilder(self.processor, config.data)
-            row_indices, dropped = usable_rows(rows, builder, config.data.max_prompt_length)
-            self.check_fingerprints(saved, rows, row_indices, initial)
+            builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
+            usable = fitting_rows(usable, builder, config.data.max_prompt_length)
+            self.check_fingerprints(saved, rows, usable.indices, initial)
             policy, reference = self.load_models(initial, saved, builder)
-            self.progress = Progress(total_optimizer_steps(config, self.plan, len(row_indices)))
+            self.progress = Progress(total_optimizer_steps(config, self.plan, len(usable)))
             optimizer = Optimizer(self.ranks, policy.train(), train, self.progress.max_steps)
             weights = PolicyWeights(policy, config.rollout.lora_sync)
             engine = SyncedEngine(training_engine(config, initial, weights, builder, self.ranks), weights, self.ranks)
-            self.collector = self.build_collector(PromptSource(rows, row_indices, builder), engine)
+            self.collector = self.build_collector(PromptSource(rows, usable.indices, builder), engine)
             opened.callback(self.collector.close)
             self.evaluator = self.build_evaluator(builder, engine)
             self.trainer = Trainer(config, self.ranks, policy, reference, optimizer, self.collector, self.progress)
             if saved:
                 self.restore(saved)
             with self.ranks.agree():
-                self.prepare_directory(saved, dropped)
+                self.prepare_directory(saved, usable.dropped)
             self.opened = opened.pop_all()
 
     def open_directory(self, opened: ExitStack) -> SavedRun | None:
@@ -160,7 +162,9 @@ class Run:
         if self.ranks.is_main:
             step, last_line = (saved.step, saved.last_line) if saved else (None, -1)
             next_window = self.collector.step_of_next_generation(self.progress.global_step)
+            dropped = [*dropped, *(self.evaluator.usable.dropped if self.evaluator else [])]
             self.directory.prepare(self.config, step, last_line, next_window, dropped)
+            warn_of_dropped(dropped, self.directory.path / DROPPED)
 
     def run(self) -> dict[str, Any]:
         """Take all steps and return the summary. If a step or an evaluation fails, the last complete step is saved."""

@@ -151,6 +151,10 @@ def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
 
 def _train_conflicts(config: RunConfig) -> Iterator[str]:
     train, data = config.train, config.data
+    if repeated := sorted({name for name in data.columns.values() if list(data.columns.values()).count(name) > 1}):
+        yield f"`columns` reads {repeated[0]} as several columns; name it once"
+    if ignored := sorted(set(data.columns.values()) & set(data.ignore_columns)):
+        yield f"`columns` and `ignore_columns` both name {', '.join(ignored)}; keep one of them"
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
     if data.dataloader_prefetch_factor is not None and data.dataloader_num_workers == 0:

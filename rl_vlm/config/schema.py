@@ -64,6 +64,13 @@ class DataConfig(Section):
     """Held-out data, in the same forms as `dataset_name`. Default: none."""
     dataset_test_split: str = "test"
     """Split to evaluate on."""
+    columns: dict[str, str] = {}
+    """Columns that have another name in the data: `{image: photo, prompt: problem, solution: answer}` reads column
+    `photo` as `image`, and so on. Everything else, templates and reward functions too, uses the new names."""
+    ignore_columns: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Columns of the data to leave out, by their names there: for instance images that the model is not to see."""
+    text_only: bool = False
+    """Train or evaluate on text alone. Data without any image is refused unless this is set."""
     prompt_template: str | None = None
     """Template that builds the prompt from the columns of a row, as in `"{question} Answer in <answer> tags."`."""
     system_prompt: str | None = None
@@ -72,9 +79,12 @@ class DataConfig(Section):
     """Folder of relative image paths. Default: the folder of the data file, else the working directory."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra arguments of the chat template, such as `enable_thinking`."""
+    on_bad_row: Literal["raise", "drop"] = "raise"
+    """What to do with rows that cannot be used, such as one whose image is missing: end with an error, or leave them
+    out and list them in `dropped_prompts.jsonl`. Every row and every image's header is checked before the run."""
     max_prompt_length: int | None = Field(default=None, ge=1)
     """Maximum number of tokens in a prompt, images included. Rows with longer prompts are dropped before the run and
-    listed; prompts are never truncated."""
+    listed; prompts are never truncated. This builds every prompt once."""
     min_pixels: int | None = Field(default=None, ge=1)
     """Enlarge images to at least this many pixels. Needs a processor with this limit."""
     max_pixels: int | None = Field(default=None, ge=1)

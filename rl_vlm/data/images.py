@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, shorten
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig
@@ -18,6 +22,17 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 SENT_FORMATS = ("PNG", "JPEG", "WEBP")
 """Formats that are sent to servers unchanged; images in other formats are sent as PNG."""
+BASE64 = re.compile(r"data:image/[^,\s]{1,99};base64,|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)[A-Za-z0-9+/]{100}")
+"""The start of an image as base64 text: a data URL, or a PNG, JPEG, WEBP or GIF without its address."""
+SUFFIX = re.compile(r"\.(png|jpe?g|webp|bmp|tiff?|gif)(\?\S*)?\Z", re.IGNORECASE)
+KEYS = ("image", "bytes", "path")
+"""What a dict may hold an image under. Of several, the first that is filled counts."""
+SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""What Qwen's utilities read beside an image, and nothing here does."""
+FILE_TYPES = {
+    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
 
 
 def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[Image.Image, bytes | None]:
@@ -25,46 +40,132 @@ def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[I
 
     Also returns the encoded bytes if a server that decodes them gets the same pixels, else None.
 
-    `value` is a PIL image, encoded bytes, a path (relative to `folder`), or a dict of `bytes` and `path`. The size in
-    the header is checked against `max_pixels` before decoding. Raises DataError, whose message begins with `where`.
+    `value` is what `open_image` takes, or a PIL image. The size in the header is checked against `max_pixels` before
+    decoding. Raises DataError, whose message begins with `where`.
     """
-    try:
+    with image_errors(value, where):
+        value = image_content(value)
         encoded = None if isinstance(value, Image.Image) else encoded_image(value, folder)
         image = value if encoded is None else Image.open(BytesIO(encoded), formats=FORMATS)
         _check_header(image, max_pixels)
         pixels = ImageOps.exif_transpose(image).convert("RGB")
         return pixels, encoded if _is_sent_as_it_is(image) else None
+
+
+def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> None:
+    """Raise the DataError of `read_image` if an image is missing, or if its header can be seen to be bad.
+
+    Reads the header alone and decodes no pixel, so that damage behind it is not found.
+    """
+    with image_errors(value, where):
+        value = image_content(value)
+        if isinstance(value, Image.Image):
+            _check_header(value, max_pixels)
+            return
+        with open_image(value, folder) as file, Image.open(file, formats=FORMATS) as image:
+            _check_header(image, max_pixels)
+
+
+@contextmanager
+def image_errors(value: Any, where: str) -> Iterator[None]:
+    """Raise DataError, whose message begins with `where` and the image's path, for any error in the block."""
+    try:
+        yield
     except UnidentifiedImageError as error:
         raise DataError(f"{where}{_label(value)}: not an image in one of the formats {', '.join(FORMATS)}.") from error
     except Exception as error:  # a damaged file can make a decoder raise anything
-        raise DataError(f"{where}{_label(value)}: the image cannot be read: {error}") from error
+        raise DataError(f"{where}{_label(value)}: the image cannot be read: {shorten(error)}") from error
+
+
+def image_content(value: Any) -> Any:
+    """Return what a dict of `KEYS` holds, or the value itself if it is no dict.
+
+    Raises ValueError if the dict holds no image, or a size for it that nothing here would read.
+    """
+    while isinstance(value, dict):
+        sizes = [key for key in SIZE_KEYS if value.get(key) is not None]
+        if sizes:
+            raise ValueError(
+                f"{', '.join(sizes)} beside the image would have no effect; set data.min_pixels and data.max_pixels."
+            )
+        filled = [value[key] for key in KEYS if value.get(key) is not None]
+        if not filled:
+            raise ValueError(f"found a dict of {', '.join(map(str, value))}, expected one of {', '.join(KEYS)}.")
+        value = filled[0]
+    return value
 
 
 def image_path(value: Any) -> str | Path | None:
-    """Return the path of an image value, or None if the value holds the image itself."""
-    if isinstance(value, dict) and value.get("bytes") is None:
-        value = value.get("path")
-    return value if isinstance(value, str | Path) else None
+    """Return the path of an image value, or None if the value holds the image itself. Raises as `image_content`."""
+    content = image_content(value)
+    if isinstance(content, str) and not BASE64.match(content):
+        return content.removeprefix("file://")
+    return content if isinstance(content, Path) else None
+
+
+def open_image(value: Any, folder: Path) -> Any:
+    """Open an image's file, or its encoded bytes as a binary file.
+
+    `value` is a path (relative to `folder`), encoded bytes, an open file, base64 text, or a dict of one of these.
+    Raises TypeError for anything else, ValueError for a URL or what is no regular file, OSError for a file that cannot
+    be read.
+    """
+    content, path = image_content(value), image_path(value)
+    if path is not None:
+        return open_regular_file(folder, str(path))
+    if isinstance(content, str):
+        encoded = content.partition(",")[2] if content.startswith("data:") else content
+        return BytesIO(base64.b64decode("".join(encoded.split()), validate=True))
+    if isinstance(content, bytes):
+        return BytesIO(content)
+    if hasattr(content, "read"):
+        return content
+    raise TypeError(
+        f"found a {type(content).__name__}, expected a PIL image, a path, bytes, base64 text, or a dict of one of them."
+    )
+
+
+def open_regular_file(folder: Path, path: str) -> Any:
+    """Open a file of image data. Other kinds of file are refused, since reading a FIFO or a device may never end."""
+    if "://" in path:
+        raise ValueError("URLs are not fetched; download the file and give its path.")
+    if not path:
+        raise ValueError("its path is empty; a row without an image has null or an empty list.")
+    mode = (folder / path).stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{folder / path} is {FILE_TYPES[stat.S_IFMT(mode)]}; only regular files are read.")
+    return (folder / path).open("rb")
 
 
 def encoded_image(value: Any, folder: Path) -> bytes:
-    """Return the bytes of an image's file, or of a PNG of its pixels if it is a PIL image.
+    """Return the bytes of an image's file, or of a PNG of its pixels if it is a PIL image. Raises as `open_image`."""
+    content = image_content(value)
+    if isinstance(content, Image.Image):
+        return png_bytes(content)
+    with open_image(content, folder) as file:
+        return file.read()
 
-    `value` is a PIL image, encoded bytes, a path (relative to `folder`), or a dict of `bytes` and `path`. Raises
-    TypeError for anything else, ValueError for a URL, OSError for a file that cannot be read.
-    """
-    path = image_path(value)
-    if path is not None and "://" in str(path):
-        raise ValueError("URLs are not fetched; download the file and give its path.")
-    if path is not None:
-        return (folder / path).read_bytes()
-    if isinstance(value, dict):
-        value = value["bytes"]
-    if isinstance(value, Image.Image):
-        return png_bytes(value)
-    if not isinstance(value, bytes):
-        raise TypeError(f"found a {type(value).__name__}, expected a PIL image, a path, bytes, or a dict of both.")
-    return value
+
+def looks_like_image(value: Any) -> bool:
+    """Return whether a value seems to be an image in a form that `read_image` takes, or a list with one."""
+    match value:
+        case Image.Image():
+            return True
+        case str() | Path():
+            text = str(value)
+            is_line = len(text) < 500 and "\n" not in text
+            return bool(BASE64.match(text) or (is_line and SUFFIX.search(text)))
+        case list():
+            return any(map(looks_like_image, value))
+        case dict():
+            return any(looks_like_image(value.get(key)) for key in KEYS)
+    if not isinstance(value, bytes) and not hasattr(value, "read"):
+        return False
+    try:
+        Image.open(BytesIO(value) if isinstance(value, bytes) else value, formats=FORMATS)
+        return True
+    except Exception:  # whatever a decoder raises, it is no image
+        return False
 
 
 def png_bytes(image: Image.Image) -> bytes:
@@ -117,5 +218,7 @@ def _is_sent_as_it_is(image: Image.Image) -> bool:
 
 def _label(value: Any) -> str:
     """Return the path of an image, if it has one, for an error message."""
-    path = value.get("path") if isinstance(value, dict) else value
-    return f", {path}" if isinstance(path, str | Path) else ""
+    while isinstance(value, dict):
+        value = next((value[key] for key in ("path", "image") if value.get(key) is not None), None)
+    is_path = isinstance(value, Path) or (isinstance(value, str) and not BASE64.match(value))
+    return f", {shorten(value, 120)}" if is_path else ""

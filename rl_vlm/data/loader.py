@@ -22,23 +22,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, multiprocessing
 
 from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.prompts import SampleRenderer, build_prompt
 from rl_vlm.data.sampler import Draw, PromptSampler
 from rl_vlm.data.samples import Rows
 from rl_vlm.errors import ConfigError, TrainingError
-from rl_vlm.types import Prompt, Sample
-
-
-@runtime_checkable
-class SampleRenderer(Protocol):
-    """Makes prompts of samples: a `PromptBuilder`, or what needs no processor."""
-
-    def build(self, sample: Sample) -> Prompt: ...
+from rl_vlm.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class PromptSource:
 
     def build(self, draw: Draw) -> Prompt:
         """Build the prompt of a draw. Raises DataError, naming the row, if it cannot be used."""
-        return self.builder.build(self.rows[self.row_indices[draw.row]])
+        return build_prompt(self.rows, self.row_indices[draw.row], self.builder)
 
 
 class PromptLoader:

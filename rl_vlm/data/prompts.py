@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jinja2
 
@@ -75,11 +75,29 @@ def image_token_id(processor: Any) -> int | None:
     return processor.tokenizer.convert_tokens_to_ids(token) if token else getattr(processor, "image_token_id", None)
 
 
+class LongPromptError(DataError):
+    """A prompt of `num_tokens` tokens that the model's context has no room for."""
+
+    def __init__(self, message: str, num_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+
+
+@runtime_checkable
+class SampleRenderer(Protocol):
+    """Makes prompts of samples: a `PromptBuilder`, or what needs no processor."""
+
+    def build(self, sample: Sample) -> Prompt: ...
+
+
 class PromptBuilder:
     """Renders samples with a checkpoint's processor, one call per prompt so that no image affects another's size."""
 
-    def __init__(self, processor: ProcessorMixin, data: DataConfig) -> None:
-        """Raises ConfigError if the chat template does not use one of the `chat_template_kwargs`."""
+    def __init__(self, processor: ProcessorMixin, data: DataConfig, max_tokens: int | None = None) -> None:
+        """`max_tokens` is what the model's context leaves for a prompt; None means no limit.
+
+        Raises ConfigError if the chat template does not use one of the `chat_template_kwargs`.
+        """
         template = str(processor.chat_template or "")
         unused = [name for name in data.chat_template_kwargs if name not in template]
         if unused:
@@ -87,11 +105,13 @@ class PromptBuilder:
         self.processor: Any = processor  # its annotations leave out images and tensors
         self.placeholders = placeholder_tokens(processor)
         self.template_kwargs = data.chat_template_kwargs
+        self.max_tokens = max_tokens
 
     def build(self, sample: Sample) -> Prompt:
         """Build the sample's prompt up to the start of the model's answer; a final assistant turn is continued.
 
-        Raises DataError if the text holds placeholder tokens, or the processor refuses the messages or an image.
+        Raises DataError if the text holds placeholder tokens, or the processor refuses the messages or an image, and
+        LongPromptError if the prompt is too long for the model.
         """
         self._refuse_placeholders(sample)
         try:
@@ -105,6 +125,7 @@ class PromptBuilder:
         mm_inputs = {name: value for name, value in features.items() if name not in token_inputs}
         prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs)
         self._check_images(prompt)
+        self._check_length(prompt)
         return prompt
 
     def unexpanded_ids(self, sample: Sample) -> list[int]:
@@ -162,6 +183,27 @@ class PromptBuilder:
                 "The checkpoint's chat template leaves images out, so that the model would be trained blind."
             )
 
+    def _check_length(self, prompt: Prompt) -> None:
+        num_tokens = len(prompt.token_ids)
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise LongPromptError(
+                f"Sample {prompt.sample.sample_id}: its prompt has {num_tokens} tokens, images included, and the model "
+                f"takes at most {self.max_tokens} (the max_position_embeddings of its config less "
+                "rollout.max_completion_length). Shorten the prompt, or leave out such rows before the run with "
+                f"data.max_prompt_length={self.max_tokens}.",
+                num_tokens,
+            )
+
+
+def build_prompt(rows: Rows, index: int, builder: SampleRenderer) -> Prompt:
+    """Build the prompt of a row. Raises DataError, naming the row, if it cannot be used."""
+    sample = rows[index]
+    try:
+        return builder.build(sample)
+    except DataError as error:
+        error.args = (f"{rows.place(index)}: {error}",)
+        raise
+
 
 def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list[dict[str, Any]]:
     """Return new messages whose image blocks hold their images, as the chat template needs them."""
@@ -171,25 +213,3 @@ def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list
         return block | {"image": next(left)} if block["type"] == "image" else block
 
     return [message | {"content": [fill(block) for block in message["content"]]} for message in messages]
-
-
-def usable_rows(rows: Rows, builder: PromptBuilder, limit: int | None) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return the indices of the rows whose prompts are within the limit, and a record of each row that is dropped."""
-    return (list(range(len(rows))), []) if limit is None else drop_long_prompts(rows, builder, limit)
-
-
-def drop_long_prompts(
-    samples: Iterable[Sample], builder: PromptBuilder, limit: int
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """Return the rows whose prompts have at most `limit` tokens, and a record of each other row.
-
-    Builds every prompt once, images included. Prompts are not truncated, because that would remove image tokens.
-    """
-    kept, dropped = [], []
-    for row, sample in enumerate(samples):
-        tokens = len(builder.build(sample).token_ids)
-        if tokens <= limit:
-            kept.append(row)
-        else:
-            dropped.append({"sample_id": sample.sample_id, "row": row, "tokens": tokens, "limit": limit})
-    return kept, dropped

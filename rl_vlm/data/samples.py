@@ -1,29 +1,44 @@
 """Conversion of rows to samples: reading the prompt and placing the images.
 
-source ─ load_rows ─► Rows ─ sample(index): read_prompt, to_messages, row_images, place_images ─► Sample
+source ─ load_rows ─► Rows ─ sample(index): parse_row ─► ParsedRow ─ read_image ─► Sample
+                        parse_row: read_prompt, to_messages, image_values, place_images
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal
 
-from PIL import Image
-
 from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import read_image
-from rl_vlm.data.sources import IMAGE_COLUMNS, Row, open_source, unique_ids
+from rl_vlm.data.messages import Message, place_images, read_conversations, to_messages
+from rl_vlm.data.sources import Source, open_source, unique_ids
+from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.errors import DataError, shorten
 from rl_vlm.types import Sample
 
-Message = dict[str, Any]
-
 REFUSED_COLUMNS = ("video", "videos", "tools")
-ROLES = ("system", "user", "assistant")
-SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class ParsedRow:
+    """A row whose images are not read yet."""
+
+    messages: list[Message]
+    columns: Row
+    prompt: Any
+    images: list[tuple[str, Any]]
+    """Column and value of each image."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the prompt's text in UTF-8, which no tokenizer splits into more tokens."""
+        texts = [block.get("text", "") for message in self.messages for block in message["content"]]
+        return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,7 @@ class Rows:
     """The rows of one split. Iteration decodes one sample after another."""
 
     name: str
-    source: Sequence[Row]
+    source: Source
     sample_ids: list[str]
     image_folder: Path
     config: DataConfig
@@ -44,23 +59,34 @@ class Rows:
 
     def __getitem__(self, index: int) -> Sample:
         """Read row `index` and decode its images. Raises DataError, naming the row, if it cannot be used."""
-        row, where = self.source[index], f"{self.name}, row {index}"
-        prompt, columns = read_prompt(row, self.config.prompt_template, where)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.config.system_prompt and all(message.get("role") != "system" for message in messages):
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        prompt = prompt if isinstance(prompt, str) else messages
-        found = row_images(row, self.image_folder, self.config.max_image_pixels, where)
-        images = [image for image, _ in found]
+        where = self.place(index)
+        row = parse_row(self.source[index], self.config, where)
+        limit = self.config.max_image_pixels
+        found = [read_image(value, self.image_folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
-        messages = place_images(to_messages(messages, where), len(images), where)
-        return Sample(self.sample_ids[index], messages, images, columns, prompt, encoded_images)
+        images = [image for image, _ in found]
+        return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images)
+
+    def place(self, index: int) -> str:
+        """Return the name of a row for error messages."""
+        return f"{self.name}, row {index}"
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of all rows that reward functions can ask for."""
+        return reward_columns(self.source, self.config.prompt_template)
+
+    def first_value(self, column: str) -> Any:
+        """Return the column's first value that is not null, or None. Images are not decoded."""
+        values = self.source.values(column) if column in self.source.columns else ()
+        return next((value for value in values if value is not None), None)
 
 
 def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
     """Open the training or held-out data without decoding images.
 
-    Raises DataError if the data cannot be read, is empty or has no prompt, or if a sample id occurs twice.
+    Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names one that
+    is not there, or if a sample id occurs twice.
     """
     key, name, part = {
         "train": ("dataset_name", config.dataset_name, config.dataset_train_split),
@@ -71,8 +97,28 @@ def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
     source, folder = open_source(name, part, config.dataset_config)
     if len(source) == 0:
         raise DataError(f"{name} (data.{key}, split {part!r}) has no rows.")
-    read_prompt(source[0], config.prompt_template, f"{name}, row 0")
-    return Rows(name, source, unique_ids(source, name), Path(config.image_root or folder), config)
+    source = choose_columns(source, config, name)
+    rows = Rows(name, source, unique_ids(source, name), Path(config.image_root or folder), config)
+    if not any(columns.issubset(source.columns) for columns in prompt_columns(config.prompt_template)):
+        read_prompt(source[0], config.prompt_template, rows.place(0))  # raises an error that names the columns
+    return rows
+
+
+def parse_row(row: Row, config: DataConfig, where: str) -> ParsedRow:
+    """Read a row's prompt and place its images. Raises DataError if the row cannot be used; reads no image."""
+    prompt, columns = read_prompt(row, config.prompt_template, where)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if config.system_prompt and all(message.get("role") != "system" for message in messages):
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    prompt = prompt if isinstance(prompt, str) else messages
+    images = image_values(row, where)
+    if config.text_only and images:
+        raise DataError(
+            f"{where}: column {images[0][0]} holds an image, and data.text_only is set. Unset it, or leave the column "
+            "out with data.ignore_columns."
+        )
+    messages = place_images(to_messages(messages, where), len(images), where)
+    return ParsedRow(messages, columns, prompt, images)
 
 
 def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
@@ -89,112 +135,63 @@ def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[
         )
     columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
     if template is not None:
-        return fill_template(template, row, where), columns
+        return refuse_empty(fill_template(template, row, where), where), columns
     prompt = row.get("prompt")
     if prompt is None and row.get("conversations"):
         prompt, gold = read_conversations(columns.pop("conversations"), where)
         columns |= gold
     is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    if isinstance(prompt, str) or (is_messages and prompt):
+    if isinstance(prompt, str):
+        return refuse_empty(prompt, where), columns
+    if is_messages and prompt:
         return prompt, columns
     raise DataError(
         f"{where}: found {shorten(repr(prompt), 200)} for a prompt, expected text or messages in column "
-        f"`prompt`. The columns are {', '.join(row)}; rename one, or make the prompt from others with "
-        "data.prompt_template."
+        f"`prompt`. The columns are {', '.join(row)}; name one with data.columns, as in {{prompt: question}}, or make "
+        "the prompt from others with data.prompt_template."
     )
 
 
+def refuse_empty(text: str, where: str) -> str:
+    """Return the text of a prompt. Raises DataError if it is empty or only whitespace."""
+    if not text.strip():
+        raise DataError(
+            f"{where}: the prompt is {shorten(repr(text), 40)}, without any text. Write one, or <image> alone for an "
+            "image without a question."
+        )
+    return text
+
+
+class NoNulls(Formatter):
+    """Formats as `str.format` does, and raises ValueError for null, which would become the text "None"."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """Return the value of a field and its name."""
+        value, used = super().get_field(field_name, args, kwargs)
+        if value is None:
+            raise ValueError(f"`{field_name}` is null")
+        return value, used
+
+
 def fill_template(template: str, row: Row, where: str) -> str:
+    """Fill the template with columns of the row. Raises DataError if one is missing or null."""
     try:
-        return template.format(**row)
-    except (LookupError, ValueError, AttributeError) as error:
+        return NoNulls().vformat(template, (), row)
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"{where}: data.prompt_template {template!r} cannot be filled: {type(error).__name__} {error}. "
             f"The columns are {', '.join(row)}; a literal brace is written twice."
         ) from error
 
 
-def read_conversations(turns: list[Row], where: str) -> tuple[list[Message], Row]:
-    """Convert turns of `from` and `value` to messages, and a final answer to `{"solution": value}`."""
-    for turn in turns:
-        if turn.get("from") not in SPEAKERS or "value" not in turn:
-            found = shorten(repr(turn), 200)
-            raise DataError(f"{where}: found turn {found}, expected `value` and `from` ({', '.join(SPEAKERS)}).")
-    gold = {}
-    if SPEAKERS[turns[-1]["from"]] == "assistant":
-        gold = {"solution": turns[-1]["value"]}
-        turns = turns[:-1]
-    return [{"role": SPEAKERS[turn["from"]], "content": split_marks(str(turn["value"]))} for turn in turns], gold
-
-
-def split_marks(text: str) -> list[Row]:
-    """Split text at `<image>` marks, and at marks of media that are refused later, into content blocks."""
-    parts = re.split(r"<(image|video|audio)>", text)
-    blocks = [{"type": "text", "text": part} if i % 2 == 0 else {"type": part} for i, part in enumerate(parts)]
-    return [block for block in blocks if block != {"type": "text", "text": ""}]
-
-
-def to_messages(messages: list[Message], where: str) -> list[Message]:
-    """Convert contents of messages to lists of blocks. Raises DataError for anything that the model cannot be given."""
-    for message in messages:
-        refuse_extras(message, ("role", "content"), where)
-        if message.get("role") not in ROLES:
-            raise DataError(f"{where}: a message has role {message.get('role')!r}; roles are {', '.join(ROLES)}.")
-    return [{"role": message["role"], "content": to_blocks(message.get("content"), where)} for message in messages]
-
-
-def to_blocks(content: Any, where: str) -> list[Row]:
-    blocks = []
-    for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        match block:
-            case {"type": "text", "text": str(text)}:
-                blocks.append({"type": "text", "text": text})
-            case {"type": "image"}:
-                blocks.append({"type": "image"})
-            case _:
-                raise DataError(
-                    f"{where}: content {shorten(repr(block), 200)} is not supported; a message holds text, or a list "
-                    'of blocks {"type": "text", "text": …} and {"type": "image"}.'
-                )
-        refuse_extras(block, ("type", "text"), where)
-    return blocks
-
-
-def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
-    """Raise DataError for keys that would have no effect. Arrow fills keys missing in a row with None."""
-    extras = [name for name, value in given.items() if name not in known and value is not None]
-    if extras:
-        raise DataError(
-            f"{where}: {', '.join(extras)} in {shorten(repr(given), 200)} would have no effect. Images belong in "
-            "column `images`, in the order of their blocks; tool calls are not supported."
-        )
-
-
-def row_images(row: Row, folder: Path, max_pixels: int, where: str) -> list[tuple[Image.Image, bytes | None]]:
-    """Read the images of column `image` or `images` with `read_image`. The list is empty for a text row."""
+def image_values(row: Row, where: str) -> list[tuple[str, Any]]:
+    """Return column and value of each image in column `image` or `images`. The list is empty for a text row."""
     given = {name: row[name] for name in IMAGE_COLUMNS if row.get(name) is not None}
     if len(given) > 1:
-        raise DataError(f"{where}: `image` and `images` are both filled; leave one of them empty.")
-    return [
-        read_image(value, folder, max_pixels, f"{where}, column {name}")
-        for name, values in given.items()
-        for value in (values if isinstance(values, list) else [values])
-    ]
-
-
-def place_images(messages: list[Message], num_images: int, where: str) -> list[Message]:
-    """Put image blocks before the text of the first user message, unless the row places them itself.
-
-    Raises DataError if the numbers of image blocks and images differ.
-    """
-    num_blocks = sum(block["type"] == "image" for message in messages for block in message["content"])
-    first_user = next((message for message in messages if message["role"] == "user"), None)
-    if num_blocks == 0 and first_user:
-        first_user["content"][:0] = [{"type": "image"} for _ in range(num_images)]
-    elif num_blocks != num_images:
         raise DataError(
-            f"{where}: the prompt has {num_blocks} image blocks and the row has {num_images} images. Pairing them "
-            "anyway would train on answers about other images, and nothing later would notice. "
-            "Write one block (or <image> mark) per image, or none to have all images put first."
+            f"{where}: `image` and `images` are both filled; leave one of them empty, or name it in "
+            "data.ignore_columns."
         )
-    return messages
+    return [
+        (name, value) for name, values in given.items() for value in (values if isinstance(values, list) else [values])
+    ]

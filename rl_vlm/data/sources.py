@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
+import codecs
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.data.tables import ArrowRows, ListRows
 from rl_vlm.errors import DataError
 from rl_vlm.functions import LoadError, load_function
 
-Row = dict[str, Any]
-IMAGE_COLUMNS = ("image", "images")
+Source = ListRows | ArrowRows
 
 
-def open_source(name: str, split: str, subset: str | None) -> tuple[Sequence[Row], Path]:
+def open_source(name: str, split: str, subset: str | None) -> tuple[Source, Path]:
     """Open the rows of `name`. Also returns the folder of their relative image paths.
 
     `name` is a .json, .jsonl or .parquet file, a directory, `file.py:function`, `module:function`, or a hub name.
@@ -38,28 +37,38 @@ def open_source(name: str, split: str, subset: str | None) -> tuple[Sequence[Row
     return load_with_datasets(name, subset, split), Path()
 
 
-def read_json(path: Path) -> list[Row]:
-    """Read the rows of a list of objects (.json), or of one object per line (.jsonl)."""
+def read_json(path: Path) -> ListRows:
+    """Read the rows of a list of objects (.json), or of one object per line (.jsonl), in UTF-8 with or without BOM."""
     try:
-        with path.open(encoding="utf-8") as file:
-            rows = json.load(file) if path.suffix == ".json" else read_lines(file, path)
-    except (OSError, ValueError) as error:
+        if path.suffix == ".json":
+            return check_rows(parse_json(path.read_bytes(), str(path)), str(path))
+        with path.open("rb") as file:
+            lines = [parse_json(line, f"{path}, line {number}") for number, line in enumerate(file, 1) if line.strip()]
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    return check_rows(rows, str(path))
+    return check_rows(lines, str(path))
 
 
-def read_lines(lines: Iterable[str], path: Path) -> list[Any]:
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                rows.append(json.loads(line))
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-    return rows
+def parse_json(content: bytes, where: str) -> Any:
+    """Parse UTF-8 JSON, with or without BOM.
+
+    Raises DataError, whose message begins with `where`; for a byte that is not UTF-8 it names the line.
+    """
+    content = content.removeprefix(codecs.BOM_UTF8)
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start)
+        place = f"{where}, line {line + 1}" if line else where
+        raise DataError(
+            f"{place}: not UTF-8: found byte 0x{content[error.start]:02x} after "
+            f"{content[: error.start].decode('utf-8')[-30:]!r}. Save the file in UTF-8."
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def open_directory(path: Path, split: str, subset: str | None) -> Sequence[Row]:
+def open_directory(path: Path, split: str, subset: str | None) -> Source:
     """Open a directory written by `save_to_disk`, or a directory of data files."""
     import datasets
 
@@ -68,7 +77,7 @@ def open_directory(path: Path, split: str, subset: str | None) -> Sequence[Row]:
     return load_with_datasets(str(path), subset, split)
 
 
-def load_with_datasets(path: str, subset: str | None, split: str, data_files: str | None = None) -> Sequence[Row]:
+def load_with_datasets(path: str, subset: str | None, split: str, data_files: str | None = None) -> Source:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -80,7 +89,7 @@ def load_with_datasets(path: str, subset: str | None, split: str, data_files: st
     return ArrowRows(dataset, name)
 
 
-def choose_split(data: Any, name: str, split: str) -> Sequence[Row]:
+def choose_split(data: Any, name: str, split: str) -> Source:
     """Return the rows of a list, of a Dataset, or of `split` in a dict of either."""
     if isinstance(data, dict):
         if split not in data:
@@ -89,49 +98,18 @@ def choose_split(data: Any, name: str, split: str) -> Sequence[Row]:
     return check_rows(data, name) if isinstance(data, list) else ArrowRows(data, name)
 
 
-def check_rows(rows: Any, name: str) -> list[Row]:
+def check_rows(rows: Any, name: str) -> ListRows:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{name}: expected a list of objects, one per row (in a .jsonl file: one object per line).")
-    return rows
+    return ListRows(rows)
 
 
-class ArrowRows(Sequence[Row]):
-    """A `datasets.Dataset` read row by row. Image columns are not decoded: they hold bytes or a path."""
-
-    def __init__(self, dataset: Any, name: str) -> None:
-        import datasets
-
-        if not isinstance(dataset, datasets.Dataset):
-            raise DataError(f"{name} gives a {type(dataset).__name__}; expected a datasets.Dataset or a list of dicts.")
-        if dataset.format["type"] == "custom":
-            raise DataError(f"{name} has a transform, which would be left out; apply it with `map`, or return a list.")
-        self.tables: Any = dataset.with_format("arrow")
-        self.features = datasets.Features(copy.deepcopy(dict(dataset.features)))
-        for column in self.features.keys() & set(IMAGE_COLUMNS):
-            feature = self.features[column]
-            item = getattr(feature, "feature", feature)
-            if isinstance(item, datasets.Image):
-                item.decode = False
-                self.features[column] = feature  # setting the column updates what Features decodes
-
-    def __len__(self) -> int:
-        return len(self.tables)
-
-    def __getitem__(self, index: int) -> Row:
-        return self.features.decode_example(self.tables[index].to_pylist()[0])
-
-
-def unique_ids(source: Sequence[Row], name: str) -> list[str]:
+def unique_ids(source: Source, name: str) -> list[str]:
     """Return column `id` as text, or the row's index if it has no id.
 
     Raises DataError if an id occurs twice, because both rows would use the same random numbers.
     """
-    if not isinstance(source, ArrowRows):
-        given = [row.get("id") for row in source]
-    elif "id" in source.features:
-        given = source.tables.select_columns("id")[:]["id"].to_pylist()
-    else:
-        given = [None] * len(source)
+    given = source.values("id") if "id" in source.columns else [None] * len(source)
     ids = [str(index if value is None else value) for index, value in enumerate(given)]
     first_rows: dict[str, int] = {}
     for index, sample_id in enumerate(ids):

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_vlm.data.images import encoded_image
 from rl_vlm.data.samples import Rows
-from rl_vlm.data.sources import IMAGE_COLUMNS
+from rl_vlm.data.tables import IMAGE_COLUMNS
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.log.files import atomic_write
 from rl_vlm.reward import RewardSuite
@@ -67,8 +67,8 @@ def success_rates(completions: Sequence[Mapping[str, Any]], function: str) -> di
 def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[str, Any]], kept: SuccessRange) -> int:
     """Write the rows of the data in the range, with their success rate, and return their number.
 
-    Columns are unchanged, and images are embedded. If no row is in the range, no file is written. Raises DataError if
-    the rows have no common types.
+    Columns have the names that the data gives them, so that the same settings read the file, and images are embedded.
+    If no row is in the range, no file is written. Raises DataError if the rows have no common types.
     """
     import datasets
     import pyarrow
@@ -88,6 +88,8 @@ def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[st
     for name in columns.keys() & set(IMAGE_COLUMNS):
         holds_lists = isinstance(dataset.features[name], datasets.List)
         dataset = dataset.cast_column(name, datasets.List(datasets.Image()) if holds_lists else datasets.Image())
+    own_names = {role: column for role, column in rows.config.columns.items() if role in columns}
+    dataset = dataset.rename_columns(own_names)
     with atomic_write(path) as unfinished:
         dataset.to_parquet(str(unfinished))
     return len(given)

@@ -3,6 +3,7 @@
 evaluation/
     completions.parquet     one row per completion, in order of the data
     summary.json            the figures
+    dropped_prompts.jsonl   the rows of the data that were left out, each with the reason
     kept.parquet            the rows of the data whose success rate is in the range of `--keep`
     images/                 images that the data holds as pixels, each once; others stay where they are
     unfinished/             settings.json and a file per finished chunk; deleted when the command is complete
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.data.images import image_path
-from rl_vlm.data.sources import IMAGE_COLUMNS, Row
+from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.log.completions import write_rows
+from rl_vlm.log.directory import DROPPED, write_dropped
 from rl_vlm.log.files import atomic_write, write_file
 
 if TYPE_CHECKING:
@@ -91,9 +93,14 @@ class EvaluationDirectory:
                 image.save(unfinished, format="PNG")
         return path
 
-    def write(self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-        """Write the completions and the summary."""
+    def write(
+        self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]
+    ) -> None:
+        """Write the completions, the summary, and the rows that were left out, if there are any."""
         write_rows(self.path / "completions.parquet", rows)
+        (self.path / DROPPED).unlink(missing_ok=True)
+        if dropped:
+            write_dropped(self.path / DROPPED, dropped)
         write_file(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
     def delete_unfinished(self) -> None:

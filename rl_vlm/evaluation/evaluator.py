@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 
 from rl_vlm.algorithm.advantages import Advantages
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.prompts import PromptBuilder
-from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.data.check import UsableRows, check_rows, fitting_rows
+from rl_vlm.data.prompts import PromptBuilder, build_prompt
+from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
@@ -36,6 +37,8 @@ class Evaluation:
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+    """A record of each row of the data that was left out."""
 
 
 class Evaluator:
@@ -48,16 +51,17 @@ class Evaluator:
         builder: PromptBuilder | MessageBuilder,
         engine: RolloutEngine,
         rewards: RewardSuite,
-        rows: Rows | None = None,
+        usable: UsableRows | None = None,
     ) -> None:
-        """`rows` are the held-out rows, if they are loaded already."""
+        """`usable` are the held-out rows, if they are loaded and checked already."""
         self.config = config
         self.ranks = ranks
         self.builder = builder
         self.engine = engine
         self.rewards = rewards
-        self.rows = load_rows(config.data, "eval") if rows is None else rows
-        rewards.check_columns(self.rows[0].columns)
+        usable = held_out_rows(config, rewards, ranks) if usable is None else usable
+        self.usable = fitting_rows(usable, builder, None) if isinstance(builder, PromptBuilder) else usable
+        self.rows = usable.rows
         self.sampling = evaluation_sampling(config)
 
     def run(
@@ -76,7 +80,8 @@ class Evaluator:
         rows = sorted((row for chunk in chunks for row in chunk.rows), key=lambda r: (r["row"], r["completion_index"]))
         faults = sum((Counter(chunk.fault_counts) for chunk in chunks), Counter())
         metrics = summarise(rows, self.rewards.names, self.sampling.num_generations)
-        return Evaluation(metrics | {f"reward_faults/{name}": float(faults[name]) for name in sorted(faults)}, rows)
+        metrics |= {f"reward_faults/{name}": float(faults[name]) for name in sorted(faults)}
+        return Evaluation(metrics, rows, self.usable.dropped)
 
     def evaluate_share(
         self, state: TrainerState, directory: EvaluationDirectory | None, finished: Sequence[Chunk], show_progress: bool
@@ -88,26 +93,27 @@ class Evaluator:
         done = {row["row"] for chunk in finished for row in chunk.rows}
         rank, num_ranks = self.ranks.rank, self.ranks.world_size
         size = prompts_per_chunk(self.config) * num_ranks
-        mine = range(rank, len(self.rows), num_ranks)
+        indices = self.usable.indices
+        mine = indices[rank::num_ranks]
         num_done, chunks, throughput = sum(row in done for row in mine), [], Throughput(monotonic())
         with ProgressBar(num_done, len(mine), "prompt", self.config.log.disable_tqdm, not show_progress) as bar:
-            for start in range(0, len(self.rows), size):
-                everyones = range(len(self.rows))[start : start + size]
+            for start in range(0, len(indices), size):
+                everyones = indices[start : start + size]
                 if all(index in done for index in everyones):
                     continue
-                indices = [index for index in everyones[rank::num_ranks] if index not in done]
+                due = [index for index in everyones[rank::num_ranks] if index not in done]
                 with self.ranks.agree():
-                    prompts = self.prompts(indices)
+                    prompts = self.prompts(due)
                 with self.ranks.agree():
-                    chunk = self.evaluate_rows(indices, prompts, state, directory)
+                    chunk = self.evaluate_rows(due, prompts, state, directory)
                 chunks.append(chunk)
-                num_done += len(indices)
+                num_done += len(due)
                 bar.show(num_done, throughput.add(chunk))
         return chunks
 
     def prompts(self, indices: Sequence[int]) -> list[Prompt]:
         """Build the prompts of dataset rows. Raises DataError, naming the row, if one cannot be used."""
-        return [self.builder.build(self.rows[index]) for index in indices]
+        return [build_prompt(self.rows, index, self.builder) for index in indices]
 
     def evaluate_rows(
         self,
@@ -138,6 +144,13 @@ class Evaluator:
             images = directory.image_references(self.rows.source[index], sample.images, self.rows.image_folder)
             columns["images"] = images
         return columns
+
+
+def held_out_rows(config: RunConfig, rewards: RewardSuite, ranks: Ranks) -> UsableRows:
+    """Load and check the held-out rows. Raises DataError or RewardError if they cannot be used."""
+    rows = load_rows(config.data, "eval")
+    rewards.check_columns(rows.columns)
+    return check_rows(rows, rewards.columns, ranks)
 
 
 def is_plain(value: Any) -> bool:

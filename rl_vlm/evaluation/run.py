@@ -14,13 +14,15 @@ from typing import Any
 
 from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RewardSpec, RunConfig
-from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.data.check import UsableRows, warn_of_dropped
+from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
-from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampling, is_plain
+from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampling, held_out_rows, is_plain
 from rl_vlm.evaluation.figures import summarise_by
+from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.files import lock_directory, write_file
 from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward import RewardSuite
@@ -92,12 +94,12 @@ def evaluate_in(
     config = next(iter(configs.values()))
     folders = {name: root / name if len(configs) > 1 else root for name in configs}
     directories = {name: EvaluationDirectory(folder, root / "images") for name, folder in folders.items()}
-    rows = load_rows(config.data, "eval")
     summaries = {}
     with RewardSuite(config.rewards) as rewards:
-        kept = check_options(options, rows, rewards, config.rollout.num_generations_eval)
+        usable = held_out_rows(config, rewards, ranks)
+        kept = check_options(options, usable.rows, rewards, config.rollout.num_generations_eval)
         for name, config in configs.items():
-            model = EvaluatedModel(config, ranks, rows, rewards, directories[name])
+            model = EvaluatedModel(config, ranks, usable, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)
             gc.collect()  # before the next model is loaded
     if ranks.is_main:
@@ -111,15 +113,11 @@ def evaluate_in(
 def check_options(
     options: EvaluationOptions, rows: Rows, rewards: RewardSuite, num_generations: int
 ) -> SuccessRange | None:
-    """Return the range of `--keep`. Raises ConfigError or RewardError if options, rewards and data do not fit."""
-    columns = rows[0].columns
-    rewards.check_columns(columns)
-    usable = [name for name, value in columns.items() if is_plain(value)]
+    """Return the range of `--keep`. Raises ConfigError if options, rewards and data do not fit."""
+    plain = [column for column in rows.columns if is_plain(rows.first_value(column))]
     for column in options.by:
-        if column not in usable:
-            raise ConfigError(
-                f"--by {column}: the data's columns of text and numbers are {', '.join(usable) or 'none'}"
-            )
+        if column not in plain:
+            raise ConfigError(f"--by {column}: the data's columns of text and numbers are {', '.join(plain) or 'none'}")
     if options.keep is None:
         return None
     return success_range(*options.keep, options.keep_by, rewards, num_generations)
@@ -131,7 +129,7 @@ class EvaluatedModel:
 
     config: RunConfig
     ranks: Ranks
-    rows: Rows
+    usable: UsableRows
     rewards: RewardSuite
     directory: EvaluationDirectory
 
@@ -150,9 +148,13 @@ class EvaluatedModel:
         if not self.ranks.is_main:
             return summary
         if kept is not None:
-            num_kept = write_selected_rows(self.directory.path / "kept.parquet", self.rows, evaluation.rows, kept)
+            path = self.directory.path / "kept.parquet"
+            num_kept = write_selected_rows(path, self.usable.rows, evaluation.rows, kept)
             summary["kept"] = asdict(kept) | {"num_samples": num_kept}
-        self.directory.write(summary, evaluation.rows)
+        if evaluation.dropped:
+            summary["num_dropped"] = len(evaluation.dropped)
+            warn_of_dropped(evaluation.dropped, self.directory.path / DROPPED)
+        self.directory.write(summary, evaluation.rows, evaluation.dropped)
         return summary
 
     def sample_and_score(self) -> Evaluation:
@@ -160,27 +162,28 @@ class EvaluatedModel:
         config, ranks = self.config, self.ranks
         served = config.evaluation.endpoint_url is not None
         checkpoint = config.model.model_name_or_path if served else initial_checkpoint(config, ranks)
-        settings = what_matters(config, checkpoint, self.rows)
+        settings = what_matters(config, checkpoint, self.usable)
         with ranks.agree():
             finished = self.directory.resume(settings) if ranks.is_main else []
         finished = ranks.gather(finished)
         builder = prompt_builder(config, checkpoint)
         engine = evaluation_engine(config, checkpoint, builder, ranks)
         try:
-            evaluator = Evaluator(config, ranks, builder, engine, self.rewards, self.rows)
+            evaluator = Evaluator(config, ranks, builder, engine, self.rewards, self.usable)
             return evaluator.run(TrainerState(0, 0, 0.0), self.directory, finished, show_progress=ranks.is_main)
         finally:
             engine.close()
 
 
-def what_matters(config: RunConfig, checkpoint: str, rows: Rows) -> dict[str, Any]:
+def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict[str, Any]:
     """Return the fingerprint of an evaluation. One resumes another only if their fingerprints are equal."""
     specs = [RewardSpec(function=s) if isinstance(s, str) else s for s in config.rewards.reward_funcs]
     data = str(config.data.eval_dataset_name).split(":")[0]
+    sample_ids = [usable.rows.sample_ids[index] for index in usable.indices]
     return {
         "model": config.model.model_dump() | {"files": file_stamps(checkpoint)},
         "data": config.data.model_dump() | {"files": file_stamps(data)},
-        "samples": hashlib.sha256("\n".join(rows.sample_ids).encode()).hexdigest(),
+        "samples": hashlib.sha256("\n".join(sample_ids).encode()).hexdigest(),
         "rewards": config.rewards.model_dump() | {"files": [file_stamps(s.function.split(":")[0]) for s in specs]},
         "sampling": asdict(evaluation_sampling(config)),
         "engine": config.evaluation.endpoint_url or config.rollout.engine,

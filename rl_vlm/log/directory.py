@@ -6,7 +6,7 @@ output_dir/
     completions/completions_00000.parquet    one row per completion, one file per generation window
     checkpoint-N/                            see rl_vlm/checkpoint.py
     summary.json, reward.png                 the outcome
-    dropped_prompts.jsonl                    rows left out because their prompt was too long
+    dropped_prompts.jsonl                    rows left out, each with the reason
     nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
     run.lock                                 held by the process that writes here
 """
@@ -32,6 +32,8 @@ from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
+
+DROPPED = "dropped_prompts.jsonl"
 
 
 class RunDirectory:
@@ -71,10 +73,10 @@ class RunDirectory:
             if match and (match[1] or step is None or int(match[2]) > step):
                 logger.warning("deleting %s, which this run will write again", directory)
                 shutil.rmtree(directory)
-        for name in ("summary.json", "reward.png", "dropped_prompts.jsonl"):
+        for name in ("summary.json", "reward.png", DROPPED):
             (self.path / name).unlink(missing_ok=True)
         if dropped:
-            self.write_dropped(dropped)
+            write_dropped(self.path / DROPPED, dropped)
         (self.path / "config.yaml").write_text(to_yaml(config))
 
     def append_metrics(self, line: dict[str, Any]) -> None:
@@ -87,9 +89,11 @@ class RunDirectory:
         torch.save(list(groups), path)
         return path
 
-    def write_dropped(self, dropped: Sequence[dict[str, Any]]) -> None:
-        (self.path / "dropped_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dropped))
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         with disk_errors(self.path):
             (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def write_dropped(path: Path, dropped: Sequence[dict[str, Any]]) -> None:
+    """Write a line for each row that is left out."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in dropped), encoding="utf-8")

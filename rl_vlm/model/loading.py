@@ -74,6 +74,18 @@ def load_policy(
     return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features)
 
 
+def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
+    """Return the most tokens that a prompt can have beside a completion, or None if the model's config has no limit."""
+    from transformers import AutoConfig
+
+    model = config.model
+    found = AutoConfig.from_pretrained(
+        base_of(checkpoint), revision=model.model_revision, trust_remote_code=model.trust_remote_code
+    )
+    context = getattr(found.get_text_config(), "max_position_embeddings", None)
+    return None if context is None else context - config.rollout.max_completion_length
+
+
 def load_model(initial: str, weights: Path | None, config: ModelConfig) -> PreTrainedModel | PeftModel:
     """Load the transformers or PEFT model from `weights` if given (a resumed run), else from `initial`."""
     source = str(weights or initial)

@@ -12,7 +12,7 @@ from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import TokenRules
-from rl_vlm.model.loading import adapter_rank, base_of, is_adapter, load_policy
+from rl_vlm.model.loading import adapter_rank, base_of, is_adapter, load_policy, longest_prompt
 from rl_vlm.rollout.endpoint import MessageBuilder, OpenAIEngine
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.hf import HFEngine
@@ -47,7 +47,8 @@ def prompt_builder(config: RunConfig, checkpoint: str) -> PromptBuilder | Messag
     """Build the prompt builder: with the checkpoint's processor, or of messages that the endpoint renders."""
     if config.evaluation.endpoint_url is not None:
         return MessageBuilder()
-    return PromptBuilder(load_processor(checkpoint, config.model, config.data), config.data)
+    processor = load_processor(checkpoint, config.model, config.data)
+    return PromptBuilder(processor, config.data, longest_prompt(config, checkpoint))
 
 
 def evaluation_engine(

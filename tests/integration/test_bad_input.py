@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -38,6 +40,14 @@ def write_images(directory: Path) -> Path:
 
 def big_image_rows() -> list[dict[str, Any]]:
     return [row | {"image": noise(1).resize((40, 50))} if i == 3 else row for i, row in enumerate(rows())]
+
+
+def rows_with_images_elsewhere() -> list[dict[str, Any]]:
+    return [{"photo" if name == "image" else name: value for name, value in row.items()} for row in rows()]
+
+
+def text_rows() -> list[dict[str, Any]]:
+    return [row | {"image": None} for row in rows()]
 
 
 def long_prompt_rows() -> list[dict[str, Any]]:
@@ -150,7 +160,82 @@ def test_image_over_the_cap(tiny_checkpoint, tmp_path):
     )  # fmt: skip
     with pytest.raises(DataError, match=r"row 3, column image: .*40 × 50 = 2000 pixels .*max_image_pixels = 1000"):
         train(config)
-    assert (tmp_path / "run" / "config.yaml").exists()
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+IMAGES_ELSEWHERE, TEXT_ALONE = reward("rows_with_images_elsewhere"), reward("text_rows")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(IMAGES_ELSEWHERE, r"in column photo \(row 0: pixels\)"), (TEXT_ALONE, "text_only: true")]
+)
+@pytest.mark.parametrize("endpoint", [None, "http://localhost:1/v1"])
+def test_data_whose_images_the_model_would_not_see_is_refused_before_it_is_loaded(data, message, endpoint, tmp_path):
+    if endpoint is None:
+        with pytest.raises(DataError, match=message):
+            train(make_config("no/such/model", tmp_path / "run", dataset_name=data))
+    config = make_config("no/such/model", tmp_path / "run", eval_dataset_name=data, endpoint_url=endpoint)
+    with pytest.raises(DataError, match=message):
+        evaluate_run(config)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_held_out_data_whose_images_the_model_would_not_see_is_refused(tiny_checkpoint, tmp_path):
+    config = make_config(tiny_checkpoint, tmp_path / "run", eval_dataset_name=IMAGES_ELSEWHERE)
+    with pytest.raises(DataError, match=r"rows_with_images_elsewhere: .* in column photo"):
+        train(config)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_columns_of_another_name_and_text_alone_train_if_asked_for(tiny_checkpoint, tmp_path):
+    images = make_config(
+        tiny_checkpoint, tmp_path / "images", dataset_name=IMAGES_ELSEWHERE, columns={"image": "photo"}, max_steps=1
+    )
+    straight = make_config(tiny_checkpoint, tmp_path / "straight", max_steps=1)
+    train(images)
+    train(straight)
+    assert metric_lines(tmp_path / "images") == metric_lines(tmp_path / "straight")
+    text = make_config(tiny_checkpoint, tmp_path / "text", dataset_name=TEXT_ALONE, text_only=True, max_steps=1)
+    train(text)
+    has_patches = ["compute/vision_patches" in metric_lines(tmp_path / name)[0] for name in ("images", "text")]
+    assert has_patches == [True, False]
+
+
+def test_rows_that_cannot_be_used_are_dropped_if_asked_for_and_listed(tiny_checkpoint, tmp_path, caplog):
+    data = write_images(tmp_path / "data")
+    (tmp_path / "data" / "7.png").write_bytes(b"no image")
+    (tmp_path / "data" / "9.png").unlink()
+    settings = {"dataset_name": str(data), "eval_dataset_name": str(data), "on_bad_row": "drop", "max_steps": 1}
+    config = make_config(tiny_checkpoint, tmp_path / "run", prompts_per_step=10, **settings)
+    train(config)
+    dropped = [json.loads(line) for line in (tmp_path / "run" / "dropped_prompts.jsonl").read_text().splitlines()]
+    assert [(line["sample_id"], line["row"]) for line in dropped] == [("row-7", 7), ("row-9", 9)] * 2
+    assert "7.png: not an image" in dropped[0]["reason"] and "9.png" in dropped[1]["reason"]
+    (trained,) = completions(tmp_path / "run").values()
+    usable = {f"row-{i}" for i in range(12)} - {"row-7", "row-9"}
+    assert {row["sample_id"] for row in trained} == usable
+    assert "4 rows are left out and listed in" in caplog.text
+
+    summary = evaluate_run(config)
+    assert (summary["num_samples"], summary["num_dropped"]) == (10, 2)
+    rows = pyarrow.parquet.read_table(tmp_path / "run" / "evaluation" / "completions.parquet").to_pylist()
+    assert {row["sample_id"] for row in rows} == usable
+    assert len((tmp_path / "run" / "evaluation" / "dropped_prompts.jsonl").read_text().splitlines()) == 2
+
+
+def test_prompt_beyond_the_models_context_is_refused_before_it_is_sampled_from(tiny_checkpoint, tmp_path):
+    """Its text is short enough to be found only when it is drawn: in step 2."""
+    checkpoint_path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    settings = json.loads((checkpoint_path / "config.json").read_text())
+    settings["text_config"]["max_position_embeddings"] = 50
+    (checkpoint_path / "config.json").write_text(json.dumps(settings))
+    config = make_config(
+        checkpoint_path, tmp_path / "run", dataset_name=reward("long_prompt_rows"), shuffle_dataset=False,
+        max_completion_length=6,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"row 3: Sample row-3: its prompt has \d+ tokens, .* takes at most 44 .*=44\."):
+        train(config)
+    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1]
 
 
 def test_long_prompt_is_dropped_and_listed_and_the_rest_trains(tiny_checkpoint, tmp_path):

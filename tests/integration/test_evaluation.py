@@ -90,15 +90,36 @@ def test_two_processes_count_every_sample_once(tiny_checkpoint, tmp_path):
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **ONE_PROMPT_AT_ONCE}
     alone = evaluate_run(make_config(tiny_checkpoint, tmp_path / "one", **settings))
     (tmp_path / "two.yaml").write_text(to_yaml(make_config(tiny_checkpoint, tmp_path / "two", **settings)))
-    launcher = ["accelerate.commands.launch", "--config_file", "launch/accelerate/cpu.yaml", "--main_process_port", "0"]
-    process = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "launch.evaluate", str(tmp_path / "two.yaml")],
-        cwd=REPOSITORY, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
+    evaluate_in_two_processes(tmp_path / "two.yaml")
     together = json.loads((tmp_path / "two" / "evaluation" / "summary.json").read_text())
     assert together == alone
     assert evaluation_rows(tmp_path / "two") == evaluation_rows(tmp_path / "one")
+
+
+@pytest.mark.ci
+def test_two_processes_leave_out_the_same_rows(tiny_checkpoint, tmp_path):
+    """Each checks half of the rows; the last of twelve cannot be used, nor the fourth."""
+    settings = {"eval_dataset_name": f"{__name__}:rows_with_faults", "on_bad_row": "drop", **ONE_PROMPT_AT_ONCE}
+    alone = evaluate_run(make_config(tiny_checkpoint, tmp_path / "one", **settings))
+    assert (alone["num_samples"], alone["num_dropped"]) == (10, 2)
+    (tmp_path / "two.yaml").write_text(to_yaml(make_config(tiny_checkpoint, tmp_path / "two", **settings)))
+    evaluate_in_two_processes(tmp_path / "two.yaml")
+    assert evaluation_rows(tmp_path / "two") == evaluation_rows(tmp_path / "one")
+    lists = [(tmp_path / name / "evaluation" / "dropped_prompts.jsonl").read_text() for name in ("one", "two")]
+    assert lists[0] == lists[1]
+
+
+def rows_with_faults() -> list[dict[str, Any]]:
+    return [row | {"prompt": ""} if i in (3, 11) else row for i, row in enumerate(tiny_run.rows())]
+
+
+def evaluate_in_two_processes(config: Path) -> None:
+    launcher = ["accelerate.commands.launch", "--config_file", "launch/accelerate/cpu.yaml", "--main_process_port", "0"]
+    process = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "launch.evaluate", str(config)],
+        cwd=REPOSITORY, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
 
 
 def stop_after(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

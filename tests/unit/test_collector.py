@@ -13,6 +13,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.data.samples import Rows
+from rl_vlm.data.tables import ListRows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
 from rl_vlm.log.completions import CompletionsLog
@@ -76,7 +77,7 @@ def make_collector(script: Script, rounds: int, folder: Path | None = None, **al
             "log": {"log_completions": folder is not None},
         }
     )
-    rows = Rows("rows", [{"prompt": "?"}] * 3, ["a", "b", "c"], Path(), config.data)
+    rows = Rows("rows", ListRows([{"prompt": "?"}] * 3), ["a", "b", "c"], Path(), config.data)
     sampler = PromptSampler(3, 3, seed=0, shuffle=False)
     loader, ranks = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data), Ranks()
     engine, log = SyncedEngine(script, NO_WEIGHTS, ranks), CompletionsLog(folder or Path(), ranks, config.log)

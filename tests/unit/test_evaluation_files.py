@@ -1,5 +1,6 @@
 """What an evaluation writes: chunks to go on from, references to images, and the rows that are kept to train on."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,6 @@ def image_file(path: Path, seed: int) -> str:
 
 
 def jsonl_rows(folder: Path) -> str:
-    import json
-
     rows = [
         {"id": f"r{i}", "prompt": "Which?", "image": image_file(folder / f"{i}.png", i), "solution": str(i)}
         for i in range(4)
@@ -146,6 +145,19 @@ def test_kept_rows_load_for_training_as_they_were(make, tmp_path):
         assert found.columns.pop("success_rate") == 0.5
         assert (found.columns, found.messages, found.prompt) == (expected.columns, expected.messages, expected.prompt)
         assert [np.array(i).tolist() for i in found.images] == [np.array(i).tolist() for i in expected.images]
+
+
+def test_kept_rows_load_with_the_settings_of_the_data_that_they_come_from(tmp_path):
+    settings: Any = {"columns": {"question": "prompt", "prompt": "id", "solution": "image", "image": "photo"}}
+    rows = [{"id": f"Which? {i}", "prompt": "", "photo": image_file(tmp_path / f"{i}.png", i), "image": str(i)}
+            for i in range(2)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = load_rows(DataConfig(eval_dataset_name=str(tmp_path / "rows.jsonl"), **settings), "eval")
+    path = tmp_path / "kept.parquet"
+    write_selected_rows(path, held_out, scored((0, 1.0), (1, 1.0)), SuccessRange(1.0, 1.0, "accuracy"))
+    (first, second) = load_rows(DataConfig(dataset_name=str(path), **settings), "train")
+    assert (first.prompt, first.columns) == ("Which? 0", {"question": "", "solution": "0", "success_rate": 1.0})
+    assert np.array(second.images[0]).tolist() == np.array(noise(1)).tolist()
 
 
 def test_without_a_row_to_keep_there_is_no_file(tmp_path):

@@ -14,6 +14,7 @@ from rl_vlm.data.loader import PromptLoader, PromptSource, upcoming_windows
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.data.samples import Rows
+from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError
 from rl_vlm.types import Prompt, Sample
 
@@ -46,7 +47,7 @@ def make_prefetcher(folder: Path, num_workers: int = 1, kill: int | None = None,
     for i in range(NUM_ROWS):
         Image.new("RGB", (4, 3), (i, 0, 0)).save(folder / f"{i}.png")
     data = DataConfig(dataloader_num_workers=num_workers, **settings)
-    rows = Rows("rows", table, [str(i) for i in range(NUM_ROWS)], folder, data)
+    rows = Rows("rows", ListRows(table), [str(i) for i in range(NUM_ROWS)], folder, data)
     sampler = PromptSampler(NUM_ROWS, prompts_per_step=2, seed=0, shuffle=False)
     source = PromptSource(rows, list(range(NUM_ROWS)), StubBuilder(folder / "notes"))
     return PromptLoader(source, sampler, 1, data)

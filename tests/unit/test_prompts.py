@@ -7,7 +7,9 @@ from PIL import Image
 from transformers import AutoProcessor, SiglipImageProcessor
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
-from rl_vlm.data.prompts import PromptBuilder, check_limits, drop_long_prompts, load_processor
+from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt, check_limits, load_processor
+from rl_vlm.data.samples import Rows
+from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError, DataError, ModelError
 from rl_vlm.types import Sample
 from tests.tiny.build import build_tiny
@@ -190,14 +192,19 @@ def test_a_checkpoint_without_an_image_processor_is_refused(
         load_processor(checkpoint, ModelConfig(model_name_or_path="x"), DataConfig())
 
 
-def test_long_prompts_are_listed_and_none_is_cut(builder: PromptBuilder):
-    samples = [
-        make_sample(sample_id="text"),
-        make_sample(picture(64, 64), sample_id="large"),
-        make_sample(picture(8, 8)),
-    ]
-    lengths = [len(builder.build(sample).token_ids) for sample in samples]
-    kept, dropped = drop_long_prompts(samples, builder, limit=lengths[2])
-    assert kept == [0, 2]
-    assert dropped == [{"sample_id": "large", "row": 1, "tokens": lengths[1], "limit": lengths[2]}]
-    assert lengths[1] == lengths[2] + 63
+def test_a_prompt_that_is_too_long_for_the_model_is_refused_with_its_row(processor: Any):
+    num_tokens = len(PromptBuilder(processor, DataConfig()).build(make_sample(picture(16, 8))).token_ids)
+    row = {"prompt": "Which digit?", "image": picture(16, 8), "id": "seven"}
+    rows = Rows("rows", ListRows([row]), ["seven"], Path(), DataConfig())
+    fitting = PromptBuilder(processor, DataConfig(), max_tokens=num_tokens)
+    assert len(build_prompt(rows, 0, fitting).token_ids) == num_tokens
+    short = PromptBuilder(processor, DataConfig(), max_tokens=num_tokens - 1)
+    with pytest.raises(
+        LongPromptError, match=rf"rows, row 0: Sample seven: its prompt has {num_tokens} tokens"
+    ) as error:
+        build_prompt(rows, 0, short)
+    assert error.value.num_tokens == num_tokens
+    with pytest.raises(DataError, match=r"rows, row 0: Sample seven: the text holds <.image_pad.>"):
+        build_prompt(
+            Rows("rows", ListRows([row | {"prompt": "<|image_pad|>"}]), ["seven"], Path(), DataConfig()), 0, short
+        )

@@ -1,3 +1,4 @@
+import base64
 import io
 import json
 import sys
@@ -114,6 +115,24 @@ def test_a_json_line_may_hold_a_unicode_line_separator():
     assert [sample.prompt for sample in rows] == ["one\u2028line", "two"]
 
 
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_byte_order_mark_is_not_read_as_content(name):
+    content = json.dumps(ROWS) if name == "rows.json" else "\n".join(map(json.dumps, ROWS))
+    Path(name).write_text(content, encoding="utf-8-sig")
+    assert [sample.prompt for sample in load_rows(DataConfig(dataset_name=name), "train")] == [
+        "Which digit?", "And this?",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_byte_that_is_not_utf_8_is_named_with_its_line(name):
+    lines = ['{"prompt": "a"}', '{"prompt": "Größe"}']
+    content = f"[{lines[0]},\n{lines[1]}]" if name == "rows.json" else "\n".join(lines)
+    Path(name).write_text(content, encoding="latin-1")
+    with pytest.raises(DataError, match=rf"{name}, line 2: not UTF-8: found byte 0xf6 after .*Gr'"):
+        load_rows(DataConfig(dataset_name=name), "train")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -200,6 +219,79 @@ def test_a_missing_column_is_reported_with_those_that_exist(rows_of):
         rows_of([{"question": "1+1?", "answer": "2"}], prompt_template="{problem}")
 
 
+@pytest.mark.parametrize("template", ["{question} Answer.", "{question!r}", "{meta[topic]}", "{question:>9}"])
+def test_a_null_in_a_template_does_not_become_text(rows_of, template):
+    row = {"question": "1+1?", "meta": {"topic": "sums"}}
+    rows = rows_of([row, {"question": None, "meta": {"topic": None}}], prompt_template=template)
+    assert "1+1?" in rows[0].prompt or rows[0].prompt == "sums"
+    with pytest.raises(DataError, match=r"row 1: .* cannot be filled: ValueError `(question|meta\[topic\])` is null"):
+        rows[1]
+
+
+@pytest.mark.parametrize("image", [None, picture()])
+@pytest.mark.parametrize(
+    "prompt",
+    ["", " \n", [{"role": "user", "content": " "}], [{"role": "user", "content": []}],
+     [{"role": "system", "content": "Be brief"}, {"role": "user", "content": [text("")]}]],
+)  # fmt: skip
+def test_an_empty_prompt_is_refused(rows_of, prompt, image):
+    with pytest.raises(DataError, match=r"row 0: the prompt is"):
+        rows_of([{"prompt": prompt, "image": image}])[0]
+    with pytest.raises(DataError, match=r"row 0: the prompt is"):
+        rows_of([{"question": " ", "image": image}], prompt_template="{question}")[0]
+
+
+def test_an_image_alone_is_a_prompt_if_the_row_says_so(rows_of):
+    rows = rows_of([{"prompt": "<image>", "image": picture()}])
+    assert rows[0].messages == [{"role": "user", "content": [IMAGE]}]
+
+
+# --- marks
+
+
+MARKED = "Is <image> or <image> red?"
+MARKED_BLOCKS = [text("Is "), IMAGE, text(" or "), IMAGE, text(" red?")]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"prompt": MARKED}, {}),
+        ({"prompt": [{"role": "user", "content": MARKED}]}, {}),
+        ({"prompt": [{"role": "user", "content": [text(MARKED)]}]}, {}),
+        ({"prompt": [{"role": "user", "content": [text("Is "), IMAGE, text(" or <image> red?")]}]}, {}),
+        ({"question": MARKED}, {"prompt_template": "{question}"}),
+        ({"what": "red"}, {"prompt_template": "Is <image> or <image> {what}?"}),
+        ({"problem": MARKED}, {"columns": {"prompt": "problem"}}),
+        ({"conversations": [{"from": "human", "value": MARKED}]}, {}),
+    ],
+)
+def test_a_mark_is_the_place_of_an_image_in_every_form_of_prompt(rows_of, row, settings):
+    both = rows_of([row | {"images": [picture(RED), picture(BLUE)]}], **settings)[0]
+    assert both.messages == [{"role": "user", "content": MARKED_BLOCKS}]
+    assert colors(both.images) == [RED, BLUE]
+    for num_images in (0, 1, 3):
+        with pytest.raises(
+            DataError, match=f"row 0: the prompt has 2 image blocks and the row has {num_images} images"
+        ):
+            rows_of([row | {"images": [picture()] * num_images}], **settings)[0]
+
+
+@pytest.mark.parametrize("mark", ["<video>", "<audio>"])
+def test_marks_of_other_media_are_refused_in_text(rows_of, mark):
+    with pytest.raises(DataError, match=f"row 0: the text has a mark {mark}, and video and audio are not"):
+        rows_of([{"prompt": f"What is in {mark}?", "image": picture()}])[0]
+
+
+@pytest.mark.parametrize("prefix", ["data:image/png;base64,", ""])
+def test_an_image_pasted_into_a_text_is_refused_and_not_printed(rows_of, prefix):
+    pasted = f"What is {prefix}{base64.b64encode(encoded(NOISE)).decode()}?"
+    for prompt in (pasted, [{"role": "user", "content": [text(pasted)]}]):
+        with pytest.raises(DataError, match=r"row 0: the text holds an image as base64 .*column `image`") as error:
+            rows_of([{"prompt": prompt}])[0]
+        assert len(str(error.value)) < 400
+
+
 @pytest.mark.parametrize(
     ("message", "found"),
     [
@@ -252,9 +344,10 @@ def test_vlm_r1_rows_are_read_as_they_are():
         ({"from": "human", "value": "<video>\nWhat happens?"}, "video"),
         ({"from": "robot", "value": "Hi"}, "robot"),
         ({"from": "human"}, "value"),
+        ("human", "found turn 'human'"),
     ],
 )
-def test_a_turn_that_cannot_be_read_is_named(rows_of, turn: dict, found: str):
+def test_a_turn_that_cannot_be_read_is_named(rows_of, turn: Any, found: str):
     with pytest.raises(DataError, match=f"row 0.*{found}"):
         rows_of([{"conversations": [turn, {"from": "gpt", "value": "7"}]}])[0]
 
@@ -342,9 +435,34 @@ def test_an_unreadable_image_names_row_column_and_path(name: str, content: bytes
         load_rows(DataConfig(dataset_name="rows.jsonl"), "train")[1]
 
 
-def test_a_value_that_is_no_image_names_its_type(rows_of):
-    with pytest.raises(DataError, match=r"row 0, column image: .*found a int"):
-        rows_of([{"prompt": "a", "image": 3}])[0]
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "found a int"),
+        ({"file": "a.png"}, "found a dict of file, expected one of image, bytes, path"),
+        ({"image": "a.png", "max_pixels": 100}, r"max_pixels beside the image would have no effect; set data\.min_pix"),
+        ("data:image/png;base64,YQ", "Incorrect padding"),
+        ("x" * 100_000, "File name too long"),
+    ],
+)
+def test_a_value_that_is_no_image_is_described_shortly(rows_of, value, message):
+    with pytest.raises(DataError, match=rf"row 0, column image.*: .*{message}") as error:
+        rows_of([{"prompt": "a", "image": value}])[0]
+    assert len(str(error.value)) < 600
+
+
+def test_images_of_verl_and_as_base64_text(rows_of):
+    picture(BLUE).save("blue.png")
+    png = encoded(NOISE)
+    plain = base64.b64encode(png).decode()
+    forms = [
+        {"image": "blue.png"}, {"image": png}, {"image": {"bytes": png, "path": None}}, {"image": picture(RED)},
+        {"bytes": None, "path": None, "image": f"file://{Path('blue.png').absolute()}"},
+        plain, f"data:image/png;base64,{plain}", "\n".join(plain[i : i + 200] for i in range(0, len(plain), 200)),
+    ]  # fmt: skip
+    images = rows_of([{"prompt": "a", "images": forms}])[0].images
+    assert colors([images[0], images[3], images[4]]) == [BLUE, RED, BLUE]
+    assert all(images[i].tobytes() == NOISE.tobytes() for i in (1, 2, 5, 6, 7))
 
 
 def test_the_pixel_cap_is_checked_on_the_header(rows_of, monkeypatch: pytest.MonkeyPatch):
@@ -416,3 +534,38 @@ def test_sixteen_bit_images_are_refused_instead_of_clipped_to_white(rows_of):
     deep = Image.fromarray(np.full((2, 2), 4096, np.uint16))
     with pytest.raises(DataError, match=r"mode I;16 .* 8 bits"):
         rows_of([{"prompt": "a", "image": encoded(deep)}])[0]
+
+
+# --- rows of other systems
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "prompt", "columns"),
+    [
+        (  # EasyR1
+            {"problem": "<image>Find x.", "answer": "3", "images": [{"bytes": encoded(picture()), "path": None}]},
+            {"columns": {"prompt": "problem", "solution": "answer"}},
+            "<image>Find x.", {"solution": "3"},
+        ),
+        (  # verl
+            {
+                "prompt": [{"role": "user", "content": "<image>Find x."}], "images": [{"image": "red.png"}],
+                "reward_model": {"ground_truth": "3", "style": "rule"}, "extra_info": {"index": 0},
+            },
+            {},
+            [{"role": "user", "content": "<image>Find x."}],
+            {"reward_model": {"ground_truth": "3", "style": "rule"}, "extra_info": {"index": 0}},
+        ),
+        (  # ms-swift
+            {"messages": [{"role": "user", "content": "<image>Find x."}], "images": ["red.png"], "solution": "3"},
+            {"columns": {"prompt": "messages"}},
+            [{"role": "user", "content": "<image>Find x."}], {"solution": "3"},
+        ),
+    ],
+    ids=["easyr1", "verl", "ms-swift"],
+)  # fmt: skip
+def test_rows_of_other_systems(rows_of, row, settings, prompt, columns):
+    picture(RED).save("red.png")
+    sample = rows_of([row], **settings)[0]
+    assert sample.messages == [{"role": "user", "content": [IMAGE, text("Find x.")]}]
+    assert (sample.prompt, sample.columns, colors(sample.images)) == (prompt, columns, [RED])

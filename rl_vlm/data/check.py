@@ -1,0 +1,177 @@
+"""Checks of the data before a run: which rows can be used, and what is wrong with the others.
+
+load_rows ─► Rows ─ check_rows: columns, then every row and image header ─► UsableRows ─ fitting_rows ─► UsableRows
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.columns import prompt_columns, refuse_unread_images
+from rl_vlm.data.images import check_image
+from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
+from rl_vlm.data.samples import REFUSED_COLUMNS, Rows, parse_row
+from rl_vlm.data.tables import IMAGE_COLUMNS, Row
+from rl_vlm.errors import DataError
+
+if TYPE_CHECKING:
+    from rl_vlm.distributed.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 16
+"""Images whose headers are read at once: what takes time is to find and open their files."""
+SHORT_TEXT = 1024
+"""Bytes of a text that is not noted as long: every model has a context of more tokens."""
+
+
+class Finding(NamedTuple):
+    """What the check notes of a row."""
+
+    row: int
+    problem: str | None
+    num_bytes: int
+    """Bytes of the prompt's text."""
+
+
+@dataclass(frozen=True)
+class UsableRows:
+    """The rows of a split that are used."""
+
+    rows: Rows
+    indices: list[int]
+    dropped: list[dict[str, Any]]
+    """A record of each row that is left out, with the reason."""
+    text_bytes: dict[int, int]
+    """Bytes of the prompt's text by row, of texts that may be long."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def without(self, dropped: Sequence[dict[str, Any]]) -> UsableRows:
+        """Leave out further rows. Raises DataError if none is left."""
+        rows = {record["row"] for record in dropped}
+        left = replace(self, indices=[i for i in self.indices if i not in rows], dropped=[*self.dropped, *dropped])
+        if not left.indices:
+            raise DataError(f"{self.rows.name}: none of its {len(self.rows)} rows can be used. {summary(left.dropped)}")
+        return left
+
+    def record(self, row: int, reason: str) -> dict[str, Any]:
+        """Return the record of a row that is left out."""
+        return {"data": self.rows.name, "sample_id": self.rows.sample_ids[row], "row": row, "reason": reason}
+
+
+def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
+    """Check the columns and all rows, and return the rows to use. Each rank checks its share of the rows.
+
+    `used` are the columns that reward functions name. Raises DataError if images are in a column that nobody reads, if
+    no row has an image, or if a row cannot be used and `on_bad_row` does not drop it. Images are not decoded: damage
+    behind a header is found when the row is drawn.
+    """
+    refuse_unread_images(rows.source, rows.config, rows.name, used)
+    num, rank, size = len(rows), ranks.rank, ranks.world_size
+    share = range(num * rank // size, num * (rank + 1) // size)
+    findings = sorted(ranks.gather(list(find_problems(rows, share))))
+    text_bytes = {finding.row: finding.num_bytes for finding in findings}
+    usable = UsableRows(rows, list(range(num)), [], text_bytes)
+    return without_bad(usable, [usable.record(finding.row, finding.problem) for finding in findings if finding.problem])
+
+
+def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
+    """Yield what is noted of rows with a problem or with a long text."""
+    columns = {*set().union(*prompt_columns(rows.config.prompt_template)), *IMAGE_COLUMNS, *REFUSED_COLUMNS}
+    start = share.start
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for batch in rows.source.batches(share, columns):
+            numbered = list(enumerate(batch, start))
+            parts = [numbered[i::NUM_THREADS] for i in range(NUM_THREADS)]
+            for findings in pool.map(partial(check_part, rows), parts):
+                yield from findings
+            start += len(batch)
+
+
+def check_part(rows: Rows, numbered: Sequence[tuple[int, Row]]) -> list[Finding]:
+    """Check some rows, and return what is noted."""
+    findings = [check_row(rows, index, row) for index, row in numbered]
+    return [finding for finding in findings if finding.problem or finding.num_bytes > SHORT_TEXT]
+
+
+def check_row(rows: Rows, index: int, row: Row) -> Finding:
+    """Read a row, and its images as far as their headers."""
+    where = rows.place(index)
+    try:
+        parsed = parse_row(row, rows.config, where)
+        for name, value in parsed.images:
+            check_image(value, rows.image_folder, rows.config.max_image_pixels, f"{where}, column {name}")
+    except DataError as error:
+        return Finding(index, str(error), 0)
+    return Finding(index, None, parsed.num_bytes)
+
+
+def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> UsableRows:
+    """Leave out rows whose prompts have more than `limit` tokens, and check that the others can be built.
+
+    With a limit every prompt is built once, images included. Without one, only those are built whose text alone may
+    exceed the model's context. Prompts are not truncated, because that would remove image tokens. Raises DataError if
+    a prompt cannot be built or is too long for the model, and `on_bad_row` does not drop it.
+    """
+    longest = builder.max_tokens
+    to_build = usable.indices
+    if limit is None:
+        to_build = [i for i in usable.indices if longest is not None and usable.text_bytes.get(i, 0) > longest]
+    bad, long = [], []
+    for row in to_build:
+        try:
+            num_tokens = len(build_prompt(usable.rows, row, builder).token_ids)
+        except LongPromptError as error:
+            num_tokens = error.num_tokens
+            if limit is None or num_tokens <= limit:
+                bad.append(usable.record(row, str(error)))
+        except DataError as error:
+            bad.append(usable.record(row, str(error)))
+            continue
+        if limit is not None and num_tokens > limit:
+            reason = f"its prompt has {num_tokens} tokens, more than data.max_prompt_length {limit}"
+            long.append(usable.record(row, reason) | {"tokens": num_tokens, "limit": limit})
+    return without_bad(usable.without(long), bad)
+
+
+def without_bad(usable: UsableRows, bad: Sequence[dict[str, Any]]) -> UsableRows:
+    """Leave out rows that cannot be used. Raises DataError if `on_bad_row` does not drop them."""
+    data: DataConfig = usable.rows.config
+    if bad and data.on_bad_row == "raise":
+        others = f" {len(bad) - 1} more of {len(usable.rows)} rows cannot be used." if len(bad) > 1 else ""
+        raise DataError(
+            f"{bad[0]['reason'].rstrip('.')}.{others} To leave such rows out and list them, set data.on_bad_row: drop."
+        )
+    return usable.without(bad)
+
+
+def summary(dropped: Sequence[dict[str, Any]]) -> str:
+    """Describe the rows that are left out: how many have too long a prompt, and why the first other one is."""
+    long = [record for record in dropped if "tokens" in record]
+    bad = [record for record in dropped if "tokens" not in record]
+    parts = []
+    if long:
+        shortest = min(record["tokens"] for record in long)
+        parts.append(
+            f"{len(long)} prompts are longer than data.max_prompt_length {long[0]['limit']}; the shortest of them has "
+            f"{shortest} tokens."
+        )
+    if bad:
+        parts.append(f"{len(bad)} rows cannot be used, the first because: {bad[0]['reason']}")
+    return " ".join(parts)
+
+
+def warn_of_dropped(dropped: Sequence[dict[str, Any]], file: Path) -> None:
+    """Log how many rows of each data source are left out, and where they are listed."""
+    for name in dict.fromkeys(record["data"] for record in dropped):
+        records = [record for record in dropped if record["data"] == name]
+        logger.warning("%s: %d rows are left out and listed in %s. %s", name, len(records), file, summary(records))

@@ -1,0 +1,109 @@
+"""The columns of the data: which are left out or renamed, who reads them, and images that nobody would read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from PIL.Image import Image
+
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.images import BASE64, looks_like_image
+from rl_vlm.data.messages import ends_with_answer
+from rl_vlm.data.sources import Source
+from rl_vlm.data.tables import IMAGE_COLUMNS
+from rl_vlm.errors import DataError, did_you_mean, shorten
+
+
+def choose_columns(source: Source, config: DataConfig, name: str) -> Source:
+    """Leave out `ignore_columns`, and rename those of `columns`.
+
+    Raises DataError if a column to rename is not there, or if one of the new names is taken.
+    """
+    if set(config.ignore_columns) & set(source.columns):
+        source = source.without(config.ignore_columns)
+    for role, column in config.columns.items():
+        if column not in source.columns:
+            raise DataError(
+                f"{name}: data.columns reads {role} from column {column!r}, which is not there"
+                f"{did_you_mean(column, source.columns)}; the columns are {', '.join(source.columns)}."
+            )
+        if role in source.columns and role not in config.columns.values():
+            raise DataError(
+                f"{name}: data.columns reads {role} from column {column!r}, and there is a column {role!r} already. "
+                f"Leave that one out with data.ignore_columns: [{role}], or give it another name in data.columns."
+            )
+    return source.renamed({column: role for role, column in config.columns.items()}) if config.columns else source
+
+
+def prompt_columns(template: str | None) -> list[set[str]]:
+    """Return the sets of columns that a prompt can be made from: those of the template, or one of two columns."""
+    return [{"prompt"}, {"conversations"}] if template is None else [template_columns(template)]
+
+
+def template_columns(template: str) -> set[str]:
+    """Return the columns that a template names. Its errors are found when it is filled."""
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(template) if name]
+    except ValueError:
+        return set()
+    return {re.split(r"[.\[]", name)[0] for name in names}
+
+
+def reward_columns(source: Source, template: str | None) -> list[str]:
+    """Return the columns that some row has for reward functions. Conversations give `solution`, their final answer."""
+    names = [name for name in source.columns if name not in ("prompt", *IMAGE_COLUMNS)]
+    if template is None and "conversations" in names and "prompt" not in source.columns:
+        names.remove("conversations")
+        if "solution" not in names and any(map(ends_with_answer, source.values("conversations"))):
+            names.append("solution")
+    return names
+
+
+def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Collection[str]) -> None:
+    """Raise DataError if the model would be given no image at all, or if images are in a column that nobody reads.
+
+    `used` are the columns that reward functions name. The message names the columns that look like images.
+    """
+    read = {"id", *IMAGE_COLUMNS, *used, *set().union(*prompt_columns(config.prompt_template))}
+    examples = {column: first_image(source, column) for column in source.columns if column not in read}
+    unread = {column: found for column, found in examples.items() if found is not None}
+    has_images = any(
+        value is not None and value != []
+        for column in IMAGE_COLUMNS
+        if column in source.columns
+        for value in source.values(column)
+    )
+    if unread:
+        listed = ", ".join(f"{column} (row {row}: {shown(value)})" for column, (row, value) in unread.items())
+        column = next(iter(unread))
+        raise DataError(
+            f"{name}: the data has images that nobody would read, in column {listed}. To give them to the model, set "
+            f"data.columns: {{image: {column}}}. To leave them out, set data.ignore_columns: [{', '.join(unread)}]. "
+            "A reward function that uses a column declares it as a parameter."
+        )
+    if not has_images and not config.text_only:
+        raise DataError(
+            f"{name}: no row has an image in column `image` or `images`, so that a vision-language model would see "
+            f"text alone. The columns are {', '.join(source.columns)}. If one of them holds images, name it with "
+            "data.columns: {image: its name}. If the data is meant to be text, set data.text_only: true."
+        )
+
+
+def first_image(source: Source, column: str) -> tuple[int, Any] | None:
+    """Return row and value of the column's first image, or None if no value looks like one."""
+    return next(((row, value) for row, value in enumerate(source.values(column)) if looks_like_image(value)), None)
+
+
+def shown(value: Any) -> str:
+    """Describe a value that looks like an image, without its content."""
+    if isinstance(value, list):
+        return f"a list with {shown(next(filter(looks_like_image, value)))}"
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(map(str, value))}"
+    if isinstance(value, str | Path):
+        return "base64 text" if BASE64.match(str(value)) else shorten(repr(str(value)), 80)
+    return "pixels" if isinstance(value, Image) else "an encoded image"

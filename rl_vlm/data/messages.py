@@ -1,0 +1,119 @@
+"""Conversion of prompts to chat messages: marks in texts become image blocks, and images are placed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rl_vlm.data.images import BASE64
+from rl_vlm.data.tables import Row
+from rl_vlm.errors import DataError, shorten
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant")
+SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+MARKS = re.compile(r"<(image|video|audio)>")
+
+
+def read_conversations(turns: Any, where: str) -> tuple[list[Message], Row]:
+    """Convert turns of `from` and `value` to messages, and a final answer to `{"solution": value}`."""
+    for turn in turns if isinstance(turns, list) else [turns]:
+        if not isinstance(turn, dict) or turn.get("from") not in SPEAKERS or "value" not in turn:
+            found = shorten(repr(turn), 200)
+            raise DataError(f"{where}: found turn {found}, expected `value` and `from` ({', '.join(SPEAKERS)}).")
+    gold = {}
+    if ends_with_answer(turns):
+        gold = {"solution": turns[-1]["value"]}
+        turns = turns[:-1]
+    return [{"role": SPEAKERS[turn["from"]], "content": split_marks(str(turn["value"]))} for turn in turns], gold
+
+
+def ends_with_answer(turns: Any) -> bool:
+    """Return whether the last of `turns` is the assistant's."""
+    last = turns[-1] if isinstance(turns, list) and turns else None
+    return isinstance(last, dict) and SPEAKERS.get(str(last.get("from"))) == "assistant"
+
+
+def split_marks(text: str) -> list[Row]:
+    """Split text at `<image>` marks, and at marks of media that are refused later, into content blocks."""
+    parts = MARKS.split(text)
+    blocks = [{"type": "text", "text": part} if i % 2 == 0 else {"type": part} for i, part in enumerate(parts)]
+    return [block for block in blocks if block != {"type": "text", "text": ""}]
+
+
+def to_messages(messages: list[Message], where: str) -> list[Message]:
+    """Convert contents of messages to lists of blocks. Raises DataError for anything that the model cannot be given."""
+    for message in messages:
+        refuse_extras(message, ("role", "content"), where)
+        if message.get("role") not in ROLES:
+            raise DataError(f"{where}: a message has role {message.get('role')!r}; roles are {', '.join(ROLES)}.")
+    converted = [{"role": message["role"], "content": to_blocks(message.get("content"), where)} for message in messages]
+    blocks = [block for message in converted if message["role"] != "system" for block in message["content"]]
+    if not any(block.get("text", "image").strip() for block in blocks):
+        raise DataError(f"{where}: the prompt is empty: its messages have no text, and no block or mark of an image.")
+    return converted
+
+
+def to_blocks(content: Any, where: str) -> list[Row]:
+    """Convert the content of a message to blocks of text and of images."""
+    blocks = []
+    for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                blocks += read_text(text, where)
+            case {"type": "image"}:
+                blocks.append({"type": "image"})
+            case _:
+                raise DataError(
+                    f"{where}: content {shorten(repr(block), 200)} is not supported; a message holds text, or a list "
+                    'of blocks {"type": "text", "text": …} and {"type": "image"}.'
+                )
+        refuse_extras(block, ("type", "text"), where)
+    return blocks
+
+
+def read_text(text: str, where: str) -> list[Row]:
+    """Convert a text to blocks. Raises DataError if it holds a mark of other media, or an image as base64 text."""
+    blocks = split_marks(text) or [{"type": "text", "text": ""}]
+    others = [f"<{block['type']}>" for block in blocks if block["type"] not in ("text", "image")]
+    if others:
+        raise DataError(
+            f"{where}: the text has a mark {others[0]}, and video and audio are not in this project. Remove the mark, "
+            "or leave the row out."
+        )
+    if pasted := BASE64.search(text):
+        raise DataError(
+            f"{where}: the text holds an image as base64 ({shorten(text[pasted.start() :], 40)}, {len(text)} "
+            "characters), which the model would read as text. Move the image to column `image` or `images`, which "
+            "take base64 text, and mark its place with <image>."
+        )
+    return blocks
+
+
+def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
+    """Raise DataError for keys that would have no effect. Arrow fills keys missing in a row with None."""
+    extras = [name for name, value in given.items() if name not in known and value is not None]
+    if extras:
+        raise DataError(
+            f"{where}: {', '.join(extras)} in {shorten(repr(given), 200)} would have no effect. Images belong in "
+            "column `images`, in the order of their blocks; tool calls are not supported."
+        )
+
+
+def place_images(messages: list[Message], num_images: int, where: str) -> list[Message]:
+    """Put image blocks before the text of the first user message, unless the row places them itself.
+
+    Raises DataError if the numbers of image blocks and images differ.
+    """
+    num_blocks = sum(block["type"] == "image" for message in messages for block in message["content"])
+    first_user = next((message for message in messages if message["role"] == "user"), None)
+    if num_blocks == 0 and first_user:
+        first_user["content"][:0] = [{"type": "image"} for _ in range(num_images)]
+    elif num_blocks != num_images:
+        raise DataError(
+            f"{where}: the prompt has {num_blocks} image blocks and the row has {num_images} images. Pairing them "
+            "anyway would train on answers about other images, and nothing later would notice. "
+            "Write one block (or <image> mark) per image, or none to have all images put first."
+        )
+    return messages

@@ -1,0 +1,134 @@
+"""Rows in memory (`ListRows`) and in Arrow tables (`ArrowRows`), by index, by column and in batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+
+from rl_vlm.errors import DataError
+
+Row = dict[str, Any]
+IMAGE_COLUMNS = ("image", "images")
+BATCH = 1000
+
+
+class ListRows(Sequence[Row]):
+    """Rows in memory. Each may have columns of its own."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Yield the column's value in every row, or None."""
+        return (row.get(column) for row in self.rows)
+
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+        """Yield lists of consecutive rows. All columns are there, since they cost nothing."""
+        for start in range(0, len(indices), BATCH):
+            yield [self.rows[index] for index in indices[start : start + BATCH]]
+
+    def without(self, columns: Collection[str]) -> ListRows:
+        """Return the rows without these columns."""
+        return ListRows([{name: value for name, value in row.items() if name not in columns} for row in self.rows])
+
+    def renamed(self, names: Mapping[str, str]) -> ListRows:
+        """Return the rows with columns renamed, old name to new."""
+        return ListRows([{names.get(name, name): value for name, value in row.items()} for row in self.rows])
+
+
+class ArrowRows(Sequence[Row]):
+    """A `datasets.Dataset`. A row is decoded when it is read; image columns are not: they hold bytes or a path."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        import datasets
+
+        if not isinstance(dataset, datasets.Dataset):
+            raise DataError(f"{name} gives a {type(dataset).__name__}; expected a datasets.Dataset or a list of dicts.")
+        if dataset.format["type"] == "custom":
+            raise DataError(f"{name} has a transform, which would be left out; apply it with `map`, or return a list.")
+        self.name = name
+        self.tables: Any = dataset.with_format("arrow")
+        self.columns = list(dataset.column_names)
+        features = copy.deepcopy(dict(dataset.features))
+        self.encoded_features = datasets.Features({name: keep_encoded(feature) for name, feature in features.items()})
+        images = {name: self.encoded_features[name] for name in features.keys() & set(IMAGE_COLUMNS)}
+        self.features = datasets.Features(copy.deepcopy(dict(dataset.features)) | images)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.features.decode_example(self.tables[index].to_pylist()[0])
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Yield the column's value in every row, or None. Nothing is decoded, and bytes are open files."""
+        for batch in self.batches(range(len(self)), [column]):
+            yield from (row[column] for row in batch)
+
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+        """Yield lists of consecutive rows with some of their columns. Nothing is decoded, and bytes are open files."""
+        selected = self.tables.select_columns([name for name in self.columns if name in columns])
+        for start in range(indices.start, indices.stop, BATCH):
+            stop = min(start + BATCH, indices.stop)
+            table, rows = selected[start:stop], [Row() for _ in range(start, stop)]
+            for name, column in zip(table.column_names, table.columns, strict=True):
+                for row, value in zip(rows, array_values(column), strict=True):
+                    row[name] = value
+            yield [self.encoded_features.decode_example(row) for row in rows]
+
+    def without(self, columns: Collection[str]) -> ArrowRows:
+        """Return the rows without these columns."""
+        return ArrowRows(self.tables.remove_columns([name for name in self.columns if name in columns]), self.name)
+
+    def renamed(self, names: Mapping[str, str]) -> ArrowRows:
+        """Return the rows with columns renamed, old name to new."""
+        return ArrowRows(self.tables.rename_columns(dict(names)), self.name)
+
+
+def keep_encoded(feature: Any) -> Any:
+    """Set images and other media in a feature to be read without decoding, and return the feature."""
+    if isinstance(feature, dict):
+        return {name: keep_encoded(item) for name, item in feature.items()}
+    if hasattr(feature, "feature"):
+        feature.feature = keep_encoded(feature.feature)
+    elif hasattr(feature, "decode") and type(feature).__name__ != "Json":  # which is the text of a value, no media
+        feature.decode = False
+    return feature
+
+
+def array_values(array: Any) -> list[Any]:
+    """Return the values of an Arrow array, with an open file in place of bytes, which would be copied."""
+    import pyarrow
+    import pyarrow.types as types
+
+    kind = array.type
+    if isinstance(array, pyarrow.ChunkedArray):
+        return [value for chunk in array.chunks for value in array_values(chunk)]
+    if array.null_count == len(array):  # it may have no buffers
+        return [None] * len(array)
+    if types.is_struct(kind):
+        names = [kind.field(i).name for i in range(kind.num_fields)]
+        fields = [array_values(array.field(i)) for i in range(kind.num_fields)]
+        values = [dict(zip(names, row, strict=True)) for row in zip(*fields, strict=True)]
+    elif types.is_list(kind) or types.is_large_list(kind):
+        items = iter(array_values(array.flatten()))  # without those of null lists
+        values = [list(islice(items, length or 0)) for length in array.value_lengths().to_pylist()]
+    elif types.is_binary(kind) or types.is_large_binary(kind):
+        _, offsets, content = array.buffers()
+        width = "int64" if types.is_large_binary(kind) else "int32"
+        ends = np.frombuffer(offsets, width)[array.offset : array.offset + len(array) + 1].tolist()
+        values = [pyarrow.BufferReader(content.slice(start, end - start)) for start, end in pairwise(ends)]
+    else:
+        return array.to_pylist()
+    return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]

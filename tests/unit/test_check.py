@@ -1,0 +1,201 @@
+"""Which rows are left out before a run, and what is said of them."""
+
+import io
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image, ImageFile
+
+from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.data.check import UsableRows, check_rows, find_problems, fitting_rows, warn_of_dropped
+from rl_vlm.data.prompts import PromptBuilder, load_processor
+from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import DataError
+from tests.tiny.build import build_tiny
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    for i in range(6):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(f"{i}.png")
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    checkpoint = str(build_tiny("qwen2_5_vl", tmp_path_factory.mktemp("tiny")))
+    return load_processor(checkpoint, ModelConfig(model_name_or_path=checkpoint), DataConfig())
+
+
+def load(changes: dict[int, dict], **settings: Any) -> Rows:
+    """Six rows with an image each, of which some are changed."""
+    rows = [{"id": f"r{i}", "prompt": "Which?", "image": f"{i}.png"} | changes.get(i, {}) for i in range(6)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_rows(DataConfig(dataset_name="rows.jsonl", **settings), "train")
+
+
+def check(rows: Rows) -> UsableRows:
+    return check_rows(rows, [], Ranks())
+
+
+def reasons(usable: UsableRows) -> dict[int, str]:
+    return {record["row"]: record["reason"] for record in usable.dropped}
+
+
+def make_unreadable() -> dict[str, str]:
+    """Files that are no images, and what is said of each."""
+    Path("text.png").write_text("no image")
+    Image.new("RGB", (8, 8)).save("drawing.ppm")
+    Image.new("RGB", (100, 50)).save("large.png")
+    Path("folder.png").mkdir()
+    os.mkfifo("fifo.png")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket.png")
+    return {
+        "gone.png": "No such file", "text.png": "formats PNG, JPEG", "drawing.ppm": "formats PNG, JPEG",
+        "large.png": "100 × 50 = 5000 pixels are more than data.max_image_pixels = 4999",
+        "folder.png": "is a directory",
+        "fifo.png": "is a FIFO; only regular files",
+        "socket.png": "is a socket", "/dev/null": "is a device",
+        "": "its path is empty", "https://example.org/a.png": "URLs are not fetched",
+    }  # fmt: skip
+
+
+def test_every_image_is_looked_for_before_the_run_and_none_is_decoded(monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    for name, message in make_unreadable().items():
+        rows = load({4: {"image": name}}, max_image_pixels=4999)
+        with pytest.raises(DataError, match=rf"rows\.jsonl, row 4, column image.*{message}.*on_bad_row: drop"):
+            check(rows)
+        dropping = check(load({4: {"image": name}}, max_image_pixels=4999, on_bad_row="drop"))
+        assert dropping.indices == [0, 1, 2, 3, 5]
+        assert message in reasons(dropping)[4]
+
+
+def test_rows_that_cannot_be_used_are_listed_with_their_reasons():
+    two, gone = {"prompt": "<image> or <image>?"}, {"image": "gone.png"}
+    usable = check(load({0: {"prompt": " "}, 2: {"prompt": "<video> a"}, 3: two, 5: gone}, on_bad_row="drop"))
+    assert usable.indices == [1, 4]
+    assert [(record["data"], record["sample_id"], record["row"]) for record in usable.dropped] == [
+        ("rows.jsonl", "r0", 0), ("rows.jsonl", "r2", 2), ("rows.jsonl", "r3", 3), ("rows.jsonl", "r5", 5),
+    ]  # fmt: skip
+    expected = {
+        0: "the prompt is ' '",
+        2: "a mark <video>",
+        3: "2 image blocks and the row has 1 images",
+        5: "gone.png",
+    }
+    assert all(expected[row] in reason for row, reason in reasons(usable).items())
+
+
+def test_the_first_bad_row_is_named_and_the_others_counted():
+    rows = load({2: {"image": "gone.png"}, 4: {"image": "lost.png"}, 5: {"prompt": ""}})
+    with pytest.raises(
+        DataError, match=r"row 2, .*gone\.png'\. 2 more of 6 rows cannot be used\. To leave such rows out"
+    ):
+        check(rows)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 8])
+def test_ranks_share_the_rows_and_find_what_one_finds(size):
+    rows = load({0: {"prompt": ""}, 3: {"image": "gone.png"}, 5: {"prompt": ""}})
+    found = [set(find_problems(rows, range(6 * rank // size, 6 * (rank + 1) // size))) for rank in range(size)]
+    assert {finding.row for finding in set().union(*found)} == {0, 3, 5}
+    assert set().union(*found) == set(find_problems(rows, range(6)))
+    assert sum(map(len, found)) == 3
+
+
+@pytest.mark.parametrize("batch", [2, 1000])
+def test_images_in_a_table_are_checked_by_their_headers(batch, monkeypatch):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    images = [file.getvalue(), file.getvalue()[:60], b"no image", file.getvalue()]
+    table = {"prompt": ["a"] * 4, "images": [[{"bytes": image, "path": "x.png"}] for image in images]}
+    dataset = datasets.Dataset.from_dict(table).cast_column("images", datasets.List(datasets.Image()))
+    dataset.to_parquet("rows.parquet")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("decoded"))
+    monkeypatch.setattr("rl_vlm.data.tables.BATCH", batch)
+    usable = check(load_rows(DataConfig(dataset_name="rows.parquet", on_bad_row="drop"), "train"))
+    assert usable.indices == [0, 1, 3]  # a header is whole in row 1
+    assert "row 2, column images, x.png: not an image" in reasons(usable)[2]
+
+
+def test_no_row_left_is_an_error_that_says_why():
+    bad = {i: {"prompt": ""} for i in range(6)}
+    with pytest.raises(
+        DataError, match=r"none of its 6 rows can be used\. 6 rows .* first because: rows.jsonl, row 0: the pr"
+    ):
+        check(load(bad, on_bad_row="drop"))
+
+
+# --- prompts that are too long
+
+
+def lengths(rows: Rows, builder: PromptBuilder) -> list[int]:
+    return [len(builder.build(sample).token_ids) for sample in rows]
+
+
+def test_long_prompts_are_listed_and_none_is_cut(processor):
+    Image.new("RGB", (64, 64)).save("1.png")
+    rows, builder = load({}), PromptBuilder(processor, DataConfig())
+    limit = lengths(rows, builder)[0]
+    usable = fitting_rows(check(rows), builder, limit)
+    assert usable.indices == [0, 2, 3, 4, 5]
+    assert usable.dropped == [
+        {
+            "data": "rows.jsonl", "sample_id": "r1", "row": 1, "tokens": limit + 63, "limit": limit,
+            "reason": f"its prompt has {limit + 63} tokens, more than data.max_prompt_length {limit}",
+        }
+    ]  # fmt: skip
+
+
+def test_without_a_limit_no_prompt_is_built(processor, monkeypatch):
+    builder = PromptBuilder(processor, DataConfig(), max_tokens=5000)
+    monkeypatch.setattr(builder, "build", lambda sample: pytest.fail("built"))
+    usable = check(load({1: {"prompt": "a" * 4000}}))
+    assert fitting_rows(usable, builder, None) == usable
+
+
+def test_all_prompts_too_long_name_the_limit_and_the_shortest(processor):
+    builder = PromptBuilder(processor, DataConfig())
+    rows = load({i: {"prompt": "Which? " * (i + 2)} for i in range(6)})
+    shortest = min(lengths(rows, builder))
+    with pytest.raises(DataError, match=rf"none of its 6 rows .*max_prompt_length 5; .* them has {shortest} tokens"):
+        fitting_rows(check(rows), builder, 5)
+
+
+def test_a_text_beyond_the_context_is_found_before_the_run(processor):
+    """Of 3,000 words, one token or more each; the other rows are not built."""
+    builder = PromptBuilder(processor, DataConfig(), max_tokens=2000)
+    long = {3: {"prompt": "word " * 3000}}
+    with pytest.raises(
+        DataError, match=r"row 3: Sample r3: its prompt has \d+ tokens, .* takes at most 2000 .*max_position"
+    ):
+        fitting_rows(check(load(long)), builder, None)
+    assert fitting_rows(check(load(long, on_bad_row="drop")), builder, None).indices == [0, 1, 2, 4, 5]
+    assert reasons(fitting_rows(check(load(long)), builder, 50)).keys() == {3}  # dropped by max_prompt_length
+    with pytest.raises(DataError, match=r"takes at most 2000"):
+        fitting_rows(check(load(long)), builder, 100_000)
+
+
+def test_images_that_cannot_be_decoded_are_left_out_if_all_prompts_are_built(processor):
+    Image.effect_noise((64, 64), 50).convert("RGB").save("2.png")
+    os.truncate("2.png", 500)
+    rows = load({}, on_bad_row="drop")
+    assert check(rows).dropped == []
+    usable = fitting_rows(check(rows), PromptBuilder(processor, DataConfig()), 1000)
+    assert "row 2, column image, 2.png: the image cannot be read" in reasons(usable)[2]
+
+
+def test_what_is_left_out_is_logged(caplog):
+    usable = check(load({2: {"image": "gone.png"}}, on_bad_row="drop"))
+    warn_of_dropped(usable.dropped, Path("run/dropped_prompts.jsonl"))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("rows.jsonl: 1 rows are left out and listed in run/dropped_prompts.jsonl. 1 rows cannot be")
