@@ -170,6 +170,7 @@ NOT_HERE: dict[str, Settings] = {
         "optim": ("adamw_torch_fused", "adamw_torch"), "optim_args": None, "optim_target_modules": None,
         "neftune_noise_alpha": None, "label_smoothing_factor": 0.0, "average_tokens_across_devices": True,
     },
+    # `disable_dropout: false` is TRL's default, so it is accepted. Dropout is off all the same.
     "dropout is off, so that all log-probs are those of one policy": {
         "lora_dropout": 0.0, "disable_dropout": (False, True),
     },

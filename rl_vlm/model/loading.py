@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
 from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.functions import LoadError, load_function, names_function
+from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.families import family_of
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.shared_prefix import enable_shared_rows
@@ -52,6 +52,7 @@ def load_policy(
     Raises ModelError if weights are missing or unexpected, or if the family is not supported.
     """
     model = load_model(initial, weights, config.model)
+    disable_dropout(model)
     transformer = base_model(model)
     family = family_of(transformer.config)
     if config.model.freeze_vision_tower:
@@ -61,9 +62,8 @@ def load_policy(
         enable_shared_rows(transformer)
     use_linear_patches(transformer)
     if config.memory.gradient_checkpointing:
-        transformer.gradient_checkpointing_enable(
-            {"use_reentrant": False, "preserve_rng_state": has_dropout(transformer)}
-        )
+        # Without dropout no layer draws random numbers, and a reward function may draw some meanwhile.
+        transformer.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         transformer.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
     refuse_unshareable(transformer, config.memory, config.model)
 
@@ -166,7 +166,7 @@ def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
 
 
 def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
-    """Load a checkpoint's adapter as trainable. Raises ModelError if its weights do not match or it has dropout."""
+    """Load a checkpoint's adapter as trainable. Raises ModelError if its weights do not match."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -174,11 +174,6 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
     stored = load_file(Path(source) / "adapter_model.safetensors").keys()
     expected = get_peft_model_state_dict(peft_model).keys()
     check_keys(source, expected - stored, stored - expected)
-    dropout = getattr(peft_model.peft_config["default"], "lora_dropout", 0.0)
-    if dropout > 0:
-        raise ModelError(
-            f"the adapter {source} was made with lora_dropout {dropout}; dropout is not supported, set it to 0"
-        )
     return peft_model
 
 
@@ -209,15 +204,6 @@ def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
     return "dense"
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether a layer of the model draws random numbers in training."""
-    dropouts = (
-        module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0)
-        for module in model.modules()
-    )
-    return any(dropouts)
-
-
 def why_not_shared(model: PreTrainedModel) -> str | None:
     """Return why this model cannot share prefixes exactly, or None if it can."""
     if family_of(model.config).hybrid:
@@ -225,10 +211,6 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
     text = model.config.get_text_config()
     if text._attn_implementation != "group_shared":
         return "model.attn_implementation is not sdpa"
-    if getattr(text, "attention_dropout", 0) > 0:
-        return f"the checkpoint has attention_dropout {text.attention_dropout}, which a shared row cannot repeat"
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.get_decoder().modules()):
-        return "the checkpoint has dropout in its language model, which a shared row cannot repeat"
     unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
     if unknown:
         return f"the checkpoint has {', '.join(sorted(unknown))} layers, which nobody has checked"

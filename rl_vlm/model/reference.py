@@ -11,6 +11,7 @@ import torch
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
+from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.vision import VisionEncoder
@@ -79,6 +80,7 @@ def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Pat
         )
     if is_adapter(initial):
         policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
+        disable_dropout(policy.model)
     if config.model.use_peft or is_adapter(initial):
         return Reference(policy, frozen=None)
     moved = resumed / "reference" if resumed else None
