@@ -1,16 +1,19 @@
 """An optimizer step does not depend on how its batch is cut: into micro-batches, by sharing, or between processes."""
 
+import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.rollout.window import Window
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
 from tests.helpers import mixed_run, tiny_run
@@ -51,26 +54,32 @@ def make_config(checkpoint: Path, output_dir: Path, **settings: Any) -> RunConfi
 
 @pytest.fixture(scope="module")
 def trainer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """At the second iteration of its first window, with a policy that has moved away from the reference."""
+    """With its first window generated, for two iterations, and nothing computed of it so far."""
     settings = {"beta": 0.1, "num_iterations": 2, "max_grad_norm": 0.0}
     run = Run(make_config(checkpoint, tmp_path_factory.mktemp("run"), **settings))
-    trainer = run.trainer
-    window = trainer.collector.current(trainer.progress, StepMetrics())
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in trainer.policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
-    for scored in window.groups:
-        for i, completion in enumerate(scored.group.completions):
-            scored.old_logprobs[i] = completion.generator_logprobs
-    yield trainer
+    run.trainer.collector.current(run.trainer.progress, StepMetrics())
+    yield run.trainer
     run.close()
 
 
-def step(
+@contextmanager
+def moved(policy: nn.Module) -> Iterator[None]:
+    """Run the block with other weights than those that generated the window and are the reference."""
+    weights, generator = copy.deepcopy(policy.state_dict()), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+    yield
+    policy.load_state_dict(weights)
+
+
+def steps(
     trainer: Trainer, budget: int, sharing: Any, monkeypatch: pytest.MonkeyPatch, **algorithm: Any
 ) -> tuple[float, dict[str, Tensor], int]:
-    """Loss, gradients and number of micro-batches of a step that leaves the weights where they are."""
+    """Take both steps of the window, the second with a policy that has moved away from old and reference log-probs.
+
+    Return loss, gradients and number of micro-batches of the second. All log-probs are computed under this cut.
+    """
     window = trainer.collector.window
     assert window is not None and trainer.reference is not None
     gradients: dict[str, Tensor] = {}
@@ -78,12 +87,25 @@ def step(
     monkeypatch.setattr(trainer, "sharing", sharing)
     monkeypatch.setattr(trainer.config.memory, "micro_batch_tokens", budget)
     monkeypatch.setattr(trainer.config, "algorithm", AlgorithmConfig(**algorithm))
-    window.updates_done = 1
-    trainer.add_logprobs(window.groups, trainer.reference, "ref_logprobs", StepMetrics())
-    trainer.policy.counters.clear()
-    metrics = trainer.step()
+    window.updates_done = 0
+    for scored in window.groups:
+        scored.old_logprobs.clear()
+        scored.ref_logprobs.clear()
+    trainer.step()
+    assert_log_probs_are_the_generators(window)
+    with moved(trainer.policy):
+        metrics = trainer.step()
     num_forwards = metrics.sums["compute/shared_forwards"] + metrics.sums["compute/dense_forwards"]
     return metrics.means["loss"][0], gradients, int(num_forwards)
+
+
+def assert_log_probs_are_the_generators(window: Window) -> None:
+    """Check those that the window's first step has stored: policy and reference are still the generator's weights."""
+    for scored in window.groups:
+        for i, completion in enumerate(scored.group.completions):
+            if scored.valid_G[i]:
+                for logprobs in (scored.old_logprobs[i], scored.ref_logprobs[i]):
+                    assert (logprobs - completion.generator_logprobs).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize(
@@ -94,7 +116,7 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(
 ) -> None:
     algorithm = {"loss_type": loss_type, "beta": 0.1, "num_iterations": 2, "mask_truncated_completions": True}
     algorithm |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    results = {name: step(trainer, *cut, monkeypatch, **algorithm) for name, cut in CUTS.items()}
+    results = {name: steps(trainer, *cut, monkeypatch, **algorithm) for name, cut in CUTS.items()}
     expected_loss, expected_gradients, _ = results["all in one, dense"]
     for loss, gradients, _ in results.values():
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
@@ -109,8 +131,8 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(
 
 
 def test_losses_tell_each_other_apart(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    dapo = step(trainer, 10_000, "dense", monkeypatch, loss_type="dapo", beta=0.1)
-    grpo = step(trainer, 10_000, "dense", monkeypatch, loss_type="grpo", beta=0.1)
+    dapo = steps(trainer, 10_000, "dense", monkeypatch, loss_type="dapo", beta=0.1)
+    grpo = steps(trainer, 10_000, "dense", monkeypatch, loss_type="grpo", beta=0.1)
     assert gradient_error(grpo[1], dapo[1]) > 0.1
 
 
