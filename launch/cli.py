@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.describe import describe, settings_help
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
@@ -22,7 +23,7 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     from rl_vlm.log.outcome import training_outcome
     from rl_vlm.run import train
 
-    _hide_progress_of_files()
+    hide_bars_of_libraries()
     _print(training_outcome(train(config), config.train.output_dir) + "\n")
 
 
@@ -34,7 +35,7 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
     from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
 
-    _hide_progress_of_files()
+    hide_bars_of_libraries()
     checkpoints = options.checkpoint or [config.model.model_name_or_path]
     summaries = compare_checkpoints(config, checkpoints, EvaluationOptions(options.by, options.keep, options.keep_by))
     if len(summaries) > 1:
@@ -49,7 +50,7 @@ def serve_command(config: RunConfig, options: argparse.Namespace) -> None:
         return _print(describe(config))
     from launch.serve import serve
 
-    _hide_progress_of_files()
+    hide_bars_of_libraries()
     serve(config, [options.config, *options.overrides], options.host, options.port)
 
 
@@ -126,16 +127,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Run the command `name` and return its exit status."""
+    """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = _parser(name).parse_intermixed_args(arguments)
     try:
-        COMMANDS[name](load_config(options.config, options.overrides, FIXED.get(name, {})), options)
+        config = load_config(options.config, options.overrides, FIXED.get(name, {}))
+        with shown_log():
+            return _run_command(name, config, options)
     except RLVLMError as error:
         # All processes find the same error in a config; other errors may occur in one process only.
-        if _is_first_process() or not isinstance(error, ConfigError):
+        if is_first_process() or not isinstance(error, ConfigError):
             print(f"rl-vlm {name} {options.config} failed:\n{error}", file=sys.stderr)
         return 2
+
+
+def _run_command(name: str, config: RunConfig, options: argparse.Namespace) -> int:
+    """Run the command and return 0. After Ctrl-C, say how to continue and return 130."""
+    try:
+        COMMANDS[name](config, options)
+    except KeyboardInterrupt:
+        if is_first_process():
+            print(f"\n{_interruption(name, config)}", file=sys.stderr)
+        return 130
     return 0
+
+
+def _interruption(name: str, config: RunConfig) -> str:
+    """Return what is kept of an interrupted command, and how to continue."""
+    if name == "eval":
+        folder = os.path.join(config.train.output_dir, "evaluation")
+        return f"Interrupted. Finished samples are kept in {folder}; the same command continues with the others."
+    if name != "train" or "rl_vlm.run" not in sys.modules:  # the import itself was interrupted
+        return "Interrupted."
+    from rl_vlm.log.outcome import interrupted_training
+
+    return interrupted_training(config.train.output_dir)
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -160,17 +185,6 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _hide_progress_of_files() -> None:
-    """Hide the bars that transformers shows for every model file, so that the terminal shows only that of the run."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-
 def _print(text: str) -> None:
-    if _is_first_process():
+    if is_first_process():
         print(text, end="")
-
-
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"

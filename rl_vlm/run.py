@@ -35,6 +35,7 @@ from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED, RunDirectory
 from rl_vlm.log.files import lock_directory
+from rl_vlm.log.messages import Hints, batch_line, loading_line, parameters_line, rows_line
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.model.fingerprint import model_fingerprint
@@ -83,6 +84,7 @@ class Run:
             opened.callback(self.trackers.close)
             checkpoint.seed_random_generators(train.seed)
 
+            logger.info("loading the training data %s", config.data.dataset_name)
             rows = load_rows(config.data, "train")
             self.rewards = opened.enter_context(RewardSuite(config.rewards))
             self.rewards.check_columns(rows.columns)
@@ -93,7 +95,9 @@ class Run:
             usable = fitting_rows(usable, builder, config.data.max_prompt_length)
             self.check_fingerprints(saved, rows, usable.indices, initial)
             policy, reference = self.load_models(initial, saved, builder)
+            logger.info(rows_line(len(usable), len(usable.dropped)))
             self.progress = Progress(total_optimizer_steps(config, self.plan, len(usable)))
+            logger.info(batch_line(self.plan, self.progress.max_steps))
             optimizer = Optimizer(self.ranks, policy.train(), train, self.progress.max_steps)
             weights = PolicyWeights(policy, config.rollout.lora_sync)
             engine = SyncedEngine(training_engine(config, initial, weights, builder, self.ranks), weights, self.ranks)
@@ -103,6 +107,8 @@ class Run:
             self.trainer = Trainer(config, self.ranks, policy, reference, optimizer, self.collector, self.progress)
             if saved:
                 self.restore(saved)
+                step, last = self.progress.global_step, self.progress.max_steps
+                logger.info("resuming from %s (step %d of %d)", saved.path.name, step, last)
             with self.ranks.agree():
                 self.prepare_directory(saved, usable.dropped)
             self.opened = opened.pop_all()
@@ -137,7 +143,9 @@ class Run:
         """Load the policy and, if the KL term needs one, the reference."""
         resumed = saved.path if saved else None
         idle_prompt = builder.build(idle_sample()) if self.ranks.world_size > 1 else None
+        logger.info(loading_line(self.config, self.ranks.device))
         policy = load_policy(self.config, initial, resumed, idle_prompt).to(self.ranks.device)
+        logger.info(parameters_line(policy))
         return policy, load_reference(self.config, initial, policy, resumed)
 
     def build_collector(self, source: PromptSource, engine: SyncedEngine) -> Collector:
@@ -168,7 +176,7 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Take all steps and return the summary. If a step or an evaluation fails, the last complete step is saved."""
-        log, train, progress = self.config.log, self.config.train, self.progress
+        log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
         with ProgressBar(progress.global_step, progress.max_steps, "step", log.disable_tqdm, silent) as bar:
@@ -181,6 +189,8 @@ class Run:
             while progress.global_step < progress.max_steps:
                 line = self.next_step()
                 bar.show(line["step"], training_figures(line))
+                if self.ranks.is_main:
+                    hints.give(line)
         return self.finish()
 
     def next_step(self) -> dict[str, Any]:
@@ -255,7 +265,8 @@ class Run:
         self.collector.free_engine(self.progress)
         states = checkpoint.random_states()
         try:
-            metrics = self.evaluator.run(self.collector.state_at(self.progress)).metrics
+            state = self.collector.state_at(self.progress)
+            metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
             self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
         except BaseException:
             checkpoint.restore_random_states(states)

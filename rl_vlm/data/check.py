@@ -126,6 +126,8 @@ def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) 
     to_build = usable.indices
     if limit is None:
         to_build = [i for i in usable.indices if longest is not None and usable.text_bytes.get(i, 0) > longest]
+    if len(to_build) > 1:
+        logger.info("counting the tokens of %d prompts of %s", len(to_build), usable.rows.name)
     bad, long = [], []
     for row in to_build:
         try:

@@ -96,7 +96,8 @@ class Evaluator:
         indices = self.usable.indices
         mine = indices[rank::num_ranks]
         num_done, chunks, throughput = sum(row in done for row in mine), [], Throughput(monotonic())
-        with ProgressBar(num_done, len(mine), "prompt", self.config.log.disable_tqdm, not show_progress) as bar:
+        plain, silent = self.config.log.disable_tqdm, not show_progress
+        with ProgressBar(num_done, len(mine), "prompt", plain, silent, "evaluation") as bar:
             for start in range(0, len(indices), size):
                 everyones = indices[start : start + size]
                 if all(index in done for index in everyones):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,10 +25,13 @@ from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampli
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.files import lock_directory, write_file
+from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
 from rl_vlm.types import TrainerState
+
+logger = logging.getLogger(__name__)
 
 Summary = dict[str, Any]
 
@@ -166,6 +170,10 @@ class EvaluatedModel:
         with ranks.agree():
             finished = self.directory.resume(settings) if ranks.is_main else []
         finished = ranks.gather(finished)
+        num_finished = len({row["row"] for chunk in finished for row in chunk.rows})
+        logger.info(rows_to_evaluate_line(len(self.rows), num_finished))
+        if not served:
+            logger.info(loading_line(config, ranks.device))
         builder = prompt_builder(config, checkpoint)
         engine = evaluation_engine(config, checkpoint, builder, ranks)
         try:

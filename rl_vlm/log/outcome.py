@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.checkpoint import complete
 from rl_vlm.log.metrics import function_name, is_score
 
 
@@ -22,6 +23,17 @@ def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
     return (
         f"GRPO {learned}. The curve is {directory / 'reward.png'}, every completion with its rewards is in "
         f"{directory / 'completions'}, and the model is {summary['checkpoint']}."
+    )
+
+
+def interrupted_training(output_dir: str) -> str:
+    """Say which checkpoint is the newest, and how to resume from it."""
+    found = complete(Path(output_dir))
+    if not found:
+        return f"Interrupted. There is no checkpoint in {output_dir} to resume from."
+    return (
+        f"Interrupted. The newest checkpoint is {found[-1]}.\n"
+        "To continue from there, repeat the command with resume_from_checkpoint=auto"
     )
 
 

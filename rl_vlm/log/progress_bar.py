@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from time import monotonic
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -13,17 +14,22 @@ from rl_vlm.log.metrics import function_name, is_score
 
 
 class ProgressBar:
-    """Shows progress on standard error: plain lines if `plain` or if it is no terminal, else a bar.
+    """Shows progress on standard error: plain lines if `plain` or if no bar can be drawn there, else a bar.
 
-    `silent` prints nothing.
+    A bar within another one, as that of an evaluation during training, disappears when it is complete. `title` stands
+    before it. `silent` prints nothing.
     """
 
-    def __init__(self, done: int, total: int, unit: str, plain: bool = False, silent: bool = False) -> None:
-        self.first, self.total, self.unit = done, total, unit
+    def __init__(
+        self, done: int, total: int, unit: str, plain: bool = False, silent: bool = False, title: str = ""
+    ) -> None:
+        self.first, self.total, self.unit, self.title = done, total, unit, title
         self.start = monotonic()
-        is_bar = not (silent or plain) and sys.stderr.isatty()
+        is_bar = not (silent or plain) and can_draw_bar(sys.stderr)
         self.prints_lines = not (silent or is_bar)
-        self.bar = tqdm(initial=done, total=total, unit=unit, disable=not is_bar, dynamic_ncols=True)
+        self.bar = tqdm(
+            initial=done, total=total, unit=unit, desc=title or None, disable=not is_bar, dynamic_ncols=True, leave=None
+        )
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -35,20 +41,35 @@ class ProgressBar:
         """Advance to `done` of `total` units, with figures by name."""
         if self.prints_lines:
             seconds_per_unit = (monotonic() - self.start) / max(1, done - self.first)
-            parts = [f"{self.unit} {done}/{self.total}", *(f"{name} {value}" for name, value in figures.items())]
+            begin = f"{self.title}: " if self.title else ""
+            parts = [f"{begin}{self.unit} {done}/{self.total}", *(f"{name} {value}" for name, value in figures.items())]
             left = f"{seconds_per_unit * (self.total - done):.0f} s left"
             print(", ".join([*parts, left]), file=sys.stderr, flush=True)
         self.bar.set_postfix(figures, refresh=False)
         self.bar.update(done - self.bar.n)
 
 
+def can_draw_bar(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal of known width. Some report 0 columns, in which a bar cannot be redrawn."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # a terminal without a file descriptor
+        return True
+
+
 def training_figures(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rewards of a line of `metrics.jsonl`, by short names."""
+    """Return the total reward and those of the functions of a line of `metrics.jsonl`, by short names."""
     return {short_name(name): f"{line[name]:.2f}" for name in line if name == "reward" or is_score(name)}
 
 
 def short_name(metric: str) -> str:
-    """Return `reward` unchanged, and `held-out exact_match` for `eval_rewards/exact_match/mean`."""
+    """Return `exact_match` for `rewards/exact_match/mean`, and `held-out exact_match` for that on held-out rows.
+
+    `reward` is the total. A function of that name is `rewards/reward`.
+    """
     if not is_score(metric):
         return metric
-    return f"held-out {function_name(metric)}" if metric.startswith("eval_") else function_name(metric)
+    name = function_name(metric)
+    if metric.startswith("eval_"):
+        return f"held-out {name}"
+    return "rewards/reward" if name == "reward" else name

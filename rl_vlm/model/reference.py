@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.types import MicroBatch, PolicyOutput
+
+logger = logging.getLogger(__name__)
 
 
 class Reference:
@@ -86,5 +89,6 @@ def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Pat
     moved = resumed / "reference" if resumed else None
     weights = moved if moved and moved.is_dir() else None
     features = policy.vision.features if policy.vision.is_frozen else None
+    logger.info("loading the reference model")
     frozen = load_policy(config, initial, weights, policy.vision.idle_prompt, features)
     return Reference(policy, frozen.requires_grad_(False).eval().to(policy.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -22,6 +23,8 @@ from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.vllm.process import LOOPBACK, start_servers, stop_servers
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import CheckpointWeights, PolicyWeights
+
+logger = logging.getLogger(__name__)
 
 
 def training_engine(
@@ -111,6 +114,10 @@ def server_engine(
     vllm, output_dir = config.vllm, Path(config.train.output_dir)
     token, starts = os.environ.get(TOKEN) or secrets.token_urlsafe(32), not vllm.vllm_server_base_url
     logs = output_dir / "servers"
+    if starts:
+        logger.info("starting %d vLLM servers; their logs are in %s", vllm.vllm_num_servers, logs)
+    else:
+        logger.info("joining the vLLM servers %s", ", ".join(vllm.vllm_server_base_url))
     with ranks.agree():
         processes = start_servers(arguments, vllm, token, logs, LOOPBACK) if starts and ranks.is_main else []
     urls = vllm.vllm_server_base_url or [process.url for process in processes]

@@ -90,7 +90,7 @@ def test_kl_term_needs_groups_without_variance(tiny_checkpoint, tmp_path):
 
 def script_evaluations(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     left = iter(values)
-    monkeypatch.setattr(Evaluator, "run", lambda *_: Evaluation({"reward": next(left)}, []))
+    monkeypatch.setattr(Evaluator, "run", lambda *_, **__: Evaluation({"reward": next(left)}, []))
 
 
 @pytest.mark.parametrize(

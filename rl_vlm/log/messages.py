@@ -1,0 +1,88 @@
+"""What a run says before its first step, and what it advises if something looks wrong; each a plain line of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from rl_vlm.config.batches import BatchPlan
+from rl_vlm.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
+
+TOO_MANY = 0.5
+"""Share from which a hint is given."""
+HINTS = {
+    "completions/clipped_ratio": (
+        "of the completions were cut off at max_completion_length, and an answer without its end rarely gets a reward. "
+        "Set max_completion_length higher, ask for shorter answers in the prompt, or leave such completions out of the "
+        "loss with mask_truncated_completions=true."
+    ),
+    "frac_reward_zero_std": (
+        "of the groups have equal rewards in all completions, and teach nothing. This is normal if nearly all answers "
+        "are right. Otherwise set num_generations or temperature higher, set max_resampling_rounds, or train on "
+        "prompts of medium difficulty, which `rl-vlm eval --keep 0.1..0.9` selects."
+    ),
+}
+"""By metric, the sentence that follows its value."""
+
+
+class Hints:
+    """Logs what to do about a metric that is too high, the first time that it is."""
+
+    def __init__(self) -> None:
+        self.given: set[str] = set()
+
+    def give(self, line: Mapping[str, Any]) -> None:
+        """Log the hints that a line of `metrics.jsonl` is the first to need."""
+        for metric, advice in HINTS.items():
+            if metric not in self.given and line.get(metric, 0.0) > TOO_MANY:
+                self.given.add(metric)
+                logger.warning("step %d: %.0f%% %s", line["step"], 100 * line[metric], advice)
+
+
+def loading_line(config: RunConfig, device: object) -> str:
+    """Say which model is loaded, and how."""
+    return f"loading the model {config.model.model_name_or_path} ({config.model.dtype}, {device})"
+
+
+def parameters_line(model: nn.Module) -> str:
+    """Say how many parameters a model has, and how many of them are trained."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return (
+        f"{short_count(sum(p.numel() for p in model.parameters()))} parameters, {short_count(trained)} of them trained"
+    )
+
+
+def rows_line(num_rows: int, num_dropped: int) -> str:
+    """Say how many rows are trained on."""
+    dropped = f"; {num_dropped} more are left out" if num_dropped else ""
+    return f"{num_rows} rows of training data{dropped}"
+
+
+def rows_to_evaluate_line(num_rows: int, num_finished: int) -> str:
+    """Say how many rows are evaluated, and how many of them an earlier command has finished."""
+    resumed = f", {num_finished} of them finished by an earlier command" if num_finished else ""
+    return f"{num_rows} held-out rows{resumed}"
+
+
+def batch_line(plan: BatchPlan, num_steps: int) -> str:
+    """Say what a step is, and how many the run has."""
+    processes = "one process" if plan.world_size == 1 else f"{plan.world_size} processes"
+    window = plan.steps_per_window * plan.num_iterations
+    reused = f", sampled for {window} steps at once" if window > 1 else ""
+    return (
+        f"{num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} completions{reused}, "
+        f"on {processes}"
+    )
+
+
+def short_count(number: int) -> str:
+    """Format as 532, 40.4K, 7.3M or 8.29B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
