@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from time import monotonic
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,7 +25,7 @@ class ProgressBar:
     ) -> None:
         self.first, self.total, self.unit, self.title = done, total, unit, title
         self.start = monotonic()
-        is_bar = not (silent or plain) and can_draw_bar(sys.stderr)
+        is_bar = not (silent or plain) and can_draw_bar()
         self.prints_lines = not (silent or is_bar)
         self.bar = tqdm(
             initial=done, total=total, unit=unit, desc=title or None, disable=not is_bar, dynamic_ncols=True, leave=None
@@ -49,10 +49,10 @@ class ProgressBar:
         self.bar.update(done - self.bar.n)
 
 
-def can_draw_bar(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal of known width. Some report 0 columns, in which a bar cannot be redrawn."""
+def can_draw_bar() -> bool:
+    """Return whether standard error is a terminal of known width. In one that reports 0 columns no bar can be drawn."""
     try:
-        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except OSError:  # a terminal without a file descriptor
         return True
 

@@ -114,7 +114,7 @@ def adapter(tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Path]:
 
     base = AutoModelForImageTextToText.from_pretrained(tiny_checkpoint, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(str(tmp_path / "adapter"))
     yield tmp_path / "adapter"
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 
@@ -82,6 +83,17 @@ def test_n_completions_of_every_sample(tiny_checkpoint, tmp_path):
     assert [row["data/solution"] for row in rows] == [str(i) for i in range(5) for _ in range(3)]
     images = [tmp_path / "evaluation" / row["images"][0] for row in rows]
     assert len(set(images)) == 5 and all(path.is_file() for path in images)
+
+
+def test_the_bars_of_libraries_are_hidden(tiny_checkpoint, tmp_path, capsys):
+    datasets.enable_progress_bars()
+    config = make_config(tiny_checkpoint, tmp_path, eval_dataset_name=tiny_run.HELD_OUT_ROWS)
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert cli.main(["eval", str(tmp_path / "run.yaml"), "--keep", "0..1"]) == 0
+    lines = [line.split(", completions/s")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "5 held-out rows", f"loading the model {tiny_checkpoint} (float32, cpu)", "evaluation: prompt 5/5",
+    ]  # fmt: skip
 
 
 @pytest.mark.ci

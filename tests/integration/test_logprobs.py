@@ -68,7 +68,7 @@ def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     directory = tmp_path_factory.mktemp("adapter")
-    get_peft_model(load(checkpoint), lora).save_pretrained(directory)
+    get_peft_model(load(checkpoint), lora).save_pretrained(str(directory))
     AutoProcessor.from_pretrained(checkpoint).save_pretrained(directory)
     return directory
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from launch import cli
 from rl_vlm import checkpoint
 from rl_vlm import trainer as trainer_module
 from rl_vlm.algorithm.losses import Denominators, LossInputs
+from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation import Evaluation, Evaluator
@@ -247,6 +250,33 @@ def test_completions_are_printed(tiny_checkpoint, tmp_path, capsys):
     assert [printed.count(f"[{step}/0/row-") for step in range(3)] == [3, 3, 0]
     assert printed.count("user: <image> Which digit is this?") == 6
     assert not (tmp_path / "completions").exists()
+
+
+def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
+    settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "use_peft": True, "lora_r": 4, "max_completion_length": 1}
+    config = make_config(tiny_checkpoint, tmp_path / "run", **settings, max_steps=1)
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    loading = [
+        f"loading the training data {tiny_run.ROWS}",
+        f"loading the model {tiny_checkpoint} (float32, cpu)",
+        "286K parameters, 8.83K of them trained",  # rank 4 × 2 layers × (4 × 96 + 3 × 240) sizes of matrices
+        "12 rows of training data",
+    ]
+    assert cli.main(["train", str(tmp_path / "run.yaml")]) == 0
+    assert shown(capsys) == [
+        *loading, "1 steps of 2 prompts × 4 completions, on one process", "evaluation: prompt 5/5",
+        "evaluation: prompt 5/5", "step 1/1", "step 1: …% of the completions were cut off at max_completion_length",
+    ]  # fmt: skip
+    assert cli.main(["train", str(tmp_path / "run.yaml"), "resume_from_checkpoint=auto", "max_steps=2"]) == 0
+    assert shown(capsys)[:6] == [
+        *loading, "2 steps of 2 prompts × 4 completions, on one process", "resuming from checkpoint-1 (step 1 of 2)",
+    ]  # fmt: skip
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines on standard error, without figures and advice."""
+    lines = re.sub(r"\d+%", "…%", capsys.readouterr().err).splitlines()
+    return [re.split(r", (?:completions/s|reward|and an answer)", line)[0] for line in lines]
 
 
 def test_new_policy_is_in_train_mode(tiny_checkpoint, tmp_path):

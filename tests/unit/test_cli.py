@@ -1,3 +1,4 @@
+import logging
 import shlex
 import signal
 import socket
@@ -108,6 +109,41 @@ def test_an_error_of_one_process_alone_is_printed_by_it(config, capsys, monkeypa
     monkeypatch.setitem(cli.COMMANDS, "train", fail)
     assert cli.main(["train", config]) == 2
     assert (str(error) in capsys.readouterr().err) is printed
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", "loading\ncareful\n"), ("1", "careful\n")])
+def test_the_log_is_shown_while_a_command_runs(config, capsys, monkeypatch, rank, shown):
+    def command(*_):
+        logging.getLogger("rl_vlm.run").info("loading")
+        logging.getLogger("rl_vlm.run").warning("careful")
+        logging.getLogger("transformers").info("nothing")
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setitem(cli.COMMANDS, "train", command)
+    assert cli.main(["train", config]) == 0
+    assert capsys.readouterr().err == shown
+    assert not logging.getLogger("rl_vlm").handlers
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train", "Interrupted. There is no checkpoint in {}/run to resume from."),
+        (
+            "eval",
+            "Interrupted. Finished samples are kept in {}/run/evaluation; the same command continues with the others.",
+        ),
+    ],
+)
+def test_ctrl_c_ends_a_command_without_frames(config, name, said, capsys, monkeypatch, tmp_path):
+    def interrupted(*_):
+        import rl_vlm.run  # noqa: F401 — as the command does
+
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, name, interrupted)
+    assert cli.main([name, config, f"output_dir={tmp_path}/run"]) == 130
+    assert capsys.readouterr().err == f"\n{said.format(tmp_path)}\n"
 
 
 @pytest.mark.parametrize(("module", "name"), [(train, "train"), (evaluate, "eval")])

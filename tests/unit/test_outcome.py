@@ -1,6 +1,7 @@
 from typing import Any
 
-from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
+from rl_vlm import checkpoint
+from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome, interrupted_training
 
 
 def summary(mean: float, **more: Any) -> dict[str, Any]:
@@ -55,3 +56,14 @@ def test_several_checkpoints_are_rows_of_a_table():
         "b: Completions without a score because a reward function failed: exact/nan 1.",
         "The table is in runs/a/evaluation/comparison.json, completions are in a folder per checkpoint beside it.",
     ]
+
+
+def test_an_interrupted_run_names_its_newest_checkpoint(tmp_path):
+    assert interrupted_training(str(tmp_path)) == f"Interrupted. There is no checkpoint in {tmp_path} to resume from."
+    for step in (8, 10):
+        checkpoint.write(tmp_path, step, lambda directory: None)
+    (tmp_path / "unfinished-checkpoint-12").mkdir()
+    assert interrupted_training(str(tmp_path)) == (
+        f"Interrupted. The newest checkpoint is {tmp_path}/checkpoint-10.\n"
+        "To continue from there, repeat the command with resume_from_checkpoint=auto"
+    )

@@ -1,5 +1,11 @@
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import termios
+from typing import Any
 
 import pytest
 
@@ -10,7 +16,7 @@ LINE = {
 }  # fmt: skip
 
 
-def output(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, **settings: bool) -> str:
+def output(monkeypatch: pytest.MonkeyPatch, is_terminal: bool, **settings: Any) -> str:
     """What the third of five steps puts on standard error, 7 seconds after the run went on from the second."""
     stderr, times = io.StringIO(), iter([100.0, 107.0])
     stderr.isatty = lambda: is_terminal
@@ -37,3 +43,58 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_silent_prints_nothing(monkeypatch, is_terminal: bool, plain: bool):
     assert output(monkeypatch, is_terminal, plain=plain, silent=True) == ""
+
+
+def test_the_total_reward_is_shown_beside_a_function_of_that_name():
+    line = {"reward": 1.5, "rewards/reward/mean": 0.5, "rewards/exact/mean": 1.0, "eval_rewards/reward/mean": 0.25}
+    assert training_figures(line) == {
+        "reward": "1.50", "rewards/reward": "0.50", "exact": "1.00", "held-out reward": "0.25",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "is_bar"), [(80, True), (0, False)])
+def test_a_terminal_of_no_columns_gets_lines(monkeypatch, columns: int, is_bar: bool):
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(side, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with ProgressBar(0, 2, "step") as bar:
+            bar.show(1, {"reward": "0.50"})
+        terminal.flush()
+        printed = ""
+        while "1/2" not in printed:
+            printed += os.read(main, 4096).decode()
+    os.close(main)
+    assert printed.startswith("step 1/2, reward 0.50, ") is not is_bar
+    assert ("1/2 [" in printed) is is_bar
+
+
+def test_the_title_stands_before_the_figures(monkeypatch):
+    assert output(monkeypatch, is_terminal=False, title="evaluation").startswith("evaluation: step 3/5, ")
+    assert "evaluation: " in output(monkeypatch, is_terminal=True, title="evaluation")
+
+
+def test_a_bar_within_another_disappears(monkeypatch):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", stderr)
+    with ProgressBar(0, 2, "step") as outer:
+        with ProgressBar(0, 1, "prompt", title="evaluation") as inner:
+            inner.show(1, {})
+        outer.show(2, {})
+    (line,) = screen(stderr.getvalue())
+    assert "2/2" in line
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows after it has printed the text: the lines that are not empty."""
+    lines, row = [""], 0
+    for part in re.findall(r"\r|\n|\x1b\[A|[^\r\n\x1b]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[A":
+            row -= 1
+        elif part != "\r":  # every text begins behind one
+            lines[row] = part + lines[row][len(part) :]
+    return [line for line in lines if line.strip()]
