@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import BatchFeature, ProcessorMixin
 
-logger = logging.getLogger(__name__)
-
 IMAGE_BECOMES = {"Ovis2Processor": "<IMG_ATOM>"}
 """The token that stands for pixels in a prompt, by processor class, if it is not the processor's `image_token`."""
 

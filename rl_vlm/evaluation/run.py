@@ -171,7 +171,7 @@ class EvaluatedModel:
             finished = self.directory.resume(settings) if ranks.is_main else []
         finished = ranks.gather(finished)
         num_finished = len({row["row"] for chunk in finished for row in chunk.rows})
-        logger.info(rows_to_evaluate_line(len(self.rows), num_finished))
+        logger.info(rows_to_evaluate_line(len(self.usable), num_finished))
         if not served:
             logger.info(loading_line(config, ranks.device))
         builder = prompt_builder(config, checkpoint)

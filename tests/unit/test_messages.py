@@ -23,7 +23,7 @@ def test_what_a_run_loads():
     model[0].requires_grad_(False)
     assert parameters_line(model) == "919 parameters, 10 of them trained"
     assert rows_line(1437, 0) == "1437 rows of training data"
-    assert rows_line(12, 3) == "12 rows of training data; 3 more have prompts above max_prompt_length and are left out"
+    assert rows_line(12, 3) == "12 rows of training data; 3 more are left out"
     assert rows_to_evaluate_line(5, 0) == "5 held-out rows"
     assert rows_to_evaluate_line(5, 2) == "5 held-out rows, 2 of them finished by an earlier command"
 
