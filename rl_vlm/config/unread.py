@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from rl_vlm.config.schema import RunConfig
 
 
+def is_one_split(name: str | None) -> bool:
+    """Return whether data are a file of rows."""
+    return name is not None and name.endswith((".json", ".jsonl", ".parquet"))
+
+
 @dataclass(frozen=True)
 class Unread:
     """Settings of one section that a run does not read."""
@@ -45,10 +50,27 @@ UNREAD = (
     ),
     Unread(
         "data",
+        "dataset_train_split",
+        lambda run: is_one_split(run.data.dataset_name),
+        "on a file, which is one split",
+        "name the file of that split",
+    ),
+    Unread(
+        "data",
+        "dataset_test_split",
+        lambda run: is_one_split(run.data.eval_dataset_name),
+        "on a file, which is one split",
+        "name the file of that split",
+    ),
+    Unread(
+        "data",
         "dataset_config",
-        lambda run: run.data.dataset_name is None and run.data.eval_dataset_name is None,
-        "without `dataset_name` and `eval_dataset_name`",
-        "name the data",
+        lambda run: all(
+            name is None or is_one_split(name) or ":" in name
+            for name in (run.data.dataset_name, run.data.eval_dataset_name)
+        ),
+        "without data of the hub or a directory",
+        "name such data",
     ),
     Unread(
         "data",

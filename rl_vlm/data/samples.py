@@ -6,10 +6,10 @@ source ─ load_rows ─► Rows ─ sample(index): read_prompt, to_messages, ro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
 
@@ -17,9 +17,13 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.images import read_image
 from rl_vlm.data.sources import IMAGE_COLUMNS, Row, open_source, unique_ids
 from rl_vlm.errors import DataError, shorten
-from rl_vlm.types import Sample
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Sample
 
 Message = dict[str, Any]
+SourceOpener = Callable[[str, str, str | None, str | None], tuple[Sequence[Row], Path]]
+"""`open_source`, or a function with its arguments."""
 
 REFUSED_COLUMNS = ("video", "videos", "tools")
 ROLES = ("system", "user", "assistant")
@@ -44,6 +48,12 @@ class Rows:
 
     def __getitem__(self, index: int) -> Sample:
         """Read row `index` and decode its images. Raises DataError, naming the row, if it cannot be used."""
+        from rl_vlm.types import Sample  # imports torch, which a dry run does not need
+
+        return Sample(**self.fields(index))
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """Return the fields of a `Sample` by name. Raises DataError like `__getitem__`."""
         row, where = self.source[index], f"{self.name}, row {index}"
         prompt, columns = read_prompt(row, self.config.prompt_template, where)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -54,21 +64,26 @@ class Rows:
         images = [image for image, _ in found]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
         messages = place_images(to_messages(messages, where), len(images), where)
-        return Sample(self.sample_ids[index], messages, images, columns, prompt, encoded_images)
+        return {
+            "sample_id": self.sample_ids[index], "messages": messages, "images": images, "columns": columns,
+            "prompt": prompt, "encoded_images": encoded_images,
+        }  # fmt: skip
 
 
-def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
+def load_rows(config: DataConfig, split: Literal["train", "eval"], open_source: SourceOpener = open_source) -> Rows:
     """Open the training or held-out data without decoding images.
 
+    `open_source` opens them; a dry run has its own.
     Raises DataError if the data cannot be read, is empty or has no prompt, or if a sample id occurs twice.
     """
-    key, name, part = {
-        "train": ("dataset_name", config.dataset_name, config.dataset_train_split),
-        "eval": ("eval_dataset_name", config.eval_dataset_name, config.dataset_test_split),
+    key, name, part_key, part = {
+        "train": ("dataset_name", config.dataset_name, "dataset_train_split", config.dataset_train_split),
+        "eval": ("eval_dataset_name", config.eval_dataset_name, "dataset_test_split", config.dataset_test_split),
     }[split]
     if name is None:
         raise DataError(f"data.{key} is not set, so there are no {split} rows to load.")
-    source, folder = open_source(name, part, config.dataset_config)
+    is_default = part == DataConfig.model_fields[part_key].default
+    source, folder = open_source(name, part, config.dataset_config, None if is_default else part_key)
     if len(source) == 0:
         raise DataError(f"{name} (data.{key}, split {part!r}) has no rows.")
     read_prompt(source[0], config.prompt_template, f"{name}, row 0")

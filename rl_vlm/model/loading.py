@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,10 @@ import torch
 from torch import nn
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
-from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.errors import ConfigError, ModelError, did_you_mean, listed
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.families import family_of
+from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
 INITIAL_ADAPTER = "initial"
 SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types that compute a softmax over keys, masked by relative positions."""
@@ -130,10 +132,40 @@ def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
-    """Add a new adapter to the model, without the vision tower and its projector unless the config includes them."""
+    """Add a new adapter to the model, without the vision tower and its projector unless the config includes them.
+
+    Raises ConfigError if a setting names modules that the model does not have, or that cannot get an adapter.
+    """
     from peft import get_peft_model
 
-    return get_peft_model(model, lora_config(model, config))
+    paths = [path for path, _ in model.named_modules()]
+    for name in ("lora_target_modules", "lora_exclude_modules"):
+        check_module_names(name, getattr(config, name), paths)
+    try:
+        return get_peft_model(model, lora_config(model, config))
+    except ValueError as error:  # such as a module that is no linear layer, or targets that are all excluded
+        raise ConfigError(f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {error}") from error
+
+
+def check_module_names(setting: str, value: list[str] | str | None, paths: Sequence[str]) -> None:
+    """Raise ConfigError, with close names, if a name or the regular expression `value` fits none of the modules."""
+    lasts = {path.rpartition(".")[2] for path in paths if not path.rpartition(".")[2].isdigit()}
+    for name in value if isinstance(value, list) else []:
+        if not any(f".{path}".endswith(f".{name}") for path in paths):
+            raise ConfigError(
+                f"model.{setting}: the model has no module {name!r}{did_you_mean(name, lasts)}; "
+                f"modules by the last part of their names: {listed(lasts)}"
+            )
+    if isinstance(value, str) and value != "all-linear":
+        try:
+            fits = any(re.fullmatch(value, path) for path in paths)
+        except re.error as error:
+            raise ConfigError(f"model.{setting} {value!r} is not a regular expression: {error}") from error
+        if not fits:
+            raise ConfigError(
+                f"model.{setting}: the regular expression {value!r} matches none of the model's modules, such as "
+                f"{paths[-1]}; it must match a whole path (a list holds names)"
+            )
 
 
 def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
@@ -173,12 +205,28 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
 def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
     """Raise ConfigError if `use_peft` is on and the LoRA settings differ from those of the checkpoint's adapter."""
     own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
+    only_new = {
+        "lora_target_modules": adapter.target_modules,
+        "lora_exclude_modules": adapter.exclude_modules,
+        "init_lora_weights": adapter.init_lora_weights,
+    }
+    own |= {name: value for name, value in only_new.items() if differs(config, name)}
     for name, value in own.items():
-        if config.use_peft and getattr(config, name) != value:
+        if config.use_peft and comparable(getattr(config, name)) != comparable(value):
             raise ConfigError(
                 f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
-                "use_peft to false to take the adapter as it is"
+                "use_peft to false, without LoRA settings, to take the adapter as it is"
             )
+
+
+def differs(config: ModelConfig, name: str) -> bool:
+    """Return whether a setting differs from its default."""
+    return getattr(config, name) != ModelConfig.model_fields[name].default
+
+
+def comparable(value: Any) -> Any:
+    """Return names of modules as a set, which is what PEFT saves, and anything else as it is."""
+    return set(value) if isinstance(value, list | set) else value
 
 
 def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
@@ -226,6 +274,7 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
 def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
     """Return the checkpoint that the run starts from. A `module:function` writes it to the run directory."""
     name = config.model.model_name_or_path
+    refuse_unread_revision(config.model)
     if not names_function(name):
         return name
     directory = Path(config.train.output_dir) / "initial_model"
