@@ -113,6 +113,8 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
         yield "`loss_type` cispo needs `epsilon_high`, the upper bound of its weights, for instance 5.0"
+    if algorithm.sync_ref_model and algorithm.beta == 0:
+        yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
         yield "`sync_ref_model` cannot be used with `use_peft`: the reference is then the model without its adapter"
     unread = [name for name in _changed(algorithm) if name.startswith("vllm_importance_sampling_")]

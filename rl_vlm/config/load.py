@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from rl_vlm.config import trl_fields, yaml_text
 from rl_vlm.config.elsewhere import NESTED, instead_of
 from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec, RunConfig
-from rl_vlm.config.trl_defaults import is_flat, missing_defaults, trl_defaults, without_defaults
+from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
 from rl_vlm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     settings |= fixed
     if settings.get("rollout.engine") in (None, "hf"):
         settings = {name: value for name, value in settings.items() if name not in disabled}
+    notes: list[str] = []
+    if flat and sources.get("log.logging_steps") == str(path) and not has_trackers(settings):
+        notes.append(f"`logging_steps` {settings.pop('log.logging_steps')} is left out: `metrics.jsonl` has every step")
     defaults = trl_defaults(settings) if flat else {}
 
     try:
@@ -64,14 +67,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     if problems:
         raise ConfigError("\n".join(problems))
     if flat and os.environ.get("RANK", "0") == "0":
-        _log_defaults(str(path), defaults, missing_defaults(settings, in_file))
+        _log_defaults(str(path), defaults, [*notes, *missing_defaults(settings, in_file)])
     return config
 
 
-def _log_defaults(path: str, taken: Mapping[str, Any], missing: Iterable[str]) -> None:
-    """Log which of TRL's defaults hold, and which cannot."""
+def _log_defaults(path: str, taken: Mapping[str, Any], notes: Iterable[str]) -> None:
+    """Log which of TRL's defaults hold, and a note for each that cannot."""
     values = ", ".join(f"{name.split('.')[1]} {yaml_text.one_line(value)}" for name, value in taken.items())
-    lines = [f"{path} has no sections, so what it leaves out has TRL's default: {values}", *missing]
+    lines = [f"{path} has no sections, so what it leaves out has TRL's default: {values}", *notes]
     logger.warning("%s", "\n  ".join(lines))
 
 
@@ -218,7 +221,8 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
     """Return one line per setting; pydantic reports each branch of a union separately."""
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        if detail["loc"][-1:] != ("str",) or not isinstance(detail["input"], dict):  # a mapping is not meant as a name
+        is_name = detail["loc"][-1:] in (("str",), ("constrained-str",))
+        if not is_name or not isinstance(detail["input"], dict):  # a mapping is not meant as a name
             by_place.setdefault(_place(detail["loc"]), []).append(detail)
     problems = []
     for place, details in by_place.items():

@@ -35,6 +35,11 @@ def without_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is None or AS_IF_LEFT_OUT.get(key) != value}
 
 
+def has_trackers(settings: Mapping[str, Any]) -> bool:
+    """Return whether `settings`, by full name, report to a tracker."""
+    return settings.get("log.report_to") not in (None, "none", [])
+
+
 def trl_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return TRL's defaults that differ from those here, for what `settings` (by full name) leave out and a run reads.
 
@@ -46,7 +51,7 @@ def trl_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
         return SETTINGS[name].default if given is None else given
 
     defaults = dict(ALWAYS)
-    if value_of("log.report_to") not in ("none", []):
+    if has_trackers(settings):
         defaults["log.logging_steps"] = 10
     if value_of("rollout.engine") != "hf" and not value_of("vllm.vllm_server_base_url"):
         defaults["vllm.vllm_model_impl"] = "vllm"

@@ -122,7 +122,8 @@ def _bf16(value: Any, given: Mapping[str, Any]) -> Settings:
     """Choose the compute precision. Beside a `dtype`, the weights' in TRL, `bf16: false` decides nothing."""
     if value:
         return {"dtype": "bfloat16"}
-    return {} if given.get("dtype") or given.get("torch_dtype") else {"dtype": "float32"}
+    weights = [given, given.get("model_init_kwargs") or {}]
+    return {} if any(place.get("dtype") or place.get("torch_dtype") for place in weights) else {"dtype": "float32"}
 
 
 def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> Settings:

@@ -130,9 +130,9 @@ UNREAD = (
     ),
     Unread(
         "algorithm",
-        "use_bias_correction_kl sync_ref_model",
+        "use_bias_correction_kl",
         lambda run: run.algorithm.beta == 0,
-        "without `beta`: there is no KL term and no reference model",
+        "without `beta`: there is no KL term",
         "set `beta` above 0",
     ),
     Unread(

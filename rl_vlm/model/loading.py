@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
-from rl_vlm.errors import ConfigError, ModelError, did_you_mean, listed
+from rl_vlm.errors import ConfigError, ModelError, did_you_mean, listed, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.families import family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
@@ -144,12 +144,12 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     try:
         return get_peft_model(model, lora_config(model, config))
     except ValueError as error:  # such as a module that is no linear layer, or targets that are all excluded
-        raise ConfigError(f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {error}") from error
+        raise ConfigError(f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {shorten(error)}") from error
 
 
 def check_module_names(setting: str, value: list[str] | str | None, paths: Sequence[str]) -> None:
     """Raise ConfigError, with close names, if a name or the regular expression `value` fits none of the modules."""
-    lasts = {path.rpartition(".")[2] for path in paths if not path.rpartition(".")[2].isdigit()}
+    lasts = {last for path in paths if not (last := path.rpartition(".")[2]).isdigit()} - {""}
     for name in value if isinstance(value, list) else []:
         if not any(f".{path}".endswith(f".{name}") for path in paths):
             raise ConfigError(

@@ -16,7 +16,10 @@ from rl_vlm.errors import ConfigError, DataError, RolloutError
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: tiny\ndataset_name: d\neval_dataset_name: e\nreward_funcs: choice\n")
+    path.write_text(
+        "model: {model_name_or_path: tiny}\ndata: {dataset_name: d, eval_dataset_name: e}\n"
+        "rewards: {reward_funcs: choice}\n"
+    )
     return str(path)
 
 
@@ -47,13 +50,13 @@ def test_batches_without_a_solution_end_a_dry_run(config, capsys):
 
 
 def test_training_needs_training_data_and_evaluation_does_not(config, capsys):
-    assert cli.main(["train", config, "--dry-run", "dataset_name="]) == 2
+    assert cli.main(["train", config, "--dry-run", "dataset_name=null"]) == 2
     assert "`data.dataset_name`, the training data, is not set" in capsys.readouterr().err
-    assert cli.main(["eval", config, "--dry-run", "dataset_name="]) == 0
+    assert cli.main(["eval", config, "--dry-run", "dataset_name=null"]) == 0
 
 
 def test_evaluation_needs_held_out_data(config, capsys):
-    assert cli.main(["eval", config, "--dry-run", "eval_dataset_name="]) == 2
+    assert cli.main(["eval", config, "--dry-run", "eval_dataset_name=null"]) == 2
     assert "`data.eval_dataset_name`, the held-out data, is not set" in capsys.readouterr().err
 
 
@@ -156,7 +159,7 @@ def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
     _, _, path, *overrides = shlex.split(command)
     joined = load_config(path, overrides)
     assert (joined.rollout.engine, joined.vllm.vllm_server_base_url) == ("vllm_server", ["http://a:1"])
-    assert (joined.vllm.vllm_max_model_length, joined.vllm.vllm_num_servers) == (9, 1)
+    assert (joined.vllm.vllm_max_model_length, joined.vllm.vllm_num_servers) == (None, 1)  # read by servers alone
 
 
 @pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 0), (RolloutError("server 1 has ended"), 2)])
@@ -184,13 +187,16 @@ def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, c
     assert printed.err.endswith(f"rl-vlm serve {config} failed:\n{end}\n") is (status == 2)
 
 
-@pytest.mark.parametrize(("setting", "rank"), [("seed=0", None), ("use_peft=true", 4), ("lora_sync=merge", None)])
+@pytest.mark.parametrize(
+    ("setting", "rank"),
+    [(["seed=0"], None), (["use_peft=true", "lora_r=4"], 4), (["lora_sync=merge"], None)],
+)
 def test_the_rank_of_the_adapter_that_will_be_sent(setting, rank, config, tmp_path):
-    settings = [config, ["rollout.engine=vllm_server", "lora_r=4", setting, f"model_name_or_path={tmp_path}"]]
+    settings = [config, ["rollout.engine=vllm_server", *setting, f"model_name_or_path={tmp_path}"]]
     assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == rank
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == (
-        None if setting == "lora_sync=merge" else 2
+        None if setting == ["lora_sync=merge"] else 2
     )
 
 
