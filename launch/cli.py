@@ -179,7 +179,7 @@ def _show(description: str, problems: Sequence[str]) -> None:
     """Print a description. Raises ConfigError with the problems, if there are any."""
     _print(description)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))  # both data may lack the same column
 
 
 def _print(text: str) -> None:

@@ -3,12 +3,14 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from launch import cli, evaluate, serve, train
-from rl_vlm.config.load import load_config
+from launch.help import MOST_USED
+from rl_vlm.config.load import FULL_NAMES, load_config
 from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import ConfigError, DataError, RolloutError
 
@@ -28,6 +30,8 @@ def test_dry_run_prints_the_resolved_run(config, capsys):
     printed = capsys.readouterr().out
     assert "  max_steps: 10\n" in printed
     assert "# Optimizer step: 1 prompts × 8 = 8 completions, all on one process.\n" in printed
+    assert "# Checked: reward functions choice.\n" in printed
+    assert "# Not checked: train data: d is not here and is taken for a name on the hub.\n" in printed
 
 
 def test_overrides_may_stand_before_and_after_options(config, capsys):
@@ -208,6 +212,41 @@ def test_help(arguments, capsys):
     printed = capsys.readouterr().out
     assert "CONFIG [KEY=VALUE ...] [--dry-run]" in printed
     assert ("  learning_rate: float = 1e-06\n" in printed) is (len(arguments) == 2)
+    assert len(printed.splitlines()) < 110
+    assert "  adam_beta1" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "hidden"),
+    [
+        (["--help-all"], ["  adam_beta1: float = 0.9\n", "  learning_rate: ", "  timeout: "], []),
+        (["--help", "rollout"], ["  min_p: ", "  num_generations: int = 8\n"], ["learning_rate", "timeout"]),
+        (["--help", "rewards"], ["  reward_weights: ", "  timeout: "], ["learning_rate"]),
+    ],
+)
+def test_help_of_all_settings_and_of_a_section(arguments, shown, hidden, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", *arguments])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert [text for text in shown if text not in printed] == [text for text in hidden if text in printed] == []
+
+
+def test_help_of_no_section(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help", "rolout"])
+    assert stop.value.code == 2
+    assert "--help rolout: there is no such section; sections: model, data, rollout" in capsys.readouterr().err
+
+
+def test_the_most_used_settings_exist():
+    assert [name for name in MOST_USED if name not in FULL_NAMES] == []
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"rl-vlm {version('rl-vlm')}\n")
 
 
 def test_help_and_config_errors_need_no_torch(config):
