@@ -162,7 +162,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"
+    )
     if name in FLAGS:
         FLAGS[name](parser)
     return parser

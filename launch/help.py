@@ -24,7 +24,9 @@ MORE = """\
 
 def add_help(parser: argparse.ArgumentParser) -> None:
     """Add `--help`, `--help SECTION` and `--help-all`."""
-    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="show the most used settings, or a section")
+    parser.add_argument(
+        "-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="show the most used settings, or a section"
+    )
     parser.add_argument("--help-all", action=_Help, nargs=0, help="show every setting and exit")
 
 

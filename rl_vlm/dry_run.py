@@ -1,6 +1,6 @@
 """What can be checked of a run in seconds: all but what needs its model.
 
-    rewards ─ data ─ columns of the data that rewards need ─ number of steps ─ output directory ─ model's files ─► Report
+    rewards ─ data and the columns that rewards need ─ number of steps ─ output directory ─ model's files ─► Report
 
 Neither torch nor transformers nor `datasets` is imported here. Functions of the user may import what they like.
 """

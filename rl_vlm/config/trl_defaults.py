@@ -10,8 +10,8 @@ from typing import Any
 from rl_vlm.config.schema import SECTIONS, SETTINGS
 
 AS_IF_LEFT_OUT = {"dtype": "float32", "logging_steps": 10, "vllm_model_impl": "vllm"}
-"""Fields that at this value, TRL's default, are as if they were left out. Here they would be another request: `dtype` is
-the precision of the weights in TRL, and the other two are read by trackers and by vLLM alone."""
+"""Fields that at this value, TRL's default, are as if they were left out. Here they would ask for something else:
+`dtype` is the precision of the weights in TRL, and the other two are read by trackers and by vLLM alone."""
 
 ALWAYS: dict[str, Any] = {
     "model.dtype": "bfloat16",  # TRL computes in bfloat16 unless `bf16: false` is set, whatever the weights' `dtype`

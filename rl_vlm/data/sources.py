@@ -15,9 +15,7 @@ Row = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
 
 
-def open_source(
-    name: str, split: str, subset: str | None, asked_by: str | None = None
-) -> tuple[Sequence[Row], Path]:
+def open_source(name: str, split: str, subset: str | None, asked_by: str | None = None) -> tuple[Sequence[Row], Path]:
     """Open the rows of `name`. Also returns the folder of their relative image paths.
 
     `name` is a .json, .jsonl or .parquet file, a directory, `file.py:function`, `module:function`, or a hub name.

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +16,11 @@ import torch
 from torch import nn
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
-from rl_vlm.errors import ConfigError, ModelError, did_you_mean, listed, shorten
+from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.families import family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
+from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
@@ -144,28 +143,9 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     try:
         return get_peft_model(model, lora_config(model, config))
     except ValueError as error:  # such as a module that is no linear layer, or targets that are all excluded
-        raise ConfigError(f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {shorten(error)}") from error
-
-
-def check_module_names(setting: str, value: list[str] | str | None, paths: Sequence[str]) -> None:
-    """Raise ConfigError, with close names, if a name or the regular expression `value` fits none of the modules."""
-    lasts = {last for path in paths if not (last := path.rpartition(".")[2]).isdigit()} - {""}
-    for name in value if isinstance(value, list) else []:
-        if not any(f".{path}".endswith(f".{name}") for path in paths):
-            raise ConfigError(
-                f"model.{setting}: the model has no module {name!r}{did_you_mean(name, lasts)}; "
-                f"modules by the last part of their names: {listed(lasts)}"
-            )
-    if isinstance(value, str) and value != "all-linear":
-        try:
-            fits = any(re.fullmatch(value, path) for path in paths)
-        except re.error as error:
-            raise ConfigError(f"model.{setting} {value!r} is not a regular expression: {error}") from error
-        if not fits:
-            raise ConfigError(
-                f"model.{setting}: the regular expression {value!r} matches none of the model's modules, such as "
-                f"{paths[-1]}; it must match a whole path (a list holds names)"
-            )
+        raise ConfigError(
+            f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {shorten(error)}"
+        ) from error
 
 
 def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
@@ -200,33 +180,6 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
             f"the adapter {source} was made with lora_dropout {dropout}; dropout is not supported, set it to 0"
         )
     return peft_model
-
-
-def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
-    """Raise ConfigError if `use_peft` is on and the LoRA settings differ from those of the checkpoint's adapter."""
-    own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
-    only_new = {
-        "lora_target_modules": adapter.target_modules,
-        "lora_exclude_modules": adapter.exclude_modules,
-        "init_lora_weights": adapter.init_lora_weights,
-    }
-    own |= {name: value for name, value in only_new.items() if differs(config, name)}
-    for name, value in own.items():
-        if config.use_peft and comparable(getattr(config, name)) != comparable(value):
-            raise ConfigError(
-                f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
-                "use_peft to false, without LoRA settings, to take the adapter as it is"
-            )
-
-
-def differs(config: ModelConfig, name: str) -> bool:
-    """Return whether a setting differs from its default."""
-    return getattr(config, name) != ModelConfig.model_fields[name].default
-
-
-def comparable(value: Any) -> Any:
-    """Return names of modules as a set, which is what PEFT saves, and anything else as it is."""
-    return set(value) if isinstance(value, list | set) else value
 
 
 def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:

@@ -75,12 +75,17 @@ def test_reward_mappings(write):
         ("trian: {seed: 1}", "", "run.yaml: unknown setting `trian`; the closest is `train`"),
         ("zzzz: 1", "", "run.yaml: unknown setting `zzzz`; see `rl-vlm train --help`"),
         (
-            "", "model=Qwen/Qwen3-VL-2B-Instruct",
+            "",
+            "model=Qwen/Qwen3-VL-2B-Instruct",
             "command line: `model` is a section and holds `key: value` settings, found 'Qwen/Qwen3-VL-2B-Instruct'; "
             "did you mean `model.model_name_or_path`?",
         ),
-        ("", "data=rows.jsonl", "command line: `data` is a section and holds `key: value` settings, found 'rows.jsonl'; "
-         "did you mean `data.dataset_name`?"),
+        (
+            "",
+            "data=rows.jsonl",
+            "command line: `data` is a section and holds `key: value` settings, found 'rows.jsonl'; "
+            "did you mean `data.dataset_name`?",
+        ),
         ("", "output_dir=", "command line: `output_dir=` has no value; write `output_dir=null` for the default"),
         ("output_dir: ''", "", "run.yaml: `train.output_dir` is '': it is empty; write null for the default"),
         ("", "seed=-1", "command line: `train.seed` is -1: it should be greater than or equal to 0"),
@@ -88,10 +93,17 @@ def test_reward_mappings(write):
         ("", "num_train_epochs=.inf", "command line: `train.num_train_epochs` is inf: it should be a finite number"),
         ("", "learning_rate=.nan", "command line: `train.learning_rate` is nan: it should be a finite number"),
         ("", "reward_weights=[.inf]", "command line: `rewards.reward_weights.0` is inf: it should be a finite number"),
-        ("train_files: a", "", "run.yaml: unknown setting `train_files`; write `data.dataset_name`, and "
-         "`dataset_train_split` for what follows the @"),
-        ("worker: {rollout: {n: 5}}", "", "run.yaml: unknown setting `worker.rollout.n`; write "
-         "`rollout.num_generations`"),
+        (
+            "train_files: a",
+            "",
+            "run.yaml: unknown setting `train_files`; write `data.dataset_name`, and "
+            "`dataset_train_split` for what follows the @",
+        ),
+        (
+            "worker: {rollout: {n: 5}}",
+            "",
+            "run.yaml: unknown setting `worker.rollout.n`; write `rollout.num_generations`",
+        ),
         ("lora_rank: 8", "", "run.yaml: unknown setting `lora_rank`; write `model.lora_r`"),
         ("", "top_p=2", "command line: `rollout.top_p` is 2: it should be less than or equal to 1"),
         ("dtype: fp8", "", "run.yaml: `model.dtype` is 'fp8': it should be 'float32' or 'bfloat16'"),
@@ -311,7 +323,9 @@ def test_combinations_that_agree(write, settings):
 @pytest.mark.parametrize("modules", ["[q_proj, v_proj]", r"'.*\.layers\.\d+\.mlp'"])
 def test_lora_modules_are_names_or_a_pattern(write, modules):
     path = write("model_name_or_path: tiny")
-    model = load_config(path, ["use_peft=true", f"lora_target_modules={modules}", f"lora_exclude_modules={modules}"]).model
+    model = load_config(
+        path, ["use_peft=true", f"lora_target_modules={modules}", f"lora_exclude_modules={modules}"]
+    ).model
     assert model.lora_target_modules == model.lora_exclude_modules == yaml_text.parse(modules)
 
 

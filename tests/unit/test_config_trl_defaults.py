@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from rl_vlm.config import trl_fields
 from rl_vlm.config.load import FULL_NAMES, load_config
 from rl_vlm.config.schema import SETTINGS
-from rl_vlm.config.trl_defaults import ALWAYS, is_flat
+from rl_vlm.config.trl_defaults import ALWAYS, is_flat, trl_defaults
 
 OURS = "model: {model_name_or_path: tiny}\n"
 FLAT = "model_name_or_path: tiny\n"
@@ -62,7 +63,10 @@ def test_every_default_of_trl_that_differs_is_taken():
     }
     del differing["model_name_or_path"]  # required in both
     assert trl["output_dir"] is None and trl["bf16"] is None
-    differing |= {"output_dir": "trainer_output", "dtype": "bfloat16"}  # what TrainingArguments and GRPOConfig make of it
+    differing |= {
+        "output_dir": "trainer_output",
+        "dtype": "bfloat16",
+    }  # what TrainingArguments and GRPOConfig make of it
     assert {FULL_NAMES[name]: value for name, value in differing.items()} == ALWAYS
 
 
@@ -154,3 +158,12 @@ def test_the_log_names_the_defaults_that_hold_and_those_that_cannot(load, caplog
     monkeypatch.setenv("RANK", "1")
     load(FLAT)
     assert caplog.messages == []
+
+
+def test_the_page_on_migration_lists_the_defaults():
+    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| .* \| .* \|$", page.partition("**Converted")[0], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    every = "report_to: wandb\nengine: vllm\neval_dataset_name: d\n"
+    taken = trl_defaults({FULL_NAMES[line.split(":")[0]]: line.split(": ")[1] for line in every.splitlines()})
+    assert named == {name.split(".")[1] for name in taken}

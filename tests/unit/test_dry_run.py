@@ -133,7 +133,10 @@ def test_a_checkpoint_to_resume_that_is_not_there(capsys):
 @pytest.mark.parametrize(
     ("files", "found"),
     [
-        ({"config.json": {"model_type": "llama"}}, "bad has model_type 'llama', which is not supported; supported: aya"),
+        (
+            {"config.json": {"model_type": "llama"}},
+            "bad has model_type 'llama', which is not supported; supported: aya",
+        ),
         ({}, "bad/config.json cannot be read"),
         ({"config.json": [1]}, "bad/config.json holds no JSON object"),
         ({"adapter_config.json": {"base_model_name_or_path": "./nowhere"}}, "./nowhere does not exist"),
