@@ -285,7 +285,8 @@ def test_settings_that_the_adapter_of_a_checkpoint_does_not_have_are_refused(tin
         with pytest.raises(ConfigError, match=rf"model\.{name} is .*, and the adapter .* has "):
             run(make_config(adapter, tmp_path / "second", use_peft=True, lora_r=4, **unread, max_steps=1))
     model = make_config(adapter, tmp_path / "third", use_peft=True, lora_r=4).model
-    assert load_model(str(adapter), None, model).peft_config["default"].r == 4
+    loaded: Any = load_model(str(adapter), None, model)
+    assert loaded.peft_config["default"].r == 4
 
 
 @pytest.mark.parametrize(

@@ -186,9 +186,10 @@ def test_one_micro_batch_equals_trls_sum_over_two(make_trainer, loss_type):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_steps_of_a_window_divide_by_its_average_like_trl(make_trainer, loss_type):
-    settings = with_cispo_cap(loss_type, EVERYTHING)
+    settings: dict[str, Any] = with_cispo_cap(loss_type, EVERYTHING)
     trainer = make_trainer(steps_per_generation=2, **settings)
-    first, second = example_inputs(), example_inputs()
+    first: Any = example_inputs()
+    second: Any = example_inputs()
     second = replace(second, mask_NT=second.mask_NT & (torch.arange(max(LENGTHS)) < 3))
     assert (first.mask_NT.sum(), second.mask_NT.sum()) == (38, 19)
     for step in (first, second):
