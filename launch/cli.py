@@ -4,11 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
+from launch.help import add_help
 from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
 from rl_vlm.config.batches import plan_batches
-from rl_vlm.config.describe import describe, settings_help
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, RLVLMError
@@ -16,10 +17,12 @@ from rl_vlm.errors import ConfigError, RLVLMError
 
 def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Train a model with GRPO."""
-    check_trainable(config)
-    plan = plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if options.dry_run:
-        return _print(describe(config, plan))
+        from launch.dry_run import dry_run_training
+
+        return _show(*dry_run_training(config))
+    check_trainable(config)
+    plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     from rl_vlm.log.outcome import training_outcome
     from rl_vlm.run import train
 
@@ -29,14 +32,16 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
 
 def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Sample from a model and score the completions, without training."""
-    check_evaluable(config)
+    checkpoints = options.checkpoint or [config.model.model_name_or_path]
     if options.dry_run:
-        return _print(describe(config))
+        from launch.dry_run import dry_run_evaluation
+
+        return _show(*dry_run_evaluation(config, checkpoints))
+    check_evaluable(config)
     from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
     from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
 
     hide_bars_of_libraries()
-    checkpoints = options.checkpoint or [config.model.model_name_or_path]
     summaries = compare_checkpoints(config, checkpoints, EvaluationOptions(options.by, options.keep, options.keep_by))
     if len(summaries) > 1:
         return _print(comparison_outcome(summaries, config.train.output_dir) + "\n")
@@ -47,7 +52,9 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
 def serve_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Start a run's vLLM servers on this machine, for a trainer elsewhere."""
     if options.dry_run:
-        return _print(describe(config))
+        from launch.dry_run import dry_run_serving
+
+        return _show(*dry_run_serving(config))
     from launch.serve import serve
 
     hide_bars_of_libraries()
@@ -115,11 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = "\n".join(f"  {name:8}{command.__doc__}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="rl-vlm",
-        usage="rl-vlm [-h] COMMAND CONFIG [KEY=VALUE ...] [--dry-run]",
+        usage="rl-vlm [-h] [--version] COMMAND CONFIG [KEY=VALUE ...] [--dry-run]",
         description="GRPO post-training for vision-language models.",
-        epilog=f"commands:\n{commands}\n\n`rl-vlm COMMAND --help` lists every setting.",
+        epilog=f"commands:\n{commands}\n\n`rl-vlm COMMAND --help` shows the most used settings.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"rl-vlm {version('rl-vlm')}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -166,11 +174,11 @@ def _interruption(name: str, config: RunConfig) -> str:
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"rl-vlm {name}",
-        usage=f"rl-vlm {name} [-h] CONFIG [KEY=VALUE ...] [--dry-run]",
+        usage=f"rl-vlm {name} [-h [SECTION]] CONFIG [KEY=VALUE ...] [--dry-run]",
         description=COMMANDS[name].__doc__,
-        epilog=f"settings, by section:\n\n{settings_help()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    add_help(parser)
     parser.add_argument("config", metavar="CONFIG", help="YAML file: sections, or flat keys as in TRL")
     parser.add_argument(
         "overrides",
@@ -179,10 +187,19 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved run and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"
+    )
     if name in FLAGS:
         FLAGS[name](parser)
     return parser
+
+
+def _show(description: str, problems: Sequence[str]) -> None:
+    """Print a description. Raises ConfigError with the problems, if there are any."""
+    _print(description)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))  # both data may lack the same column
 
 
 def _print(text: str) -> None:

@@ -10,11 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_vlm.config.conflicts import READ_BY_STARTED_SERVERS
 from rl_vlm.config.schema import RunConfig, VLLMConfig
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
-STARTING = {"vllm_num_servers": "1", "vllm_server_devices": "[]"}
-"""Settings of servers to start, with the values that unset them for a trainer that joins servers."""
 OPEN_TO_OTHERS = (
     "WARNING: other machines can reach the servers on {host}. Requests need the token, and carry it unencrypted: "
     "let nobody but the trainer's machines into that network."
@@ -77,8 +76,8 @@ def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str], setting
     """
     from rl_vlm.rollout.vllm.client import TOKEN
 
-    words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in STARTING]
-    unset = [f"{name}={value}" for name, value in STARTING.items() if name in settings.model_fields_set]
+    words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in READ_BY_STARTED_SERVERS]
+    unset = [f"{name}=null" for name in READ_BY_STARTED_SERVERS if name in settings.model_fields_set]
     joins = ["rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
     command = shlex.join(["rl-vlm", "train", *words, *unset, *joins])
     addresses = "\n".join(f"  {url}" for url in urls)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError, did_you_mean, listed, shorten
 from rl_vlm.functions import LoadError, load_function
-from rl_vlm.types import Group, RewardTable, Sample, TrainerState
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Group, RewardTable, Sample, TrainerState
 
 
 def refuse_shadow() -> None:
@@ -97,6 +97,10 @@ class RewardSuite:
         self.close()
 
     def _table(self, groups: Sequence[Group], answers: Sequence[Answer]) -> RewardTable:
+        import torch  # not at the top: a dry run loads the functions and does not need torch
+
+        from rl_vlm.types import RewardTable
+
         group_size = len(groups[0].completions) if groups else 0
         shape = (len(self.names), len(groups), group_size)
         scores_FPG = torch.tensor([[_as_float(score) for score in answer.scores] for answer in answers]).reshape(shape)

@@ -213,7 +213,11 @@ class Run:
         if self.evaluator and (is_last or is_due(step, self.config.train.eval_steps)):
             self.record.unevaluated = line
             with self.saved_on_failure():
-                line = line | prefixed(self.evaluate())
+                try:
+                    line = line | prefixed(self.evaluate())
+                except Exception:
+                    self.write_metrics(line)  # a resumed run writes it again, with the evaluation
+                    raise
             self.record.unevaluated = None
         self.write_metrics(line)
         self.save_if_due(is_last)

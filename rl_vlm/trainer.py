@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -150,7 +151,7 @@ class Trainer:
         """Run forward and backward over the micro-batches, and return this rank's share of the step's loss."""
         lags = [self.progress.policy_version - group.group.policy_version for group in groups]
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
-        denominators = self.denominators(groups)
+        denominators = self.denominators(window, groups)
         threshold = self.entropy_threshold(batches)
         vision_calls = self.vision_calls(batches, self.policy.vision)
         step_loss = torch.zeros((), device=self.ranks.device)
@@ -165,9 +166,16 @@ class Trainer:
                 store_logprobs(batch, output.logprobs_NT.detach(), "old_logprobs")  # for later iterations
         return step_loss
 
-    def denominators(self, groups: Sequence[ScoredGroup]) -> Denominators:
-        """Return the denominators of this step's losses, over all ranks and including skipped groups."""
-        local = count_denominators(groups, self.config.algorithm.mask_truncated_completions)
+    def denominators(self, window: Window, groups: Sequence[ScoredGroup]) -> Denominators:
+        """Return the denominators of this step's losses, over all ranks and including skipped groups.
+
+        With `loss_normalizer` window, the tokens are the average over the steps of one pass over the window.
+        """
+        mask_truncated = self.config.algorithm.mask_truncated_completions
+        local = count_denominators(groups, mask_truncated)
+        if self.config.algorithm.loss_normalizer == "window":
+            of_window = count_denominators(window.groups, mask_truncated)
+            local = replace(local, tokens=of_window.tokens / window.steps_per_window)
         return Denominators(*self.ranks.sum([local.tokens, local.completions]))
 
     @torch.no_grad()

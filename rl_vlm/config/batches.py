@@ -16,10 +16,8 @@ import math
 from dataclasses import dataclass
 
 from rl_vlm.config.schema import RunConfig, TrainConfig
+from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE
 from rl_vlm.errors import ConfigError
-
-TRL_PER_DEVICE_BATCH_SIZE = 8
-"""TRL's default."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Settings that contradict each other or have no effect. Every message names the settings and a solution."""
+"""Settings that contradict each other, or have no effect. Every message names the settings and a solution."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from rl_vlm.config.unread import unread_settings
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import RunConfig, Section
@@ -26,6 +28,7 @@ SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
 
 def conflicts_of(config: RunConfig) -> Iterator[str]:
     """Yield one message per conflict."""
+    yield from unread_settings(config)
     yield from _rollout_conflicts(config)
     yield from _vllm_conflicts(config)
     yield from _reward_conflicts(config)
@@ -41,10 +44,6 @@ def _changed(section: Section) -> list[str]:
 
 def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.engine == "hf" and rollout.weight_sync_steps > 1:
-        yield "`weight_sync_steps` has no effect on `engine` hf, which samples from the trained weights themselves"
-    if rollout.engine == "hf" and rollout.lora_sync == "merge":
-        yield "`lora_sync` has no effect on `engine` hf, which samples from the trained weights themselves"
     if rollout.max_staleness and rollout.engine != "vllm_server":
         yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the trainer"
     if rollout.max_rollout_tokens and rollout.max_rollout_tokens >= rollout.max_completion_length:
@@ -69,6 +68,12 @@ ONE_ENGINE_READS = {"vllm_enable_sleep_mode": "vllm"} | dict.fromkeys(
 )  # fmt: skip
 """Settings that only one of the two vLLM engines reads, and that engine."""
 
+READ_BY_STARTED_SERVERS = (
+    "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
+    "vllm_enforce_eager", "vllm_num_servers", "vllm_server_devices",
+)  # fmt: skip
+"""Settings that a server reads when it starts, and that a run which joins it does not."""
+
 
 def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
     engine, settings = config.rollout.engine, config.vllm
@@ -79,10 +84,11 @@ def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
         others = "vllm or vllm_server" if engine == "hf" else ONE_ENGINE_READS[unread[0]]
         disable = ", disable them with `use_vllm: false`" if engine == "hf" else ""
         yield f"{names}: no effect on `engine` {engine}; leave them out{disable}, or set `engine` to {others}"
-    if settings.vllm_server_base_url and {"vllm_num_servers", "vllm_server_devices"} & set(changed):
+    if settings.vllm_server_base_url and (starting := set(changed).intersection(READ_BY_STARTED_SERVERS)):
+        names = ", ".join(f"`{name}`" for name in sorted(starting))
         yield (
-            "`vllm_num_servers` and `vllm_server_devices` apply to servers that the run starts, and with "
-            "`vllm_server_base_url` it starts none; leave them out"
+            f"{names}: these apply to servers that the run starts, and with `vllm_server_base_url` it starts none; "
+            "leave them out, or give them to the command that starts the servers"
         )
     if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
         yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address must begin with http:// or https://"
@@ -107,10 +113,6 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
         yield "`loss_type` cispo needs `epsilon_high`, the upper bound of its weights, for instance 5.0"
-    if algorithm.loss_type == "sapo" and algorithm.epsilon_high is not None:
-        yield "`epsilon_high` has no effect on `loss_type` sapo, which has no clip; leave it out"
-    if algorithm.loss_type in ("cispo", "sapo") and algorithm.delta is not None:
-        yield f"`delta` has no effect on `loss_type` {algorithm.loss_type}; leave it out"
     if algorithm.sync_ref_model and algorithm.beta == 0:
         yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
@@ -157,8 +159,6 @@ def _train_conflicts(config: RunConfig) -> Iterator[str]:
         yield f"`columns` and `ignore_columns` both name {', '.join(ignored)}; keep one of them"
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
-    if data.dataloader_prefetch_factor is not None and data.dataloader_num_workers == 0:
-        yield "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0: only workers prefetch"
     if train.eval_steps and data.eval_dataset_name is None:
         yield f"`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"
     if train.load_best_model_at_end:

@@ -1,12 +1,18 @@
 """A description of a run: the resolved settings, the batch sizes, and the help text of every setting."""
 
+from collections.abc import Iterable
+from textwrap import wrap
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import BatchPlan
-from rl_vlm.config.schema import SECTIONS, RewardSpec, RunConfig
+from rl_vlm.config.schema import SECTIONS, RewardSpec, RunConfig, Section
+
+REWARD_ENTRY = "an entry of rewards.reward_funcs"
+INDENT = " " * 6
+HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, REWARD_ENTRY: RewardSpec}
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -20,15 +26,27 @@ def describe(config: RunConfig, plan: BatchPlan | None = None) -> str:
     return to_yaml(config) + "".join(comments)
 
 
-def settings_help() -> str:
-    """Return the help text of every setting by section: name, type, default and docstring."""
+def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
+    """Return the help text of every setting in some sections: name, type, default and docstring."""
     lines = []
-    for section, model in {**SECTIONS, "an entry of rewards.reward_funcs": RewardSpec}.items():
+    for section in sections:
         lines.append(f"{section}:")
-        for name, field in model.model_fields.items():
-            lines.append(f"  {name}: {_type(field)}{_default(field)}")
-            lines += [f"      {line.strip()}" for line in (field.description or "").splitlines()]
+        for name, field in HELP_SECTIONS[section].model_fields.items():
+            lines.append(_head(name, field))
+            lines += [f"{INDENT}{line.strip()}" for line in (field.description or "").splitlines()]
         lines.append("")
+    return "\n".join(lines)
+
+
+def short_help(names: Iterable[str]) -> str:
+    """Return the help text of some settings by section, with the first sentence of each docstring."""
+    lines, wanted = [], set(names)
+    for section, model in SECTIONS.items():
+        fields = {name: field for name, field in model.model_fields.items() if name in wanted}
+        lines += [f"{section}:"] if fields else []
+        for name, field in fields.items():
+            sentence = " ".join((field.description or "").split()).split(". ")[0].rstrip(".")
+            lines += [_head(name, field), *wrap(f"{sentence}.", 118, initial_indent=INDENT, subsequent_indent=INDENT)]
     return "\n".join(lines)
 
 
@@ -50,6 +68,10 @@ def _batch_sentences(config: RunConfig, plan: BatchPlan) -> list[str]:
         f"Run: {length}.",
         f"Micro-batches: up to {config.memory.micro_batch_tokens} language tokens; their number changes no result.",
     ]
+
+
+def _head(name: str, field: FieldInfo) -> str:
+    return f"  {name}: {_type(field)}{_default(field)}"
 
 
 def _type(field: FieldInfo) -> str:

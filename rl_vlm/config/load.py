@@ -1,11 +1,14 @@
 """The settings of a run, from a YAML file and then `key=value` overrides. All problems are reported at once.
 
 A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone is read as TRL reads it: `trl_fields` converts
-TRL's names. A null value stands for the default. As in TRL, `use_vllm: false` disables the settings of vLLM, so that a
-file can keep them for another run.
+TRL's names. What a file without sections leaves out has TRL's default (`trl_defaults`). A null value stands for the
+default; an empty one is refused. As in TRL, `use_vllm: false` disables the settings of vLLM, so that a file can keep
+them for another run.
 """
 
 import difflib
+import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_vlm.config import trl_fields, yaml_text
+from rl_vlm.config.elsewhere import NESTED, instead_of
 from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec, RunConfig
+from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
 from rl_vlm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 FULL_NAMES = {setting.split(".")[1]: setting for setting in SETTINGS}
 KNOWN_KEYS = FULL_NAMES | {section: section for section in SECTIONS}
-
 
 DISABLED_BY_USE_VLLM = ("vllm.", "algorithm.vllm_")
 """Prefixes of the settings that `use_vllm: false` disables."""
@@ -34,10 +40,12 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     """
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    problems: list[str] = []
     disabled: set[str] = set()
-    for source, keys in ((str(path), _read_file(path)), ("command line", _parse_overrides(overrides))):
-        found, refused = _resolve(keys)
+    in_file, (typed, problems) = _read_file(path), _parse_overrides(overrides)
+    flat = is_flat(in_file)
+    in_file = without_defaults(in_file) if flat else in_file
+    for source, keys, given in ((str(path), in_file, in_file), ("command line", typed, in_file | typed)):
+        found, refused = _resolve(keys, given)
         settings |= found
         disabled -= found.keys()
         if keys.get("use_vllm") is False:
@@ -47,15 +55,27 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     settings |= fixed
     if settings.get("rollout.engine") in (None, "hf"):
         settings = {name: value for name, value in settings.items() if name not in disabled}
+    notes: list[str] = []
+    if flat and sources.get("log.logging_steps") == str(path) and not has_trackers(settings):
+        notes.append(f"`logging_steps` {settings.pop('log.logging_steps')} is left out: `metrics.jsonl` has every step")
+    defaults = trl_defaults(settings) if flat else {}
 
     try:
-        config = RunConfig.model_validate(_nest(settings))
+        config = RunConfig.model_validate(_nest(settings | defaults))
     except ValidationError as error:
         problems += _validation_problems(error, sources, str(path))
-    else:
-        if not problems:
-            return config
-    raise ConfigError("\n".join(problems))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if flat and os.environ.get("RANK", "0") == "0":
+        _log_defaults(str(path), defaults, [*notes, *missing_defaults(settings, in_file)])
+    return config
+
+
+def _log_defaults(path: str, taken: Mapping[str, Any], notes: Iterable[str]) -> None:
+    """Log which of TRL's defaults hold, and a note for each that cannot."""
+    values = ", ".join(f"{name.split('.')[1]} {yaml_text.one_line(value)}" for name, value in taken.items())
+    lines = [f"{path} has no sections, so what it leaves out has TRL's default: {values}", *notes]
+    logger.warning("%s", "\n  ".join(lines))
 
 
 def check_trainable(config: RunConfig) -> None:
@@ -106,36 +126,49 @@ def _flatten(source: str, content: Any) -> dict[str, Any]:
         raise ConfigError(f"{source}: expected `key: value` settings, found {content!r}")
     flat: dict[str, Any] = {}
     for key, value in content.items():
-        if key not in SECTIONS:
-            flat[str(key)] = value
-        elif isinstance(value, dict):
+        if isinstance(value, dict) and key in SECTIONS:
             flat |= {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()}
-        elif value is not None:
-            raise ConfigError(f"{source}: `{key}` is a section and holds `key: value` settings, found {value!r}")
+        elif isinstance(value, dict) and key.partition(".")[0] in NESTED:
+            flat |= _flatten(source, {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()})
+        elif key not in SECTIONS or value is not None:
+            flat[str(key)] = value
     return flat
 
 
-def _parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    keys = {}
+def _parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return values by key, and a line for each override that has none."""
+    keys, problems = {}, []
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"command line: `{override}` is not of the form key=value")
+        if not text.strip():
+            problems.append(f"command line: `{override}` has no value; write `{key}=null` for the default")
+            continue
         try:
             keys[key] = yaml_text.parse(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"command line: the value of `{override}` is not YAML; quote it: {error}") from error
-    return keys
+    return _flatten("command line", keys), problems
 
 
-def _resolve(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return values by full setting name, and a line for each key that is unknown, refused or contradicts another."""
+def _resolve(keys: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return values by full setting name, and a line for each key that is unknown, refused or contradicts another.
+
+    `given` holds the keys beside which TRL's fields are read.
+    """
     settings: dict[str, Any] = {}
     given_by: dict[str, str] = {}
     problems: list[str] = []
     for key, value in keys.items():
+        if key in SECTIONS:
+            problems.append(
+                f"`{key}` is a section and holds `key: value` settings, found {value!r}; "
+                f"did you mean `{key}.{next(iter(SECTIONS[key].model_fields))}`?"
+            )
+            continue
         try:
-            found = _settings_of(key, value, keys)
+            found = _settings_of(key, value, given)
         except ValueError as refusal:
             problems.append(f"`{key}` is {value!r}: {refusal}")
             continue
@@ -152,12 +185,12 @@ def _resolve(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return settings, problems
 
 
-def _settings_of(key: str, value: Any, keys: Mapping[str, Any]) -> dict[str, Any] | None:
+def _settings_of(key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
     if key in SETTINGS:
         return {key: value}
     if key in FULL_NAMES and value is None and key not in trl_fields.NULL_IS_OFF:
         return {FULL_NAMES[key]: None}
-    translated = trl_fields.translate(key, value, keys)
+    translated = trl_fields.translate(key, value, given)
     if translated is not None:
         return {FULL_NAMES[leaf]: leaf_value for leaf, leaf_value in translated.items()}
     return {FULL_NAMES[key]: value} if key in FULL_NAMES else None
@@ -173,7 +206,12 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> str:
-    """Return a message with the closest valid key. `known` maps last parts of keys to full names."""
+    """Return a message with the closest valid key, or with what to write instead of another system's.
+
+    `known` maps last parts of keys to full names.
+    """
+    if instead := instead_of(key):
+        return f"unknown setting `{key}`; {instead}"
     closest = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
     hint = f"the closest is `{known[closest[0]]}`" if closest else "see `rl-vlm train --help`"
     return f"unknown setting `{key}`; {hint}"
@@ -183,7 +221,8 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
     """Return one line per setting; pydantic reports each branch of a union separately."""
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        if detail["loc"][-1:] != ("str",) or not isinstance(detail["input"], dict):  # a mapping is not meant as a name
+        is_name = detail["loc"][-1:] in (("str",), ("constrained-str",))
+        if not is_name or not isinstance(detail["input"], dict):  # a mapping is not meant as a name
             by_place.setdefault(_place(detail["loc"]), []).append(detail)
     problems = []
     for place, details in by_place.items():
@@ -207,4 +246,6 @@ def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 
 
 def _reason(detail: ErrorDetails) -> str:
+    if detail["type"] == "string_too_short":
+        return "it is empty; write null for the default"
     return detail["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")

@@ -12,7 +12,15 @@ from rl_vlm.config.conflicts import conflicts_of
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    """Settings of one part of a run. Numbers are finite, and text is not empty."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        str_min_length=1,
+    )
 
 
 def _as_list(value: Any) -> Any:
@@ -233,6 +241,9 @@ class AlgorithmConfig(Section):
     """Weight of the policy in a move of the reference model: `ref = alpha * policy + (1 - alpha) * ref`."""
     ref_model_sync_steps: int = Field(default=512, ge=1)
     """Optimizer steps between moves of the reference model."""
+    loss_normalizer: Literal["step", "window"] = "step"
+    """Tokens that `dapo` and `cispo` divide by: those of the optimizer step, or, as in TRL, the average of the steps of
+    its generation window. They differ if a window has several steps."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of rewards in the group, in the generation batch, or not at all."""
     num_iterations: int = Field(default=1, ge=1)
@@ -250,7 +261,7 @@ class TrainConfig(Section):
     """Delete an earlier run in `output_dir` and start a new one, unless `resume_from_checkpoint` resumes it."""
     resume_from_checkpoint: str | None = None
     """Checkpoint directory to resume, or `auto` for the newest complete one in `output_dir` (none: start a new run)."""
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of initialisation, data order and sampling."""
     prompts_per_step: int | None = Field(default=None, ge=1)
     """Prompts per optimizer step over all devices."""
@@ -282,7 +293,7 @@ class TrainConfig(Section):
     """Arguments of the schedule: `cosine_with_min_lr` needs `min_lr` or `min_lr_rate`, `warmup_stable_decay` needs
     `num_decay_steps`."""
     warmup_steps: float = Field(default=0.0, ge=0)
-    """Optimizer steps of linear warm-up; a value below 1 is a fraction of all steps."""
+    """Optimizer steps of linear warm-up; a value below 1 is a fraction of all steps, rounded up."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay of AdamW, applied to all weights except biases and norms."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)

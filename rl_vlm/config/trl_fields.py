@@ -4,10 +4,16 @@ Every field is in exactly one of three tables: `SAME` (same name and meaning her
 project, or `NOT_HERE`. A field in `NOT_HERE` may be null or a value listed there; any other is refused.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_vlm.config.trl_refused import NOT_HERE
+
 Settings = dict[str, Any]
+
+TRL_PER_DEVICE_BATCH_SIZE = 8
+"""TRL's default."""
 
 SAME = frozenset(
     """
@@ -62,6 +68,8 @@ def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
     def convert(name: Any) -> Any:
         if name in from_trl:
             return f"trl.rewards:{name}"
+        if name == "get_soft_overlong_punishment":
+            raise ValueError(f"{name} makes a reward function; call it in a file, and name that `file.py:function`")
         if isinstance(name, str) and "." in name and ":" not in name:
             return ":".join(name.rsplit(".", 1))
         return name
@@ -111,8 +119,65 @@ def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
     return {}
 
 
+def _bf16(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Choose the compute precision. Beside a `dtype`, the weights' in TRL, `bf16: false` decides nothing."""
+    if value:
+        return {"dtype": "bfloat16"}
+    weights = [given, given.get("model_init_kwargs") or {}]
+    return {} if any(place.get("dtype") or place.get("torch_dtype") for place in weights) else {"dtype": "float32"}
+
+
+def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Convert the completions of a window to micro-steps of `per_device_train_batch_size` on every process."""
+    if given.get("steps_per_generation") is not None:
+        raise ValueError("`steps_per_generation` is given as well; keep that alone")
+    if given.get("prompts_per_step") or given.get("train.prompts_per_step"):
+        raise ValueError("give `steps_per_generation` beside `prompts_per_step`")
+    per_device = given.get("per_device_train_batch_size") or TRL_PER_DEVICE_BATCH_SIZE
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if not isinstance(value, int) or not isinstance(per_device, int) or value % (per_device * processes) or value < 1:
+        raise ValueError(
+            f"it should be a multiple of `per_device_train_batch_size` {per_device} × {processes} processes; "
+            "or give `steps_per_generation`, their quotient"
+        )
+    return {"steps_per_generation": value // (per_device * processes)}
+
+
+INIT_KWARGS = {
+    "dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "attn_implementation",
+    "revision": "model_revision", "trust_remote_code": "trust_remote_code",
+}  # fmt: skip
+"""Arguments of `from_pretrained` that are settings here."""
+
+
+def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Convert arguments of `from_pretrained`. Weights are always loaded in float32."""
+    if not isinstance(value, dict) or value.keys() - INIT_KWARGS:
+        raise ValueError(
+            f"only {', '.join(INIT_KWARGS)} can be given; they are `model.dtype`, `model.attn_implementation`, "
+            "`model.model_revision` and `model.trust_remote_code`"
+        )
+    return {INIT_KWARGS[name]: item for name, item in value.items() if item not in (None, "float32")}
+
+
+def _one_path(setting: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
+    """Make a conversion of VLM-R1's paths, which are separated by colons, if there is one path."""
+
+    def convert(value: Any, given: Mapping[str, Any]) -> Settings:
+        if not isinstance(value, str) or ":" in value:
+            raise ValueError(
+                "several paths cannot be given; write all rows to one file, with image paths relative to "
+                "`image_root`, and name it in `dataset_name`"
+            )
+        return {setting: value}
+
+    return convert
+
+
 CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
-    "bf16": lambda value, given: {"dtype": "bfloat16"} if value else {},
+    "bf16": _bf16,
+    "generation_batch_size": _generation_batch_size,
+    "model_init_kwargs": _model_init_kwargs,
     "max_steps": lambda value, given: {"max_steps": None if value == -1 else value},
     "scale_rewards": _scale_rewards,
     "reward_funcs": _reward_funcs,
@@ -131,118 +196,36 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "vllm_importance_sampling_cap": lambda value, given: {"vllm_importance_sampling_clip_max": value},
 }
 
+FROM_VLM_R1: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
+    "data_file_paths": _one_path("dataset_name"),
+    "image_folders": _one_path("image_root"),
+    "freeze_vision_modules": lambda value, given: {"freeze_vision_tower": value},
+}
+"""Settings of VLM-R1 beside TRL's."""
+
 NULL_IS_OFF = {"vllm_importance_sampling_clip_max": 0}
 """Fields that null turns off, as in TRL, with the value that does so here. For others null means the default."""
 
 OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
 """Fields of earlier versions and their present names. A `warmup_steps` below 1 is a ratio."""
 
-# reason: {field: the accepted value, or a tuple of accepted values}
-# fmt: off
-NOT_HERE: dict[str, Settings] = {
-    "tools and multi-turn are not in this project": {"max_tool_calling_iterations": None},
-    "the loss `vespo` is not in this project": {
-        "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-    },
-    "entropy is not part of the loss; see `top_entropy_quantile`": {
-        "entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0,
-        "entropy_coef_delta": 0.005, "entropy_target": 0.2,
-    },
-    "completions are sampled without constraints, so that log-probs are those of the policy": {
-        "vllm_structured_outputs_regex": None,
-    },
-    "the run chooses the port through which servers get weights": {"vllm_group_port": 51216},
-    "completions far from the policy are left out by `vllm_importance_sampling_mode`": {
-        "off_policy_mask_threshold": None,
-    },
-    "the Hugging Face engine has a cache of its own": {
-        "use_transformers_continuous_batching": False, "transformers_continuous_batching_config": None,
-        "use_transformers_paged": False, "cache_implementation": None, "use_cache": (False, True),
-        "ds3_gather_for_generation": True,
-    },
-    "log-probs are those of the plain softmax at `temperature`": {
-        "repetition_penalty": 1.0, "generation_kwargs": (None, {}),
-    },
-    "a window is counted by `steps_per_generation`": {"generation_batch_size": None},
-    "rewards are summed by weight, then made advantages": {"multi_objective_aggregation": "sum_then_normalize"},
-    "a reward is a function; name it in `reward_funcs`": {"reward_model_name_or_path": None},
-    "the optimizer is AdamW": {
-        "optim": ("adamw_torch_fused", "adamw_torch"), "optim_args": None, "optim_target_modules": None,
-        "neftune_noise_alpha": None, "label_smoothing_factor": 0.0, "average_tokens_across_devices": True,
-    },
-    # `disable_dropout: false` is TRL's default, so it is accepted. Dropout is off all the same.
-    "dropout is off, so that all log-probs are those of one policy": {
-        "lora_dropout": 0.0, "disable_dropout": (False, True),
-    },
-    "precision is `dtype`, with fp32 trainable weights, optimizer state, log-softmax and loss": {
-        "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False, "tf32": None, "cast_lm_head_to_fp32": False,
-    },
-    "adapters are LoRA on the modules of `lora_target_modules`, over unquantised weights": {
-        "lora_target_parameters": None, "lora_modules_to_save": None, "lora_task_type": "CAUSAL_LM", "use_dora": False,
-        "load_in_8bit": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False,
-        "bnb_4bit_quant_storage": None,
-    },
-    "the model is loaded by the settings of the section `model`": {
-        "model_init_kwargs": (None, {}), "router_aux_loss_coef": None, "ignore_bias_buffers": False,
-    },
-    "`micro_batch_tokens` sets the physical batch and changes no result": {
-        "auto_find_batch_size": False, "pad_to_multiple_of": "auto", "torch_empty_cache_steps": None,
-        "gradient_checkpointing_kwargs": (None, {}, {"use_reentrant": False}),
-    },
-    "compilation and kernels are not chosen here": {
-        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False,
-        "liger_kernel_config": None,
-    },
-    "rows are read as they are needed, in an order that follows from `seed`": {
-        "dataset_streaming": False, "data_seed": None, "dataloader_drop_last": False,
-        "dataloader_pin_memory": True, "dataloader_persistent_workers": False,
-        "dataloader_multiprocessing_context": None, "dataloader_in_order": True, "remove_unused_columns": False,
-        "label_names": None, "train_sampling_strategy": "random", "length_column_name": "length",
-    },
-    "evaluation counts every sample once and decodes `max_num_seqs` completions at a time": {
-        "per_device_eval_batch_size": 8, "eval_delay": 0, "prediction_loss_only": False, "eval_do_concat_batches": True,
-        "eval_use_gather_object": False, "eval_accumulation_steps": None, "include_for_metrics": [],
-        "batch_eval_metrics": False, "do_train": (False, True), "do_eval": (False, True), "do_predict": False,
-    },
-    "every step is in `metrics.jsonl`, every completion in `completions/`": {
-        "logging_strategy": "steps", "logging_first_step": False, "log_on_each_node": True,
-        "logging_nan_inf_filter": (True, False), "include_num_input_tokens_seen": ("no", False), "log_level": "passive",
-        "log_level_replica": "warning", "skip_memory_metrics": True, "log_multimodal": (True, False),
-        "log_unique_prompts": False, "project": "huggingface", "trackio_space_id": None, "trackio_bucket_id": None,
-        "trackio_static_space_id": None, "debug": ("", []),
-    },
-    "a checkpoint holds the whole state of the run, and a resumed run continues exactly": {
-        "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False, "ignore_data_skip": False,
-        "restore_callback_states_from_checkpoint": False, "full_determinism": False,
-    },
-    "nothing is pushed to a hub": {
-        "push_to_hub": False, "hub_token": None, "hub_private_repo": None, "hub_model_id": None,
-        "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "log_completions_hub_repo": None,
-    },
-    "processes, devices and sharding are set up by `accelerate launch`": {
-        "use_cpu": False, "local_rank": -1, "accelerator_config": None, "parallelism_config": None, "deepspeed": None,
-        "fsdp": (None, "", []), "fsdp_config": None, "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,
-        "ddp_broadcast_buffers": None, "ddp_static_graph": None, "ddp_backend": None, "ddp_timeout": 1800,
-    },
-}
-# fmt: on
-
 
 def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | None:
     """Convert TRL's field `name` with `value` to settings by leaf name. Returns None if TRL has no such field.
 
-    `given` holds all fields that are set. Raises ValueError with the reason if the value is not supported here.
+    `given` holds all fields that are set. Raises ValueError with the reason if the value is not supported here. Fields
+    that VLM-R1 adds to TRL's are converted as well.
     """
     name = OLD_NAMES.get(name, name)
     if name in SAME:
         return {name: value}
-    if name in CONVERTED:
+    if converts := (CONVERTED | FROM_VLM_R1).get(name):
         value = NULL_IS_OFF.get(name) if value is None else value
-        return {} if value is None else CONVERTED[name](value, given)
+        return {} if value is None else converts(value, given)
     for reason, fields in NOT_HERE.items():
         if name in fields:
             neutral = fields[name]
             if value is None or value in (neutral if isinstance(neutral, tuple) else (neutral,)):
                 return {}
-            raise ValueError(reason)
+            raise ValueError(f"{reason}; leave it out")
     return None

@@ -38,3 +38,8 @@ def parse(text: str) -> Any:
 def dump(value: Any) -> str:
     """Return `value` as block YAML with its keys in order, which `parse` reads back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def one_line(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf")).splitlines()[0]

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import prompt_columns, refuse_unread_images
-from rl_vlm.data.images import check_image
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
-from rl_vlm.data.samples import REFUSED_COLUMNS, Rows, parse_row
+from rl_vlm.data.samples import REFUSED_COLUMNS, Rows
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.errors import DataError
 
@@ -105,14 +104,10 @@ def check_part(rows: Rows, numbered: Sequence[tuple[int, Row]]) -> list[Finding]
 
 def check_row(rows: Rows, index: int, row: Row) -> Finding:
     """Read a row, and its images as far as their headers."""
-    where = rows.place(index)
     try:
-        parsed = parse_row(row, rows.config, where)
-        for name, value in parsed.images:
-            check_image(value, rows.image_folder, rows.config.max_image_pixels, f"{where}, column {name}")
+        return Finding(index, None, rows.check(index, row).num_bytes)
     except DataError as error:
         return Finding(index, str(error), 0)
-    return Finding(index, None, parsed.num_bytes)
 
 
 def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> UsableRows:

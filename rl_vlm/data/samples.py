@@ -6,21 +6,25 @@ source ─ load_rows ─► Rows ─ sample(index): parse_row ─► ParsedRow �
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
-from rl_vlm.data.images import read_image
+from rl_vlm.data.images import check_image, read_image
 from rl_vlm.data.messages import Message, place_images, read_conversations, to_messages
 from rl_vlm.data.sources import Source, open_source, unique_ids
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.errors import DataError, shorten
-from rl_vlm.types import Sample
 
+if TYPE_CHECKING:
+    from rl_vlm.types import Sample
+
+SourceOpener = Callable[[str, str, str | None, str | None], tuple[Source, Path]]
+"""`open_source`, or a function with its arguments."""
 REFUSED_COLUMNS = ("video", "videos", "tools")
 
 
@@ -59,6 +63,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> Sample:
         """Read row `index` and decode its images. Raises DataError, naming the row, if it cannot be used."""
+        from rl_vlm.types import Sample  # imports torch, which a dry run does not need
+
         where = self.place(index)
         row = parse_row(self.source[index], self.config, where)
         limit = self.config.max_image_pixels
@@ -66,6 +72,13 @@ class Rows:
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
         images = [image for image, _ in found]
         return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images)
+
+    def check(self, index: int, row: Row) -> ParsedRow:
+        """Read `row`, which is row `index`, and its images as far as their headers. Raises DataError like `[]`."""
+        where, parsed = self.place(index), parse_row(row, self.config, self.place(index))
+        for name, value in parsed.images:
+            check_image(value, self.image_folder, self.config.max_image_pixels, f"{where}, column {name}")
+        return parsed
 
     def place(self, index: int) -> str:
         """Return the name of a row for error messages."""
@@ -82,19 +95,21 @@ class Rows:
         return next((value for value in values if value is not None), None)
 
 
-def load_rows(config: DataConfig, split: Literal["train", "eval"]) -> Rows:
+def load_rows(config: DataConfig, split: Literal["train", "eval"], open_source: SourceOpener = open_source) -> Rows:
     """Open the training or held-out data without decoding images.
 
+    `open_source` opens them; a dry run has its own.
     Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names one that
     is not there, or if a sample id occurs twice.
     """
-    key, name, part = {
-        "train": ("dataset_name", config.dataset_name, config.dataset_train_split),
-        "eval": ("eval_dataset_name", config.eval_dataset_name, config.dataset_test_split),
+    key, name, part_key, part = {
+        "train": ("dataset_name", config.dataset_name, "dataset_train_split", config.dataset_train_split),
+        "eval": ("eval_dataset_name", config.eval_dataset_name, "dataset_test_split", config.dataset_test_split),
     }[split]
     if name is None:
         raise DataError(f"data.{key} is not set, so there are no {split} rows to load.")
-    source, folder = open_source(name, part, config.dataset_config)
+    is_default = part == DataConfig.model_fields[part_key].default
+    source, folder = open_source(name, part, config.dataset_config, None if is_default else part_key)
     if len(source) == 0:
         raise DataError(f"{name} (data.{key}, split {part!r}) has no rows.")
     source = choose_columns(source, config, name)

@@ -14,12 +14,13 @@ from rl_vlm.functions import LoadError, load_function
 Source = ListRows | ArrowRows
 
 
-def open_source(name: str, split: str, subset: str | None) -> tuple[Source, Path]:
+def open_source(name: str, split: str, subset: str | None, asked_by: str | None = None) -> tuple[Source, Path]:
     """Open the rows of `name`. Also returns the folder of their relative image paths.
 
     `name` is a .json, .jsonl or .parquet file, a directory, `file.py:function`, `module:function`, or a hub name.
-    `split` selects a split if the source has several; a file, or a function that returns rows, has one.
-    Raises DataError if the source cannot be read.
+    `split` selects a split if the source has several; a file, or a function that returns rows, has one. `asked_by` is
+    the setting that asks for it, or None if it is the default.
+    Raises DataError if the source cannot be read, or has no splits to choose from.
     """
     path = Path(name)
     if path.suffix in (".json", ".jsonl"):
@@ -27,13 +28,13 @@ def open_source(name: str, split: str, subset: str | None) -> tuple[Source, Path
     if path.suffix == ".parquet":
         return load_with_datasets("parquet", None, "train", data_files=name), path.parent
     if path.is_dir():
-        return open_directory(path, split, subset), path
+        return open_directory(path, split, subset, asked_by), path
     if ":" in name:
         try:
             function = load_function(name)
         except LoadError as error:
             raise DataError(f"Dataset {name!r}: {error}") from error
-        return choose_split(function(), name, split), Path()
+        return choose_split(function(), name, split, asked_by), Path()
     return load_with_datasets(name, subset, split), Path()
 
 
@@ -68,12 +69,12 @@ def parse_json(content: bytes, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error}") from error
 
 
-def open_directory(path: Path, split: str, subset: str | None) -> Source:
+def open_directory(path: Path, split: str, subset: str | None, asked_by: str | None) -> Source:
     """Open a directory written by `save_to_disk`, or a directory of data files."""
     import datasets
 
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        return choose_split(datasets.load_from_disk(path), str(path), split)
+        return choose_split(datasets.load_from_disk(path), str(path), split, asked_by)
     return load_with_datasets(str(path), subset, split)
 
 
@@ -89,12 +90,14 @@ def load_with_datasets(path: str, subset: str | None, split: str, data_files: st
     return ArrowRows(dataset, name)
 
 
-def choose_split(data: Any, name: str, split: str) -> Source:
+def choose_split(data: Any, name: str, split: str, asked_by: str | None) -> Source:
     """Return the rows of a list, of a Dataset, or of `split` in a dict of either."""
     if isinstance(data, dict):
         if split not in data:
             raise DataError(f"{name} has no split {split!r}; it has {', '.join(data)}.")
         data = data[split]
+    elif asked_by is not None:
+        raise DataError(f"{name} has no splits, so data.{asked_by} {split!r} has no effect; leave it out.")
     return check_rows(data, name) if isinstance(data, list) else ArrowRows(data, name)
 
 

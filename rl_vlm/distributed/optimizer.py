@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,11 +30,10 @@ class Optimizer:
         self.trainable = [p for p in policy.parameters() if p.requires_grad]
         self.adamw = build_adamw(self.trainable, train)
         self.policy, self.prepared = ranks.accelerator.prepare(policy, self.adamw)
-        warmup = train.warmup_steps if train.warmup_steps >= 1 else train.warmup_steps * num_steps
         self.scheduler = get_scheduler(
             train.lr_scheduler_type,
             self.adamw,
-            num_warmup_steps=round(warmup),
+            num_warmup_steps=warmup_steps(train.warmup_steps, num_steps),
             num_training_steps=num_steps,
             scheduler_specific_kwargs=train.lr_scheduler_kwargs,
         )
@@ -84,6 +84,14 @@ class Optimizer:
         for group, settings, base_lr, factor in zip(self.adamw.param_groups, own, base_lrs, factors, strict=True):
             group.update(settings, lr=base_lr * factor(scheduler.last_epoch))
         scheduler._last_lr = [group["lr"] for group in self.adamw.param_groups]
+
+
+def warmup_steps(setting: float, num_steps: int) -> int:
+    """Return the warm-up steps of a run of `num_steps`, rounded as in transformers.
+
+    A setting below 1 is a fraction of the steps, rounded up; any other is a number of steps, rounded down.
+    """
+    return int(setting) if setting >= 1 else math.ceil(num_steps * setting)
 
 
 def build_adamw(trainable: list[nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:

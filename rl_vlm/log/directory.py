@@ -27,7 +27,7 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.completions import drop_windows_from
-from rl_vlm.log.files import disk_errors
+from rl_vlm.log.files import METRICS, disk_errors, refuse_earlier_run
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.types import ScoredGroup
 
@@ -41,7 +41,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self.metrics = MetricsLog(path / METRICS)
 
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
         """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""
@@ -52,11 +52,7 @@ class RunDirectory:
                 f"train.output_dir {self.path} holds a run of its own, and train.resume_from_checkpoint {resumed} "
                 "is another's; choose a new train.output_dir"
             )
-        if config.train.resume_from_checkpoint is None and not config.train.overwrite_output_dir:
-            raise ConfigError(
-                f"train.output_dir {self.path} holds an earlier run; choose another, resume it with "
-                "train.resume_from_checkpoint=auto, or delete it with train.overwrite_output_dir=true"
-            )
+        refuse_earlier_run(self.path, config.train)
 
     def prepare(
         self, config: RunConfig, step: int | None, last_line: int, next_window: int, dropped: Sequence[dict[str, Any]]

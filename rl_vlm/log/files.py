@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from rl_vlm.config.schema import TrainConfig
 from rl_vlm.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
 
 
 @contextmanager
@@ -65,3 +68,12 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"could not write in {path}: {error}; resume from the last checkpoint") from error
+
+
+def refuse_earlier_run(path: Path, train: TrainConfig) -> None:
+    """Raise ConfigError if the directory holds a run that is neither to be resumed nor to be overwritten."""
+    if (path / METRICS).exists() and train.resume_from_checkpoint is None and not train.overwrite_output_dir:
+        raise ConfigError(
+            f"train.output_dir {path} holds an earlier run; choose another, resume it with "
+            "train.resume_from_checkpoint=auto, or delete it with train.overwrite_output_dir=true"
+        )

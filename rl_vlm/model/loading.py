@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
-from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.families import family_of
+from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
+from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
 INITIAL_ADAPTER = "initial"
 SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types that compute a softmax over keys, masked by relative positions."""
@@ -142,10 +143,21 @@ def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
-    """Add a new adapter to the model, without the vision tower and its projector unless the config includes them."""
+    """Add a new adapter to the model, without the vision tower and its projector unless the config includes them.
+
+    Raises ConfigError if a setting names modules that the model does not have, or that cannot get an adapter.
+    """
     from peft import get_peft_model
 
-    return get_peft_model(model, lora_config(model, config))
+    paths = [path for path, _ in model.named_modules()]
+    for name in ("lora_target_modules", "lora_exclude_modules"):
+        check_module_names(name, getattr(config, name), paths)
+    try:
+        return get_peft_model(model, lora_config(model, config))
+    except ValueError as error:  # such as a module that is no linear layer, or targets that are all excluded
+        raise ConfigError(
+            f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {shorten(error)}"
+        ) from error
 
 
 def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
@@ -175,17 +187,6 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
     expected = get_peft_model_state_dict(peft_model).keys()
     check_keys(source, expected - stored, stored - expected)
     return peft_model
-
-
-def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
-    """Raise ConfigError if `use_peft` is on and the LoRA settings differ from those of the checkpoint's adapter."""
-    own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
-    for name, value in own.items():
-        if config.use_peft and getattr(config, name) != value:
-            raise ConfigError(
-                f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
-                "use_peft to false to take the adapter as it is"
-            )
 
 
 def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
@@ -220,6 +221,7 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
 def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
     """Return the checkpoint that the run starts from. A `module:function` writes it to the run directory."""
     name = config.model.model_name_or_path
+    refuse_unread_revision(config.model)
     if not names_function(name):
         return name
     directory = Path(config.train.output_dir) / "initial_model"

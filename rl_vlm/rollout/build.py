@@ -32,11 +32,13 @@ def training_engine(
 ) -> RolloutEngine:
     """Build an engine that starts with the weights of `initial` and is sent the policy's.
 
-    Raises ConfigError if vLLM cannot load the adapter.
+    Raises ConfigError if vLLM cannot load the adapter, or if there is none to merge.
     """
     policy, tokenizer = weights.policy, builder.processor.tokenizer
     if config.rollout.engine == "hf":
         return HFEngine.for_policy(policy, tokenizer, config.rollout.max_num_seqs)
+    if config.rollout.lora_sync == "merge" and not weights.has_adapter:
+        raise ConfigError("rollout.lora_sync has no effect without an adapter; leave it out, or set model.use_peft")
     model, rank = policy.transformer, weights.adapter_rank()
     tokens = TokenRules.of(model.config, model.generation_config, tokenizer)
     arguments = engine_arguments(config, base_of(initial), rank)

@@ -7,6 +7,9 @@ import pytest
 from rl_vlm.config import trl_fields
 from rl_vlm.config.load import FULL_NAMES
 from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec
+from rl_vlm.config.unread import UNREAD
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.model.files import MODEL_TYPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +50,41 @@ def test_every_setting_is_read():
     assert sorted(settings - read) == []
 
 
+READ_BY_EVERY_RUN = set(
+    """
+    model_name_or_path trust_remote_code dtype attn_implementation freeze_vision_tower use_peft
+    dataset_name eval_dataset_name columns ignore_columns text_only on_bad_row prompt_template system_prompt image_root chat_template_kwargs max_prompt_length
+    min_pixels max_pixels max_image_pixels shuffle_dataset dataloader_num_workers
+    engine num_generations max_completion_length temperature top_p top_k min_p max_num_seqs max_resampling_rounds
+    reward_funcs reward_weights
+    loss_type importance_sampling_level beta scale_rewards num_iterations mask_truncated_completions
+    top_entropy_quantile
+    output_dir overwrite_output_dir resume_from_checkpoint seed prompts_per_step per_device_train_batch_size
+    gradient_accumulation_steps steps_per_generation num_train_epochs max_steps learning_rate lr_scheduler_type
+    weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm save_steps save_total_limit eval_on_start
+    endpoint_url micro_batch_tokens prefix_sharing gradient_checkpointing
+    report_to log_completions num_completions_to_print disable_tqdm
+    """.split()
+)
+"""Settings that always have an effect, or ask for what holds anyway, such as a frozen tower without an adapter."""
+
+REFUSED_ELSEWHERE = {
+    # in conflicts.py, with what they need
+    "sync_ref_model", "max_staleness", "max_rollout_tokens", "vllm_importance_sampling_correction",
+    "lr_scheduler_kwargs", "eval_steps", "load_best_model_at_end",
+    # where the checkpoint is opened
+    "model_revision",
+}  # fmt: skip
+
+
+def test_of_every_setting_it_is_known_when_it_has_no_effect():
+    of_vllm = set(SECTIONS["vllm"].model_fields)
+    listed = {name for row in UNREAD for name in row.names.split()}
+    assert READ_BY_EVERY_RUN.isdisjoint(listed | REFUSED_ELSEWHERE | of_vllm)
+    assert READ_BY_EVERY_RUN | listed | REFUSED_ELSEWHERE | of_vllm == set(FULL_NAMES)
+    assert {f"{row.section}.{name}" for row in UNREAD for name in row.names.split()} <= set(SETTINGS)
+
+
 def test_settings_named_in_the_trl_table_exist():
     assert trl_fields.SAME.issubset(FULL_NAMES)
 
@@ -71,3 +109,7 @@ def test_the_trl_table_has_each_field_once():
             return True
 
     assert [name for name in absent if refused(name)] == ["lora_dropout"]
+
+
+def test_the_families_that_a_dry_run_knows_are_the_supported_ones():
+    assert set(FAMILIES) == MODEL_TYPES

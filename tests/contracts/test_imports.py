@@ -19,7 +19,7 @@ LAYERS = [
     "data model algorithm memory distributed reward checkpoint",
     "log",
     "rollout",
-    "evaluation trainer",
+    "evaluation trainer dry_run",
     "resume",
     "run",
 ]

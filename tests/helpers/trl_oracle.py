@@ -78,7 +78,10 @@ def set_logprobs(trainer: GRPOTrainer, logprobs_NT: Tensor, entropies_NT: Tensor
 def loss_on_logprobs(
     trainer: GRPOTrainer, inputs: LossInputs, num_step_tokens: int, generator_weight: Tensor | None = None
 ) -> Tensor:
-    """TRL's loss of a micro-batch; `num_step_tokens` is the number of unmasked tokens of the optimizer step."""
+    """TRL's loss of a micro-batch; `num_step_tokens` is the number of unmasked tokens of the generation batch.
+
+    That is the optimizer step, unless the trainer has `steps_per_generation`.
+    """
     set_logprobs(trainer, inputs.policy_logprobs_NT, inputs.entropies_NT)
     mask = inputs.mask_NT.long()
     batch = {

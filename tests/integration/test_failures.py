@@ -68,7 +68,7 @@ def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint
         fail_in(patch, Evaluator, "evaluate_rows", call=2)
         train(config)
     assert checkpoint.complete(tmp_path / "failed") == [tmp_path / "failed" / "checkpoint-4"]
-    assert [line["step"] for line in metric_lines(tmp_path / "failed")] == [1, 2, 3]
+    assert [line["step"] for line in metric_lines(tmp_path / "failed")] == [1, 2, 3, 4]
     train(resumed(config))
     assert_same_run(tmp_path / "failed", tmp_path / "straight")
 

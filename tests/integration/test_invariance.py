@@ -184,8 +184,14 @@ def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
         {"beta": 0.1, "loss_type": "grpo", "scale_rewards": "batch"},
         {"beta": 0.1, "use_peft": True, "lora_r": 4},
         {"freeze_vision_tower": True, "gradient_checkpointing": True, "top_entropy_quantile": 0.5},
+        {
+            "loss_normalizer": "window",
+            "gradient_accumulation_steps": 1,
+            "steps_per_generation": 2,
+            "num_iterations": 2,
+        },
     ],
-    ids=["KL", "LoRA", "frozen vision"],
+    ids=["KL", "LoRA", "frozen vision", "tokens of the window"],
 )
 def test_two_processes_train_as_one_in_other_settings(
     checkpoint: Path, tmp_path: Path, settings: dict[str, Any]

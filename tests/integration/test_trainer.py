@@ -18,6 +18,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation import Evaluation, Evaluator
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.model.loading import load_model
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, SubGroup
@@ -167,6 +168,17 @@ def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, loss_c
     assert {(d.tokens, d.completions) for _, d in loss_calls} == {(sum(whole), 16)}
 
 
+@pytest.mark.parametrize("normalizer", ["step", "window"])
+def test_tokens_of_the_step_or_the_windows_average_divide_the_loss(normalizer, tiny_checkpoint, tmp_path, loss_calls):
+    settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
+    train(make_config(tiny_checkpoint, tmp_path, **settings, loss_normalizer=normalizer, max_steps=4))
+    lengths = [row["completion_length"] for row in completions(tmp_path)["completions_00000.parquet"]]
+    first, second = sum(lengths[:8]), sum(lengths[8:])  # 2 prompts × 4 completions each
+    assert len(lengths) == 16 and first != second
+    used = list(dict.fromkeys((d.tokens, d.completions) for _, d in loss_calls))
+    assert used == ([(first, 8), (second, 8)] if normalizer == "step" else [((first + second) / 2, 8)])
+
+
 def test_batch_scale_is_the_deviation_of_the_whole_window(tiny_checkpoint, tmp_path):
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "scale_rewards": "batch"}
     train(make_config(tiny_checkpoint, tmp_path, **settings, max_steps=1))
@@ -220,7 +232,7 @@ def test_lora_trains_the_adapter_alone_in_float32_on_a_bfloat16_base(tiny_checkp
 
 
 def test_an_adapter_that_only_vllm_cannot_load_trains_with_the_hf_engine(tiny_checkpoint, tmp_path):
-    settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": ["nothing"]}
+    settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": []}
     run(make_config(tiny_checkpoint, tmp_path, **settings, max_steps=2))
     stored = weights(tmp_path / "checkpoint-2")
     assert all("visual" in name and tensor.any() for name, tensor in stored.items())
@@ -298,6 +310,35 @@ def test_settings_that_the_adapter_of_a_checkpoint_does_not_have_are_refused(tin
     adapter = tmp_path / "first" / "checkpoint-1"
     with pytest.raises(ConfigError, match=r"model\.lora_r is 8, and the adapter .*checkpoint-1 has 4"):
         run(make_config(adapter, tmp_path / "second", use_peft=True, lora_r=8, max_steps=1))
+    for unread in ({"lora_target_modules": ["k_proj"]}, {"init_lora_weights": "gaussian"}):
+        (name,) = unread
+        with pytest.raises(ConfigError, match=rf"model\.{name} is .*, and the adapter .* has "):
+            run(make_config(adapter, tmp_path / "second", use_peft=True, lora_r=4, **unread, max_steps=1))
+    model = make_config(adapter, tmp_path / "third", use_peft=True, lora_r=4).model
+    loaded: Any = load_model(str(adapter), None, model)
+    assert loaded.peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_target_modules": ["qq_proj"]}, r"no module 'qq_proj' \(did you mean 'q_proj'\?\); .*down_proj"),
+        ({"lora_target_modules": ["q_proj", "vv_proj"]}, r"no module 'vv_proj' \(did you mean 'v_proj'\?\)"),
+        ({"lora_exclude_modules": ["visuals"]}, r"lora_exclude_modules: .*\(did you mean 'visual'\?\)"),
+        ({"lora_target_modules": "q_proj"}, "matches none of the model's modules"),
+        ({"lora_target_modules": "("}, "is not a regular expression"),
+        ({"lora_target_modules": ["norm"]}, "cannot be used: .* is not supported"),
+        ({"lora_target_modules": ["q_proj"], "lora_exclude_modules": ["q_proj"]}, "cannot be used: No modules were"),
+    ],
+)
+def test_modules_that_cannot_get_an_adapter(tiny_checkpoint, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load_model(str(tiny_checkpoint), None, make_config(tiny_checkpoint, tmp_path, use_peft=True, **settings).model)
+
+
+def test_a_revision_of_a_local_model_is_refused(tiny_checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"model_revision 'v2' has no effect on .*, which is not on the hub"):
+        train(make_config(tiny_checkpoint, tmp_path, model_revision="v2"))
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2])

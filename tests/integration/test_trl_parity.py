@@ -184,6 +184,23 @@ def test_one_micro_batch_equals_trls_sum_over_two(make_trainer, loss_type):
     assert_same(gradient(ours, inputs), gradient(trls, inputs))
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+def test_steps_of_a_window_divide_by_its_average_like_trl(make_trainer, loss_type):
+    settings: dict[str, Any] = with_cispo_cap(loss_type, EVERYTHING)
+    trainer = make_trainer(steps_per_generation=2, **settings)
+    first: Any = example_inputs()
+    second: Any = example_inputs()
+    second = replace(second, mask_NT=second.mask_NT & (torch.arange(max(LENGTHS)) < 3))
+    assert (first.mask_NT.sum(), second.mask_NT.sum()) == (38, 19)
+    for step in (first, second):
+        denominators = Denominators(tokens=28.5, completions=8.0)
+        ours, _ = policy_loss(step, AlgorithmConfig(**settings), denominators, MAX_COMPLETION_LENGTH)
+        trls = trl_oracle.loss_on_logprobs(trainer, step, num_step_tokens=38 + 19)
+        assert_same(ours, trls)
+        assert_same(gradient(ours, step), gradient(trls, step))
+        assert abs(our_loss(step, settings)[0].item() - trls.item()) > 1e-2  # of the step's own tokens
+
+
 def test_any_two_losses_differ_on_the_example():
     losses = {
         (loss_type, level): our_loss(

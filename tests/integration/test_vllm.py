@@ -33,7 +33,7 @@ VARIANTS = {
     "merged": {"use_peft": True, "lora_r": 4, "lora_sync": "merge", "lora_target_modules": ["q_proj", "down_proj"]},
     "merged vision": {
         "use_peft": True, "lora_r": 4, "lora_sync": "merge", "lora_target_modules": ["qkv", "k_proj"],
-        "lora_exclude_modules": ["nothing"],
+        "lora_exclude_modules": [],
     },
 }  # fmt: skip
 
@@ -151,6 +151,6 @@ def test_a_prompt_and_an_image_that_are_too_long_are_named(checkpoint: Path, eng
 
 
 def test_what_vllm_cannot_load_as_an_adapter_is_refused(checkpoint: Path) -> None:
-    settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": ["nothing"]}
+    settings = {"use_peft": True, "lora_target_modules": ["qkv"], "lora_exclude_modules": []}
     with pytest.raises(ConfigError, match=r"on the vision tower .*Set rollout.lora_sync: merge"):
         PolicyWeights(Side.of(checkpoint, **settings).policy, "adapter").adapter_rank()

@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "frozen vision": {"freeze_vision_tower": True},
     "adapter": LORA,
     "merged": LORA | {"lora_target_modules": ["q_proj", "down_proj"]},
-    "merged vision": LORA | {"lora_target_modules": ["qkv", "k_proj"], "lora_exclude_modules": ["nothing"]},
+    "merged vision": LORA | {"lora_target_modules": ["qkv", "k_proj"], "lora_exclude_modules": []},
 }
 NUM_RANKS = 2
 

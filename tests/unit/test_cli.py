@@ -4,12 +4,14 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from launch import cli, evaluate, serve, train
-from rl_vlm.config.load import load_config
+from launch.help import MOST_USED
+from rl_vlm.config.load import FULL_NAMES, load_config
 from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import ConfigError, DataError, RolloutError
 
@@ -17,7 +19,10 @@ from rl_vlm.errors import ConfigError, DataError, RolloutError
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: tiny\ndataset_name: d\neval_dataset_name: e\nreward_funcs: choice\n")
+    path.write_text(
+        "model: {model_name_or_path: tiny}\ndata: {dataset_name: d, eval_dataset_name: e}\n"
+        "rewards: {reward_funcs: choice}\n"
+    )
     return str(path)
 
 
@@ -26,6 +31,8 @@ def test_dry_run_prints_the_resolved_run(config, capsys):
     printed = capsys.readouterr().out
     assert "  max_steps: 10\n" in printed
     assert "# Optimizer step: 1 prompts × 8 = 8 completions, all on one process.\n" in printed
+    assert "# Checked: reward functions choice.\n" in printed
+    assert "# Not checked: train data: d is not here and is taken for a name on the hub.\n" in printed
 
 
 def test_overrides_may_stand_before_and_after_options(config, capsys):
@@ -48,13 +55,13 @@ def test_batches_without_a_solution_end_a_dry_run(config, capsys):
 
 
 def test_training_needs_training_data_and_evaluation_does_not(config, capsys):
-    assert cli.main(["train", config, "--dry-run", "dataset_name="]) == 2
+    assert cli.main(["train", config, "--dry-run", "dataset_name=null"]) == 2
     assert "`data.dataset_name`, the training data, is not set" in capsys.readouterr().err
-    assert cli.main(["eval", config, "--dry-run", "dataset_name="]) == 0
+    assert cli.main(["eval", config, "--dry-run", "dataset_name=null"]) == 0
 
 
 def test_evaluation_needs_held_out_data(config, capsys):
-    assert cli.main(["eval", config, "--dry-run", "eval_dataset_name="]) == 2
+    assert cli.main(["eval", config, "--dry-run", "eval_dataset_name=null"]) == 2
     assert "`data.eval_dataset_name`, the held-out data, is not set" in capsys.readouterr().err
 
 
@@ -192,7 +199,7 @@ def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
     _, _, path, *overrides = shlex.split(command)
     joined = load_config(path, overrides)
     assert (joined.rollout.engine, joined.vllm.vllm_server_base_url) == ("vllm_server", ["http://a:1"])
-    assert (joined.vllm.vllm_max_model_length, joined.vllm.vllm_num_servers) == (9, 1)
+    assert (joined.vllm.vllm_max_model_length, joined.vllm.vllm_num_servers) == (None, 1)  # read by servers alone
 
 
 @pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 0), (RolloutError("server 1 has ended"), 2)])
@@ -220,13 +227,16 @@ def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, c
     assert printed.err.endswith(f"rl-vlm serve {config} failed:\n{end}\n") is (status == 2)
 
 
-@pytest.mark.parametrize(("setting", "rank"), [("seed=0", None), ("use_peft=true", 4), ("lora_sync=merge", None)])
+@pytest.mark.parametrize(
+    ("setting", "rank"),
+    [(["seed=0"], None), (["use_peft=true", "lora_r=4"], 4), (["lora_sync=merge"], None)],
+)
 def test_the_rank_of_the_adapter_that_will_be_sent(setting, rank, config, tmp_path):
-    settings = [config, ["rollout.engine=vllm_server", "lora_r=4", setting, f"model_name_or_path={tmp_path}"]]
+    settings = [config, ["rollout.engine=vllm_server", *setting, f"model_name_or_path={tmp_path}"]]
     assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == rank
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     assert serve.sent_adapter_rank(load_config(*settings), str(tmp_path)) == (
-        None if setting == "lora_sync=merge" else 2
+        None if setting == ["lora_sync=merge"] else 2
     )
 
 
@@ -238,6 +248,41 @@ def test_help(arguments, capsys):
     printed = capsys.readouterr().out
     assert "CONFIG [KEY=VALUE ...] [--dry-run]" in printed
     assert ("  learning_rate: float = 1e-06\n" in printed) is (len(arguments) == 2)
+    assert len(printed.splitlines()) < 110
+    assert "  adam_beta1" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "hidden"),
+    [
+        (["--help-all"], ["  adam_beta1: float = 0.9\n", "  learning_rate: ", "  timeout: "], []),
+        (["--help", "rollout"], ["  min_p: ", "  num_generations: int = 8\n"], ["learning_rate", "timeout"]),
+        (["--help", "rewards"], ["  reward_weights: ", "  timeout: "], ["learning_rate"]),
+    ],
+)
+def test_help_of_all_settings_and_of_a_section(arguments, shown, hidden, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", *arguments])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert [text for text in shown if text not in printed] == [text for text in hidden if text in printed] == []
+
+
+def test_help_of_no_section(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help", "rolout"])
+    assert stop.value.code == 2
+    assert "--help rolout: there is no such section; sections: model, data, rollout" in capsys.readouterr().err
+
+
+def test_the_most_used_settings_exist():
+    assert [name for name in MOST_USED if name not in FULL_NAMES] == []
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"rl-vlm {version('rl-vlm')}\n")
 
 
 def test_help_and_config_errors_need_no_torch(config):

@@ -11,7 +11,7 @@ from rl_vlm.config.schema import SETTINGS, RunConfig
 
 config = RunConfig.model_validate(
     {
-        "model": {"model_name_or_path": "tiny", "lora_exclude_modules": ["visual"]},
+        "model": {"model_name_or_path": "tiny", "use_peft": True, "lora_exclude_modules": ["visual"]},
         "data": {"dataset_name": "1e-6", "prompt_template": "{question}\nAnswer: no"},
         "rewards": {"reward_funcs": ["choice", {"function": "a:f", "kwargs": {"x": [1, None]}}]},
         "algorithm": {"num_iterations": 3},

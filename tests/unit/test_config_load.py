@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.config import yaml_text
-from rl_vlm.config.load import check_evaluable, check_trainable, load_config
-from rl_vlm.config.schema import RewardSpec
+from rl_vlm.config.load import FULL_NAMES, check_evaluable, check_trainable, load_config
+from rl_vlm.config.schema import SETTINGS, RewardSpec
+from rl_vlm.config.unread import UNREAD
 from rl_vlm.errors import ConfigError
 
 
@@ -31,9 +32,14 @@ def test_sections_and_flat_keys_mix(write):
     assert (config.model.model_name_or_path, config.algorithm.beta, config.train.max_steps) == ("tiny", 0.1, 5)
 
 
+def test_a_section_can_be_given_on_the_command_line(write):
+    path = write("model: {model_name_or_path: tiny}\n")
+    assert load_config(path, ["train={max_steps: 3, seed: 1}"]).train.max_steps == 3
+
+
 def test_overrides_win_and_are_read_as_yaml(write):
     path = write("model_name_or_path: tiny\nmax_steps: 5\nlearning_rate: 1e-5\n")
-    config = load_config(path, ["train.max_steps=10", "report_to=[wandb, mlflow]", "use_peft=true", "run_name="])
+    config = load_config(path, ["train.max_steps=10", "report_to=[wandb, mlflow]", "use_peft=true", "run_name=null"])
     assert (config.train.max_steps, config.log.report_to, config.model.use_peft) == (10, ["wandb", "mlflow"], True)
     assert (config.train.learning_rate, config.log.run_name) == (1e-5, None)
 
@@ -68,6 +74,37 @@ def test_reward_mappings(write):
         ("", "trian.seed=1", "command line: unknown setting `trian.seed`; the closest is `train.seed`"),
         ("trian: {seed: 1}", "", "run.yaml: unknown setting `trian`; the closest is `train`"),
         ("zzzz: 1", "", "run.yaml: unknown setting `zzzz`; see `rl-vlm train --help`"),
+        (
+            "",
+            "model=Qwen/Qwen3-VL-2B-Instruct",
+            "command line: `model` is a section and holds `key: value` settings, found 'Qwen/Qwen3-VL-2B-Instruct'; "
+            "did you mean `model.model_name_or_path`?",
+        ),
+        (
+            "",
+            "data=rows.jsonl",
+            "command line: `data` is a section and holds `key: value` settings, found 'rows.jsonl'; "
+            "did you mean `data.dataset_name`?",
+        ),
+        ("", "output_dir=", "command line: `output_dir=` has no value; write `output_dir=null` for the default"),
+        ("output_dir: ''", "", "run.yaml: `train.output_dir` is '': it is empty; write null for the default"),
+        ("", "seed=-1", "command line: `train.seed` is -1: it should be greater than or equal to 0"),
+        ("", "seed=4294967296", "command line: `train.seed` is 4294967296: it should be less than 4294967296"),
+        ("", "num_train_epochs=.inf", "command line: `train.num_train_epochs` is inf: it should be a finite number"),
+        ("", "learning_rate=.nan", "command line: `train.learning_rate` is nan: it should be a finite number"),
+        ("", "reward_weights=[.inf]", "command line: `rewards.reward_weights.0` is inf: it should be a finite number"),
+        (
+            "train_files: a",
+            "",
+            "run.yaml: unknown setting `train_files`; write `data.dataset_name`, and "
+            "`dataset_train_split` for what follows the @",
+        ),
+        (
+            "worker: {rollout: {n: 5}}",
+            "",
+            "run.yaml: unknown setting `worker.rollout.n`; write `rollout.num_generations`",
+        ),
+        ("lora_rank: 8", "", "run.yaml: unknown setting `lora_rank`; write `model.lora_r`"),
         ("", "top_p=2", "command line: `rollout.top_p` is 2: it should be less than or equal to 1"),
         ("dtype: fp8", "", "run.yaml: `model.dtype` is 'fp8': it should be 'float32' or 'bfloat16'"),
         (
@@ -143,7 +180,7 @@ def test_malformed_overrides(write):
         ("{loss_type: sapo, delta: 2}", "`delta` has no effect on `loss_type` sapo"),
         ("{reward_funcs: [a, b], reward_weights: [1]}", "`reward_weights` has 1 entries for 2 `reward_funcs`"),
         ("{reward_funcs: [{function: a, weight: 2}], reward_weights: [1]}", "are both given"),
-        ("num_generations_eval: 4", "set `eval_temperature` above 0"),
+        ("{num_generations_eval: 4, eval_temperature: 0, eval_dataset_name: d}", "set `eval_temperature` above 0"),
         (
             "{vllm_max_model_length: 64, vllm_weight_transfer: nccl, vllm_num_servers: 1}",
             "`vllm_max_model_length`, `vllm_weight_transfer`: no effect on `engine` hf; leave them out, disable them "
@@ -196,6 +233,76 @@ def test_combinations_that_contradict_each_other(write, settings, expected):
     assert expected in found[0]
 
 
+WITHOUT = {
+    "lora_r: 4": "without `use_peft`",
+    "lora_alpha: 4": "without `use_peft`",
+    "lora_target_modules: [q_proj]": "without `use_peft`",
+    "lora_exclude_modules: [q_proj]": "without `use_peft`",
+    "init_lora_weights: gaussian": "without `use_peft`",
+    "use_rslora: true": "without `use_peft`",
+    "dataset_train_split: trian": "without `dataset_name`",
+    "dataset_test_split: dev": "without `eval_dataset_name`",
+    "{dataset_name: a.jsonl, dataset_train_split: trian}": "on a file, which is one split",
+    "{eval_dataset_name: a.parquet, dataset_test_split: dev}": "on a file, which is one split",
+    "{dataset_name: a.json, dataset_config: x}": "without data of the hub or a directory",
+    "{dataset_name: 'a.py:rows', dataset_config: x}": "without data of the hub or a directory",
+    "dataloader_prefetch_factor: 2": "without `dataloader_num_workers`",
+    "weight_sync_steps: 2": "on `engine` hf",
+    "lora_sync: merge": "on `engine` hf",
+    "{num_generations_eval: 2, eval_temperature: 1}": "without `eval_dataset_name`",
+    "sapo_temperature_neg: 2": "on a `loss_type` other than sapo",
+    "sapo_temperature_pos: 2": "on a `loss_type` other than sapo",
+    "{loss_type: sapo, epsilon: 0.3}": "on `loss_type` sapo",
+    "{loss_type: cispo, epsilon_high: 5, epsilon: 0.3}": "on `loss_type` cispo",
+    "{loss_type: cispo, epsilon_high: 5, delta: 2}": "on `loss_type` cispo",
+    "{loss_type: grpo, loss_normalizer: window}": "on a `loss_type` other than dapo and cispo",
+    "use_bias_correction_kl: false": "without `beta`",
+    "{beta: 0.1, ref_model_mixup_alpha: 0.5}": "without `sync_ref_model`",
+    "ref_model_sync_steps: 5": "without `sync_ref_model`",
+    "{engine: vllm, vllm_importance_sampling_correction: false, vllm_importance_sampling_mode: token_mask, "
+    "vllm_importance_sampling_clip_max: 2, vllm_importance_sampling_clip_min: 1}": (
+        "without `vllm_importance_sampling_correction`"
+    ),
+    "{lr_scheduler_type: constant, warmup_steps: 5}": "on `lr_scheduler_type` constant",
+    "metric_for_best_model: kl": "without `load_best_model_at_end`",
+    "greater_is_better: false": "without `load_best_model_at_end`",
+    "endpoint_timeout: 5": "without `endpoint_url`",
+    "endpoint_max_retries: 5": "without `endpoint_url`",
+    "endpoint_max_concurrency: 5": "without `endpoint_url`",
+    "run_name: x": "without `report_to`",
+    "logging_steps: 5": "without `report_to`",
+}
+"""Settings, and why they have no effect."""
+
+
+@pytest.mark.parametrize(("settings", "reason"), WITHOUT.items())
+def test_a_setting_without_effect_is_refused_by_name(write, settings, reason):
+    (found,) = problems(write(f"model: {{model_name_or_path: tiny}}\n{as_lines(settings)}"))
+    assert f"no effect {reason}" in found and "leave " in found
+
+
+def as_lines(settings: str) -> str:
+    """A flow mapping as one `key: value` per line, which can stand beside sections."""
+    mapping = yaml_text.parse(settings)
+    return "".join(f"{key}: {yaml_text.one_line(value)}\n" for key, value in mapping.items())
+
+
+def test_every_rule_of_settings_without_effect_has_an_example():
+    named = {key for settings in WITHOUT for key in yaml_text.parse(settings)}
+    assert {name for row in UNREAD for name in row.names.split()} <= named
+
+
+def test_settings_at_their_defaults_have_no_effect_and_pass(write):
+    defaults = {
+        name: SETTINGS[FULL_NAMES[name]].default
+        for row in UNREAD
+        for name in row.names.split()
+        if SETTINGS[FULL_NAMES[name]].default is not None
+    }
+    assert len(defaults) > 20
+    load_config(write("model: {model_name_or_path: tiny}\n" + yaml_text.dump(defaults)))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -216,7 +323,9 @@ def test_combinations_that_agree(write, settings):
 @pytest.mark.parametrize("modules", ["[q_proj, v_proj]", r"'.*\.layers\.\d+\.mlp'"])
 def test_lora_modules_are_names_or_a_pattern(write, modules):
     path = write("model_name_or_path: tiny")
-    model = load_config(path, [f"lora_target_modules={modules}", f"lora_exclude_modules={modules}"]).model
+    model = load_config(
+        path, ["use_peft=true", f"lora_target_modules={modules}", f"lora_exclude_modules={modules}"]
+    ).model
     assert model.lora_target_modules == model.lora_exclude_modules == yaml_text.parse(modules)
 
 

@@ -12,7 +12,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 def changed(config: RunConfig) -> dict[str, object]:
     """Settings that differ from their defaults, by leaf name."""
-    default = RunConfig.model_validate({"model": {"model_name_or_path": ""}}).model_dump()
+    default = RunConfig.model_validate({"model": {"model_name_or_path": "default"}}).model_dump()
     return {
         leaf: value
         for section, settings in config.model_dump().items()
@@ -45,7 +45,8 @@ def test_a_trl_file_loads():
         "save_steps": 50,
         "seed": 7,
         "gradient_checkpointing": True,
-        "logging_steps": 10,
+        "eval_on_start": False,
+        "loss_normalizer": "window",
     }
 
 
@@ -69,6 +70,16 @@ def test_a_trl_file_with_other_names_loads():
         "vllm_server_base_url": ["http://127.0.0.1:8123"],
         "vllm_server_timeout": 600.0,
         "vllm_importance_sampling_clip_max": 2.0,
+        # TRL's defaults
+        "output_dir": "trainer_output",
+        "num_train_epochs": 3.0,
+        "eval_on_start": False,
+        "num_generations_eval": 4,
+        "eval_temperature": 1.0,
+        "gradient_checkpointing": True,
+        "log_completions": False,
+        "logging_steps": 10,
+        "loss_normalizer": "window",
     }
 
 
@@ -105,7 +116,7 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
         ("vllm_importance_sampling_clip_max", None, {"vllm_importance_sampling_clip_max": 0}),
         ("vllm_importance_sampling_cap", None, {}),
         ("fp16", None, {}),
-        ("bf16", False, {}),
+        ("bf16", False, {"dtype": "float32"}),
         ("optim", "adamw_torch", {}),
         ("torch_dtype", "bfloat16", {"dtype": "bfloat16"}),
         ("evaluation_strategy", "no", {"eval_steps": 0}),
@@ -120,6 +131,58 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
 )
 def test_translate(name, value, expected):
     assert translate(name, value, {name: value}) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "beside", "expected"),
+    [
+        ("generation_batch_size", 64, {"per_device_train_batch_size": 4}, {"steps_per_generation": 16}),
+        ("generation_batch_size", 32, {}, {"steps_per_generation": 4}),  # TRL's per-device default is 8
+        ("model_init_kwargs", {"torch_dtype": "bfloat16", "revision": "v1"}, {},
+         {"dtype": "bfloat16", "model_revision": "v1"}),
+        ("model_init_kwargs", {"dtype": "float32", "attn_implementation": "eager"}, {},
+         {"attn_implementation": "eager"}),
+        ("data_file_paths", "a.jsonl", {}, {"dataset_name": "a.jsonl"}),
+        ("image_folders", "images", {}, {"image_root": "images"}),
+        ("freeze_vision_modules", True, {}, {"freeze_vision_tower": True}),
+        ("logging_first_step", True, {}, {}),
+    ],
+)  # fmt: skip
+def test_what_means_the_same_is_converted(name, value, beside, expected):
+    assert translate(name, value, {name: value, **beside}) == expected
+
+
+def test_the_size_of_a_generation_batch_counts_all_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = {"generation_batch_size": 64, "per_device_train_batch_size": 4}
+    assert translate("generation_batch_size", 64, given) == {"steps_per_generation": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "beside", "message"),
+    [
+        ("generation_batch_size", 20, {}, r"multiple of `per_device_train_batch_size` 8 × 1 processes; or give `steps"),
+        ("generation_batch_size", 16, {"steps_per_generation": 2}, "keep that alone"),
+        ("generation_batch_size", 16, {"prompts_per_step": 2}, "give `steps_per_generation` beside"),
+        ("model_init_kwargs", {"max_memory": 1}, {}, "`model.dtype`, `model.attn_implementation`"),
+        ("data_file_paths", "a.jsonl:b.jsonl", {}, "write all rows to one file"),
+        ("deepspeed", "zero3.json", {}, "each holds the whole model; `use_peft`.*save memory; leave it out"),
+        ("fsdp", "full_shard", {}, "each holds the whole model"),
+        ("neftune_noise_alpha", 5, {}, "noise in the embeddings"),
+        ("reward_funcs", ["get_soft_overlong_punishment"], {}, "makes a reward function; call it in a file"),
+    ],
+)
+def test_refusals_say_what_to_write_instead(name, value, beside, message):
+    with pytest.raises(ValueError, match=message):
+        translate(name, value, {name: value, **beside})
+
+
+def test_trls_fields_on_the_command_line_are_read_beside_those_of_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model_name_or_path: m\nvllm_mode: server\nuse_vllm: false\nper_device_train_batch_size: 4\n")
+    config = load_config(path, ["use_vllm=true", "generation_batch_size=8"])
+    assert (config.rollout.engine, config.vllm.vllm_server_base_url) == ("vllm_server", ["http://127.0.0.1:8000"])
+    assert config.train.steps_per_generation == 2
 
 
 JOINED = {"engine": "vllm_server", "vllm_server_base_url": "http://127.0.0.1:8000"}
@@ -160,13 +223,16 @@ def test_a_server_that_would_not_be_used_is_refused(given, name, message):
         translate(name, given[name], given)
 
 
+KEPT = {"vllm_max_model_length": 4096, "vllm_gpu_memory_utilization": 0.5, "vllm_model_impl": "vllm"}  # TRL's default
+
+
 @pytest.mark.parametrize(
     ("overrides", "vllm"),
     [
         ([], {}),
         (["rollout.engine=hf"], {}),
-        (["rollout.engine=vllm"], {"vllm_max_model_length": 4096, "vllm_gpu_memory_utilization": 0.5}),
-        (["use_vllm=true"], {"vllm_max_model_length": 4096, "vllm_gpu_memory_utilization": 0.5}),
+        (["rollout.engine=vllm"], KEPT),
+        (["use_vllm=true"], KEPT),
     ],
 )
 def test_vllm_turned_off_puts_its_settings_aside(tmp_path, overrides, vllm):
@@ -191,9 +257,9 @@ def test_epochs_are_refused(name):
         translate(name, "epoch", {})
 
 
-def test_bf16_beside_float32_is_a_contradiction(tmp_path):
+def test_bf16_beside_float32_is_a_contradiction_outside_of_flat_files(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: tiny\nbf16: true\ndtype: float32\n")
+    path.write_text("model: {model_name_or_path: tiny}\nbf16: true\ndtype: float32\n")
     with pytest.raises(ConfigError, match=r"`bf16` and `dtype` both set `model\.dtype`"):
         load_config(path)
 

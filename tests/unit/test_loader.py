@@ -102,7 +102,7 @@ def test_what_cannot_be_sent_is_refused_before_the_run(tmp_path: Path):
 
 def test_a_prefetch_factor_without_workers_is_refused():
     given = {"model": {"model_name_or_path": "tiny"}, "data": {"dataloader_prefetch_factor": 2}}
-    with pytest.raises(ValueError, match="`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0"):
+    with pytest.raises(ValueError, match="`dataloader_prefetch_factor` has no effect without `dataloader_num_workers`"):
         RunConfig.model_validate(given)
     given["data"]["dataloader_num_workers"] = 1
     RunConfig.model_validate(given)

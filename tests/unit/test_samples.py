@@ -569,3 +569,22 @@ def test_rows_of_other_systems(rows_of, row, settings, prompt, columns):
     sample = rows_of([row], **settings)[0]
     assert sample.messages == [{"role": "user", "content": [IMAGE, text("Find x.")]}]
     assert (sample.prompt, sample.columns, colors(sample.images)) == (prompt, columns, [RED])
+
+
+@pytest.mark.parametrize("made", [[{"prompt": "Hi"}], datasets.Dataset.from_list([{"prompt": "Hi"}])])
+def test_a_split_of_data_without_splits_is_refused(rows_of, made):
+    assert len(rows_of(made)) == 1
+    with pytest.raises(DataError, match=r"rows_module:make has no splits, so data\.dataset_train_split 'trian' has no"):
+        rows_of(made, dataset_train_split="trian")
+
+
+def test_a_split_of_data_with_splits_is_chosen(rows_of):
+    made = {"train": [{"prompt": "Hi"}], "dev": [{"prompt": "Hi"}] * 2}
+    assert len(rows_of(made, dataset_train_split="dev")) == 2
+
+
+def test_a_split_of_a_saved_dataset_is_refused():
+    datasets.Dataset.from_list([{"prompt": "Hi"}]).save_to_disk("saved")
+    config = DataConfig(eval_dataset_name="saved", dataset_test_split="train")
+    with pytest.raises(DataError, match=r"saved has no splits, so data\.dataset_test_split 'train' has no effect"):
+        load_rows(config, "eval")

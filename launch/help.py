@@ -1,0 +1,52 @@
+"""Help of the command line: the most used settings, a section, or all."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from rl_vlm.config.describe import REWARD_ENTRY, settings_help, short_help
+from rl_vlm.config.schema import SECTIONS
+
+MOST_USED = """
+    model_name_or_path dtype use_peft dataset_name eval_dataset_name prompt_template max_pixels engine num_generations
+    max_completion_length temperature reward_funcs loss_type beta num_iterations output_dir resume_from_checkpoint
+    prompts_per_step num_train_epochs max_steps learning_rate save_steps eval_steps endpoint_url micro_batch_tokens
+    gradient_checkpointing report_to
+""".split()
+
+MORE = """\
+`--help-all` shows every setting, and `--help SECTION` those of a section:
+  {sections}
+"""
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Add `--help`, `--help SECTION` and `--help-all`."""
+    parser.add_argument(
+        "-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="show the most used settings, or a section"
+    )
+    parser.add_argument("--help-all", action=_Help, nargs=0, help="show every setting and exit")
+
+
+class _Help(argparse.Action):
+    """Print the help and exit."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string == "--help-all":
+            print(f"{parser.format_help()}\nsettings, by section:\n\n{settings_help()}")
+        elif values is None:
+            more = MORE.format(sections=" ".join(SECTIONS))
+            print(f"{parser.format_help()}\nmost used settings:\n\n{short_help(MOST_USED)}\n\n{more}", end="")
+        elif values in SECTIONS:
+            print(settings_help([str(values), *([REWARD_ENTRY] if values == "rewards" else [])]))
+        else:
+            parser.error(f"--help {values}: there is no such section; sections: {', '.join(SECTIONS)}")
+        parser.exit()

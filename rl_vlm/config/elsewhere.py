@@ -1,0 +1,92 @@
+"""Names of settings in other systems, and what to write here instead.
+
+TRL's names are in `trl_fields.py`. These are the usual names of VLM-R1, EasyR1, verl and ms-swift.
+"""
+
+NESTED = ("worker", "trainer", "actor_rollout_ref", "reward_model", "custom_reward_function")
+"""Sections of EasyR1 and verl that do not exist here."""
+
+# fmt: off
+WRITE: dict[str, str] = {
+    # VLM-R1; a single path in `data_file_paths` and `image_folders` is converted
+    "is_reward_customized_from_vlm_module": "name the functions in `reward_funcs`",
+    "reward_method": "name a function for each kind of answer in `reward_funcs`, such as choice or numeric",
+    "task_type": "write the question into `prompt_template`, and name functions in `reward_funcs`",
+    "max_anyres_num": "leave it out: the checkpoint's processor decides how an image is tiled",
+    "val_split_ratio": "write held-out rows to a file of their own, and name it in `eval_dataset_name`",
+    "arrow_cache_dir": "leave it out: files are read where they are",
+    # EasyR1 and verl
+    "train_files": "write `data.dataset_name`, and `dataset_train_split` for what follows the @",
+    "val_files": "write `data.eval_dataset_name`, and `dataset_test_split` for what follows the @",
+    "prompt_key": "write `data.prompt_template`, such as \"{problem}\"",
+    "answer_key": "leave it out: a reward function declares the columns that it reads",
+    "image_key": "call the column `image` or `images`",
+    "format_prompt": "write `data.prompt_template`, with columns in braces",
+    "max_response_length": "write `rollout.max_completion_length`",
+    "rollout_batch_size": "write `train.prompts_per_step`, and `train.steps_per_generation` for several steps",
+    "train_batch_size": "write `train.prompts_per_step`, and `train.steps_per_generation` for several steps",
+    "global_batch_size": "write `train.prompts_per_step`",
+    "ppo_mini_batch_size": "write `train.prompts_per_step`",
+    "filter_overlong_prompts": "leave it out: longer prompts than `data.max_prompt_length` are always dropped",
+    "adv_estimator": "leave it out: advantages are GRPO's; see `algorithm.scale_rewards`",
+    "disable_kl": "leave it out: without `algorithm.beta` there is no KL term",
+    "use_kl_loss": "write `algorithm.beta`, the weight of the KL term in the loss",
+    "kl_coef": "write `algorithm.beta`",
+    "kl_loss_coef": "write `algorithm.beta`",
+    "clip_ratio_low": "write `algorithm.epsilon`",
+    "clip_ratio_high": "write `algorithm.epsilon_high`",
+    "model.model_path": "write `model.model_name_or_path`",
+    "model.path": "write `model.model_name_or_path`",
+    "enable_gradient_checkpointing": "write `memory.gradient_checkpointing`",
+    "optim.lr": "write `train.learning_rate`",
+    "lr_warmup_ratio": "write `train.warmup_steps`: below 1 it is a fraction of all steps",
+    "micro_batch_size_per_device_for_update": "write `memory.micro_batch_tokens`",
+    "micro_batch_size_per_device_for_experience": "write `memory.micro_batch_tokens`",
+    "rollout.n": "write `rollout.num_generations`",
+    "gpu_memory_utilization": "write `vllm.vllm_gpu_memory_utilization`",
+    "tensor_parallel_size": "write `vllm.vllm_tensor_parallel_size`",
+    "tensor_model_parallel_size": "write `vllm.vllm_tensor_parallel_size`",
+    "score_function": "write `rewards.reward_funcs: file.py:function`",
+    "reward_function": "write `rewards.reward_funcs: file.py:function`",
+    "custom_reward_function.path": "write `rewards.reward_funcs: file.py:function`",
+    "total_episodes": "write `train.num_train_epochs`",
+    "total_epochs": "write `train.num_train_epochs`",
+    "val_freq": "write `train.eval_steps`",
+    "test_freq": "write `train.eval_steps`",
+    "val_before_train": "write `train.eval_on_start`",
+    "save_freq": "write `train.save_steps`",
+    "save_limit": "write `train.save_total_limit`",
+    "save_checkpoint_path": "write `train.output_dir`",
+    "default_local_dir": "write `train.output_dir`",
+    "load_checkpoint_path": "write `train.resume_from_checkpoint`",
+    "experiment_name": "write `log.run_name`",
+    "project_name": "leave it out: a tracker gets `log.run_name`",
+    "logger": "write `log.report_to`",
+    "n_gpus_per_node": "leave it out: `accelerate launch` starts the processes",
+    "nnodes": "leave it out: `accelerate launch` starts the processes",
+    # ms-swift
+    "rlhf_type": "leave it out: training is GRPO",
+    "train_type": "write `model.use_peft`: true for lora, false for full",
+    "tuner_type": "write `model.use_peft`: true for lora, false for full",
+    "lora_rank": "write `model.lora_r`",
+    "target_modules": "write `model.lora_target_modules`",
+    "freeze_vit": "write `model.freeze_vision_tower`",
+    "dataset": "write `data.dataset_name`",
+    "val_dataset": "write `data.eval_dataset_name`",
+    "split_dataset_ratio": "write held-out rows to a file of their own, and name it in `eval_dataset_name`",
+    "system": "write `data.system_prompt`, the text itself",
+    "max_length": "write `data.max_prompt_length`: longer prompts are dropped, never cut",
+    "external_plugins": "write the file into `reward_funcs`, as `file.py:function`",
+    "sleep_level": "write `vllm.vllm_enable_sleep_mode`",
+    # TRL's mixture of datasets
+    "datasets": "write one source into `data.dataset_name`; mix several in a function, `file.py:function`",
+}
+# fmt: on
+"""What to write instead, by the end of a key."""
+
+
+def instead_of(key: str) -> str | None:
+    """Return what to write instead of another system's setting, or None if none is known by this name."""
+    parts = key.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((WRITE[end] for end in ends if end in WRITE), None)

@@ -1,0 +1,192 @@
+"""Settings that have no effect beside others, and what to change.
+
+A setting is listed if it differs from its default: a file may write defaults. Settings of vLLM are in `conflicts.py`,
+and settings that depend on the data or on the model are refused where these are opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_vlm.config.schema import RunConfig
+
+
+def is_one_split(name: str | None) -> bool:
+    """Return whether data are a file of rows."""
+    return name is not None and name.endswith((".json", ".jsonl", ".parquet"))
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Settings of one section that a run does not read."""
+
+    section: str
+    names: str
+    when: Callable[[RunConfig], bool]
+    """Whether the run does not read them."""
+    reason: str
+    """Completes the sentence "they have no effect …"."""
+    way_out: str
+    """What to do instead of leaving them out."""
+
+
+UNREAD = (
+    Unread(
+        "model",
+        "lora_r lora_alpha lora_target_modules lora_exclude_modules init_lora_weights use_rslora",
+        lambda run: not run.model.use_peft,
+        "without `use_peft`: no adapter is added",
+        "set `use_peft: true`",
+    ),
+    Unread(
+        "data",
+        "dataset_train_split",
+        lambda run: run.data.dataset_name is None,
+        "without `dataset_name`, the data to train on",
+        "name these data",
+    ),
+    Unread(
+        "data",
+        "dataset_train_split",
+        lambda run: is_one_split(run.data.dataset_name),
+        "on a file, which is one split",
+        "name the file of that split",
+    ),
+    Unread(
+        "data",
+        "dataset_test_split",
+        lambda run: is_one_split(run.data.eval_dataset_name),
+        "on a file, which is one split",
+        "name the file of that split",
+    ),
+    Unread(
+        "data",
+        "dataset_config",
+        lambda run: all(
+            name is None or is_one_split(name) or ":" in name
+            for name in (run.data.dataset_name, run.data.eval_dataset_name)
+        ),
+        "without data of the hub or a directory",
+        "name such data",
+    ),
+    Unread(
+        "data",
+        "dataset_test_split",
+        lambda run: run.data.eval_dataset_name is None,
+        "without `eval_dataset_name`, the data to evaluate on",
+        "name these data",
+    ),
+    Unread(
+        "data",
+        "dataloader_prefetch_factor",
+        lambda run: run.data.dataloader_num_workers == 0,
+        "without `dataloader_num_workers`: only workers prefetch",
+        "set `dataloader_num_workers` above 0",
+    ),
+    Unread(
+        "rollout",
+        "weight_sync_steps lora_sync",
+        lambda run: run.rollout.engine == "hf",
+        "on `engine` hf, which samples from the trained weights themselves",
+        "set `engine` to vllm or vllm_server",
+    ),
+    Unread(
+        "rollout",
+        "num_generations_eval eval_temperature",
+        lambda run: run.data.eval_dataset_name is None,
+        "without `eval_dataset_name`, the data to evaluate on",
+        "name these data",
+    ),
+    Unread(
+        "algorithm",
+        "sapo_temperature_neg sapo_temperature_pos",
+        lambda run: run.algorithm.loss_type != "sapo",
+        "on a `loss_type` other than sapo",
+        "set `loss_type: sapo`",
+    ),
+    Unread(
+        "algorithm",
+        "epsilon epsilon_high delta",
+        lambda run: run.algorithm.loss_type == "sapo",
+        "on `loss_type` sapo, which has no clip",
+        "choose another loss",
+    ),
+    Unread(
+        "algorithm",
+        "epsilon delta",
+        lambda run: run.algorithm.loss_type == "cispo",
+        "on `loss_type` cispo, which bounds the ratio by `epsilon_high` alone",
+        "choose another loss",
+    ),
+    Unread(
+        "algorithm",
+        "loss_normalizer",
+        lambda run: run.algorithm.loss_type not in ("dapo", "cispo"),
+        "on a `loss_type` other than dapo and cispo",
+        "choose one of these",
+    ),
+    Unread(
+        "algorithm",
+        "use_bias_correction_kl",
+        lambda run: run.algorithm.beta == 0,
+        "without `beta`: there is no KL term",
+        "set `beta` above 0",
+    ),
+    Unread(
+        "algorithm",
+        "ref_model_mixup_alpha ref_model_sync_steps",
+        lambda run: not run.algorithm.sync_ref_model,
+        "without `sync_ref_model`: the reference model does not move",
+        "set `sync_ref_model: true`",
+    ),
+    Unread(
+        "algorithm",
+        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
+        lambda run: not run.algorithm.vllm_importance_sampling_correction,
+        "without `vllm_importance_sampling_correction`",
+        "set that to true",
+    ),
+    Unread(
+        "train",
+        "warmup_steps",
+        lambda run: run.train.lr_scheduler_type == "constant",
+        "on `lr_scheduler_type` constant",
+        "use constant_with_warmup",
+    ),
+    Unread(
+        "train",
+        "metric_for_best_model greater_is_better",
+        lambda run: not run.train.load_best_model_at_end,
+        "without `load_best_model_at_end`: no checkpoint is selected",
+        "set that to true",
+    ),
+    Unread(
+        "evaluation",
+        "endpoint_max_concurrency endpoint_timeout endpoint_max_retries",
+        lambda run: run.evaluation.endpoint_url is None,
+        "without `endpoint_url`",
+        "give the address of the endpoint",
+    ),
+    Unread(
+        "log",
+        "logging_steps run_name",
+        lambda run: not run.log.report_to,
+        "without `report_to`: `metrics.jsonl` has every step",
+        "name a tracker",
+    ),
+)
+
+
+def unread_settings(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each row of `UNREAD` that applies and whose settings are not at their defaults."""
+    for row in UNREAD:
+        section = getattr(config, row.section)
+        fields = type(section).model_fields
+        names = [name for name in row.names.split() if getattr(section, name) != fields[name].default]
+        if names and row.when(config):
+            has, them = ("has", "it") if len(names) == 1 else ("have", "them")
+            listed = ", ".join(f"`{name}`" for name in names)
+            yield f"{listed} {has} no effect {row.reason}; leave {them} out, or {row.way_out}"

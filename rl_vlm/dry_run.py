@@ -1,0 +1,200 @@
+"""What can be checked of a run in seconds: all but what needs its model.
+
+    rewards ─ data and the columns that rewards need ─ number of steps ─ output directory ─ model's files ─► Report
+
+Neither torch nor transformers nor `datasets` is imported here. Functions of the user may import what they like.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
+from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
+from rl_vlm.data.columns import refuse_unread_images
+from rl_vlm.data.peek import NotOpened, peek_rows
+from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RLVLMError
+from rl_vlm.functions import load_function, names_function
+from rl_vlm.log.files import refuse_earlier_run
+from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
+from rl_vlm.reward import RewardSuite
+
+
+@dataclass
+class Report:
+    """What a dry run found."""
+
+    checked: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def problem(self) -> Iterator[None]:
+        """Note the RLVLMError that the block raises."""
+        try:
+            yield
+        except RLVLMError as error:
+            self.problems.append(str(error))
+
+
+def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
+    """Check a training run. `plan` gives the number of steps, if the batch sizes have a solution."""
+    report = Report()
+    rewards = check_rewards(config.rewards, report)
+    num_rows = check_data(config, "train", rewards, report)
+    check_data(config, "eval", rewards, report)
+    if plan is not None and num_rows is not None:
+        with report.problem():
+            report.checked.append(f"length: {total_optimizer_steps(config, plan, num_rows)} optimizer steps")
+    with report.problem():
+        check_output_dir(Path(config.train.output_dir))
+        refuse_earlier_run(Path(config.train.output_dir), config.train)
+        check_resumed(config.train.resume_from_checkpoint)
+        report.checked.append(f"output directory {config.train.output_dir}")
+    check_engine(config, report)
+    check_model(config, report)
+    return report
+
+
+def check_evaluation(config: RunConfig, checkpoints: Sequence[str]) -> Report:
+    """Check an evaluation of each checkpoint."""
+    report = Report()
+    check_data(config, "eval", check_rewards(config.rewards, report), report)
+    with report.problem():
+        check_output_dir(Path(config.train.output_dir))
+        report.checked.append(f"output directory {config.train.output_dir}")
+    if config.evaluation.endpoint_url is not None:
+        report.not_checked.append(f"model {', '.join(checkpoints)}, which {config.evaluation.endpoint_url} serves")
+        return report
+    check_engine(config, report)
+    for checkpoint in checkpoints:
+        model = config.model.model_copy(update={"model_name_or_path": checkpoint})
+        check_model(config.model_copy(update={"model": model}), report)
+    return report
+
+
+def check_serving(config: RunConfig) -> Report:
+    """Check servers to start."""
+    report = Report()
+    check_engine(config, report)
+    check_model(config, report)
+    return report
+
+
+def check_rewards(config: RewardsConfig, report: Report) -> list[RewardSuite]:
+    """Load every function, and return those that load, each in a suite of its own."""
+    suites: list[RewardSuite] = []
+    for spec in config.reward_funcs:
+        with report.problem():
+            suites.append(RewardSuite(RewardsConfig(reward_funcs=[spec])))
+    if len(suites) == len(config.reward_funcs):
+        with report.problem():
+            RewardSuite(config)  # names that occur twice
+    if suites:
+        report.checked.append(f"reward functions {', '.join(name for suite in suites for name in suite.names)}")
+    if any(isinstance(spec, RewardSpec) and spec.timeout for spec in config.reward_funcs):
+        report.not_checked.append("reward functions with a timeout in a process of their own")
+    return suites
+
+
+def check_data(
+    config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], report: Report
+) -> int | None:
+    """Open the data, read the first row, and check that it has the columns that rewards need.
+
+    Returns the number of rows, or None if it is not known.
+    """
+    name = config.data.dataset_name if split == "train" else config.data.eval_dataset_name
+    if name is None:
+        return None
+    try:
+        peek = peek_rows(config.data, split)
+        peek.rows.check(0, peek.rows.source[0])
+        if peek.is_whole:
+            refuse_unread_images(peek.rows.source, config.data, name, {c for suite in rewards for c in suite.columns})
+    except NotOpened as reason:
+        report.not_checked.append(f"{split} data: {reason}")
+        return None
+    except RLVLMError as error:
+        report.problems.append(str(error))
+        return None
+    for suite in rewards:
+        with report.problem():
+            suite.check_columns(peek.rows.columns)
+    report.checked.append(f"{split} data {name}: {peek.num_rows} rows, of which the first was read")
+    return peek.num_rows
+
+
+def check_output_dir(path: Path) -> None:
+    """Raise ConfigError if files cannot be written to the directory."""
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "is not a directory" if not existing.is_dir() else "cannot be written to"
+        raise ConfigError(f"train.output_dir {path}: {existing} {what}; choose another directory")
+
+
+def check_resumed(setting: str | None) -> None:
+    """Raise CheckpointError if the checkpoint to resume is not a directory."""
+    if setting not in (None, "auto") and not Path(str(setting)).is_dir():
+        raise CheckpointError(f"train.resume_from_checkpoint {setting} is not a directory")
+
+
+def check_engine(config: RunConfig, report: Report) -> None:
+    """Note a problem if vLLM has to be installed and is not."""
+    engine, urls = config.rollout.engine, config.vllm.vllm_server_base_url
+    if urls and engine == "vllm_server":
+        report.not_checked.append(f"servers at {', '.join(urls)}")
+    elif engine != "hf" and importlib.util.find_spec("vllm") is None:
+        report.problems.append(f"rollout.engine is {engine}, and vLLM is not installed; install it, or use hf")
+
+
+def check_model(config: RunConfig, report: Report) -> None:
+    """Check the function that writes the model, or the files of its checkpoint and of an adapter's base."""
+    name = config.model.model_name_or_path
+    with report.problem():
+        refuse_unread_revision(config.model)
+        if names_function(name):
+            load_function(name)
+            report.checked.append(f"model: the function {name} loads")
+            report.not_checked.append(f"model that {name} writes")
+            return
+        check_source(name, config.model.model_revision, report)
+
+
+def check_source(name: str, revision: str, report: Report) -> None:
+    """Check a checkpoint directory, or a hub name if its config is in the local cache."""
+    directory = Path(name) if Path(name).exists() else cached_snapshot(name, revision)
+    if directory is None:
+        report.not_checked.append(f"model {name}, which is neither a directory here nor in the cache of the hub")
+        return
+    if not directory.is_dir():
+        raise ModelError(f"model.model_name_or_path {name} is a file; name the directory of a checkpoint")
+    base = check_checkpoint(directory)
+    if directory == Path(name):
+        check_weights(directory)
+    report.checked.append(f"model {name}: its config")
+    if base is not None:
+        check_source(base, revision, report)
+
+
+def cached_snapshot(name: str, revision: str) -> Path | None:
+    """Return the directory of a hub name in the local cache, if it is there.
+
+    Raises ModelError for a name that can only be a path.
+    """
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"model.model_name_or_path {name} does not exist; name a checkpoint, a function or a hub name")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", ADAPTER_CONFIG)]
+    except HFValidationError as error:
+        raise ModelError(f"model.model_name_or_path {name} is neither a directory nor a hub name: {error}") from error
+    return next((Path(path).parent for path in found if isinstance(path, str)), None)

@@ -1,0 +1,62 @@
+"""LoRA settings against a model's modules, and against the adapter of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rl_vlm.config.schema import ModelConfig
+from rl_vlm.errors import ConfigError, did_you_mean, listed
+
+MIN_TARGET_MODULES_FOR_OPTIMIZATION = 20
+"""PEFT's constant: it replaces lists of this many names by shorter ones."""
+
+
+def check_module_names(setting: str, value: list[str] | str | None, paths: Sequence[str]) -> None:
+    """Raise ConfigError, with close names, if a name or the regular expression `value` fits none of the modules."""
+    lasts = {last for path in paths if not (last := path.rpartition(".")[2]).isdigit()} - {""}
+    for name in value if isinstance(value, list) else []:
+        if not any(f".{path}".endswith(f".{name}") for path in paths):
+            raise ConfigError(
+                f"model.{setting}: the model has no module {name!r}{did_you_mean(name, lasts)}; "
+                f"modules by the last part of their names: {listed(lasts)}"
+            )
+    if isinstance(value, str) and value != "all-linear":
+        try:
+            fits = any(re.fullmatch(value, path) for path in paths)
+        except re.error as error:
+            raise ConfigError(f"model.{setting} {value!r} is not a regular expression: {error}") from error
+        if not fits:
+            raise ConfigError(
+                f"model.{setting}: the regular expression {value!r} matches none of the model's modules, such as "
+                f"{paths[-1]}; it must match a whole path (a list holds names)"
+            )
+
+
+def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
+    """Raise ConfigError if `use_peft` is on and the LoRA settings differ from those of the checkpoint's adapter."""
+    own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
+    only_new = {
+        "lora_target_modules": adapter.target_modules,
+        "lora_exclude_modules": adapter.exclude_modules,
+        "init_lora_weights": adapter.init_lora_weights,
+    }
+    own |= {name: value for name, value in only_new.items() if is_comparable(getattr(config, name), name)}
+    for name, value in own.items():
+        if config.use_peft and comparable(getattr(config, name)) != comparable(value):
+            raise ConfigError(
+                f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
+                "use_peft to false, without LoRA settings, to take the adapter as it is"
+            )
+
+
+def is_comparable(value: Any, name: str) -> bool:
+    """Return whether a setting differs from its default and is saved by PEFT as it was given."""
+    shortened = isinstance(value, list) and len(value) >= MIN_TARGET_MODULES_FOR_OPTIMIZATION
+    return value != ModelConfig.model_fields[name].default and not shortened
+
+
+def comparable(value: Any) -> Any:
+    """Return names of modules as a set, which is what PEFT saves, and anything else as it is."""
+    return set(value) if isinstance(value, list | set) else value

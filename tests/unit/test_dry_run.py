@@ -1,0 +1,214 @@
+"""A dry run finds what can be found without the model, all at once, and imports neither torch nor transformers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from datasets import Dataset, DatasetDict
+from pyarrow import parquet
+
+from launch import cli
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"Question {i}", "solution": str(i)} for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with data, a reward function, a checkpoint's files and a run that passes."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("rewards_of_mine.py").write_text("def likes(completions, solution):\n    return [1.0 for _ in completions]\n")
+    write_checkpoint(Path("model"), {"config.json": {"model_type": "qwen2_5_vl"}})
+    Path("run.yaml").write_text(
+        "model: {model_name_or_path: model}\n"
+        "data: {dataset_name: rows.jsonl, eval_dataset_name: rows.jsonl, text_only: true}\n"
+        "rewards: {reward_funcs: [exact_match, 'rewards_of_mine.py:likes']}\n"
+        "train: {output_dir: run, prompts_per_step: 1}\n"
+    )
+    return tmp_path
+
+
+def write_checkpoint(folder: Path, files: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def comments(text: str, start: str) -> list[str]:
+    return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
+
+
+def test_what_is_checked_and_what_is_not(capsys):
+    assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert comments(printed, "# Checked: ") == [
+        "reward functions exact_match, likes.",
+        "train data rows.jsonl: 3 rows, of which the first was read.",
+        "eval data rows.jsonl: 3 rows, of which the first was read.",
+        "length: 3 optimizer steps.",
+        "output directory run.",
+        "model model: its config.",
+    ]
+    assert comments(printed, "# Not checked: ") == []
+    assert not Path("run").exists()
+
+
+def test_names_of_the_hub_are_not_checked(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", "nowhere")
+    overrides = ["model_name_or_path=owner/model", "dataset_name=owner/data"]
+    assert cli.main(["train", "run.yaml", "--dry-run", *overrides]) == 0
+    assert comments(capsys.readouterr().out, "# Not checked: ") == [
+        "train data: owner/data is not here and is taken for a name on the hub.",
+        "model owner/model, which is neither a directory here nor in the cache of the hub.",
+    ]
+
+
+def test_all_problems_are_reported_at_once(capsys):
+    overrides = [
+        "reward_funcs=[nonsense, nowhere.py:f, numeric]", "dataset_name=nowhere.jsonl", "eval_dataset_name=a/b/c",
+        "model_name_or_path=./nowhere", "output_dir=run.yaml/x", "num_generations=1",
+    ]  # fmt: skip
+    assert cli.main(["train", "run.yaml", "--dry-run", *overrides]) == 2
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in printed.err.splitlines()[1:]] == [
+        "`rollout.num_generations` is 1",
+        "reward function 'nonsense'",
+        "reward function 'nowhere.py",
+        "nowhere.jsonl cannot be read",
+        "a/b/c does not exist; name a file, a directory, a function or a hub name.",
+        "train.output_dir run.yaml/x",
+        "model.model_name_or_path ./nowhere does not exist; name a checkpoint, a function or a hub name",
+    ]
+    assert "model_name_or_path: ./nowhere" in printed.out  # the resolved run is printed all the same
+
+
+def problem(capsys, *overrides: str, command: str = "train") -> str:
+    """The one problem of a dry run."""
+    assert cli.main([command, "run.yaml", "--dry-run", *overrides]) == 2
+    _, *lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_reward_that_needs_a_column_that_is_not_there(capsys):
+    Path("rewards_of_mine.py").write_text("def wants(completions, gold):\n    return completions\n")
+    found = problem(capsys, "reward_funcs=rewards_of_mine.py:wants")
+    assert found == "reward function 'wants' needs a column 'gold'; the data has: solution"
+
+
+def test_a_template_that_cannot_be_filled(capsys):
+    assert "data.prompt_template '{question}' cannot be filled" in problem(
+        capsys, "prompt_template='{question}'", "eval_dataset_name=null"
+    )
+
+
+def test_an_image_that_is_not_there(capsys):
+    Path("images.jsonl").write_text(json.dumps(ROWS[0] | {"image": "nowhere.png"}) + "\n")
+    overrides = ["dataset_name=images.jsonl", "eval_dataset_name=null", "text_only=false"]
+    assert "images.jsonl, row 0, column image" in problem(capsys, *overrides)
+
+
+def test_data_without_images(capsys):
+    assert "no row has an image" in problem(capsys, "eval_dataset_name=null", "text_only=false")
+
+
+def test_fewer_rows_than_a_window(capsys):
+    assert "have 3 rows, fewer than the 4 prompts" in problem(capsys, "prompts_per_step=4")
+
+
+def test_a_directory_with_an_earlier_run(capsys):
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").touch()
+    assert "train.output_dir run holds an earlier run" in problem(capsys)
+    assert cli.main(["train", "run.yaml", "--dry-run", "overwrite_output_dir=true"]) == 0
+    assert cli.main(["eval", "run.yaml", "--dry-run"]) == 0
+
+
+def test_a_checkpoint_to_resume_that_is_not_there(capsys):
+    assert "resume_from_checkpoint run/checkpoint-4 is not a directory" in problem(
+        capsys, "resume_from_checkpoint=run/checkpoint-4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (
+            {"config.json": {"model_type": "llama"}},
+            "bad has model_type 'llama', which is not supported; supported: aya",
+        ),
+        ({}, "bad/config.json cannot be read"),
+        ({"config.json": [1]}, "bad/config.json holds no JSON object"),
+        ({"adapter_config.json": {"base_model_name_or_path": "./nowhere"}}, "./nowhere does not exist"),
+        ({"adapter_config.json": {"base_model_name_or_path": "model"}}, None),
+    ],
+)
+def test_files_of_a_checkpoint(capsys, files, found):
+    write_checkpoint(Path("bad"), files)
+    if found is None:
+        assert cli.main(["train", "run.yaml", "--dry-run", "model_name_or_path=bad"]) == 0
+    else:
+        assert found in problem(capsys, "model_name_or_path=bad")
+
+
+def test_a_checkpoint_without_weights(capsys):
+    Path("model/model.safetensors").unlink()
+    assert "model holds no weights" in problem(capsys)
+
+
+def test_a_revision_of_a_local_model(capsys):
+    assert "model.model_revision 'v2' has no effect on model" in problem(capsys, "model_revision=v2")
+
+
+def test_checkpoints_to_evaluate(capsys):
+    assert cli.main(["eval", "run.yaml", "--dry-run", "--checkpoint", "model", "--checkpoint", "./other"]) == 2
+    assert "./other does not exist" in capsys.readouterr().err
+
+
+def test_a_served_model_is_not_checked(capsys):
+    overrides = ["model_name_or_path=./served", "endpoint_url=http://a:1/v1"]
+    assert cli.main(["eval", "run.yaml", "--dry-run", *overrides]) == 0
+    assert comments(capsys.readouterr().out, "# Not checked: ") == ["model ./served, which http://a:1/v1 serves."]
+
+
+def test_a_function_that_writes_a_model(capsys):
+    Path("maker.py").write_text("def make(directory, seed):\n    raise SystemExit('called')\n")
+    assert cli.main(["train", "run.yaml", "--dry-run", "model_name_or_path=maker.py:make"]) == 0
+    assert "model that maker.py:make writes." in comments(capsys.readouterr().out, "# Not checked: ")
+    assert "has no function 'mak'" in problem(capsys, "model_name_or_path=maker.py:mak")
+
+
+def test_parquet_and_saved_data_are_opened(capsys):
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), "rows.parquet")
+    Dataset.from_list(ROWS).save_to_disk("one")
+    DatasetDict({"dev": Dataset.from_list(ROWS[:2])}).save_to_disk("several")
+    data = ["dataset_name=one", "eval_dataset_name=several", "dataset_test_split=dev"]
+    assert cli.main(["train", "run.yaml", "--dry-run", *data]) == 0
+    printed = capsys.readouterr().out
+    assert "# Checked: train data one: 3 rows" in printed and "# Checked: eval data several: 2 rows" in printed
+    assert cli.main(["train", "run.yaml", "--dry-run", "dataset_name=rows.parquet"]) == 0
+    assert "# Checked: train data rows.parquet: 3 rows" in capsys.readouterr().out
+    assert "several has no split 'test'; it has dev." in problem(capsys, "eval_dataset_name=several")
+    assert "one has no splits, so data.dataset_train_split 'x' has no effect" in problem(
+        capsys, "dataset_name=one", "dataset_train_split=x"
+    )
+
+
+def test_servers_need_only_their_model(capsys):
+    assert cli.main(["serve", "run.yaml", "--dry-run", "dataset_name=null", "eval_dataset_name=null"]) == 0
+    assert problem(capsys, "model_name_or_path=./nowhere", command="serve").startswith("model.model_name_or_path")
+
+
+def test_a_dry_run_imports_no_torch():
+    program = (
+        "import sys; from launch.cli import main\n"
+        "assert main(['train', 'run.yaml', '--dry-run']) == 0\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'peft', 'vllm'} & sys.modules.keys()))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[]"
