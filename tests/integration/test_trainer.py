@@ -280,7 +280,8 @@ def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
         "evaluation: prompt 5/5", "step 1/1", "step 1: …% of the completions were cut off at max_completion_length",
     ]  # fmt: skip
     assert cli.main(["train", str(tmp_path / "run.yaml"), "resume_from_checkpoint=auto", "max_steps=2"]) == 0
-    assert shown(capsys)[:6] == [
+    assert shown(capsys)[:7] == [
+        "resumed with a changed setting: train.max_steps 1 -> 2",
         *loading, "2 steps of 2 prompts × 4 completions, on one process", "resuming from checkpoint-1 (step 1 of 2)",
     ]  # fmt: skip
 
