@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rewards.calling import Call, describe
+from rewards.calling import Call, describe, text_of
 from rewards.contract import Answer, Fault, RewardFunction, failed
 
 LOAD_SECONDS = 300.0
@@ -133,7 +133,7 @@ def serve(connection: Connection, load: Callable[[], RewardFunction]) -> None:
     try:
         function = load()
     except Exception as error:
-        connection.send_bytes(pickle.dumps(str(error)))
+        connection.send_bytes(pickle.dumps(text_of(error)))
         return
     connection.send_bytes(pickle.dumps(None))
     with contextlib.suppress(EOFError):
@@ -150,5 +150,5 @@ def _pickled(answer: Answer, count: int) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as error:
-        fault = Fault("type", f"logged something that cannot be sent to the main process: {error}")
+        fault = Fault("type", f"logged something that cannot be sent to the main process: {text_of(error)}")
         return pickle.dumps(failed(fault, count))

@@ -32,6 +32,7 @@ from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import RunDirectory
+from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.model.loading import initial_checkpoint, load_policy, load_weights, save_policy
 from rl_vlm.model.policy import Policy
@@ -86,7 +87,9 @@ class Run:
 
         rows = load_rows(config.data, "train")
         self.rewards = RewardSuite(config.rewards)
-        self.rewards.check_columns(rows[0].columns)
+        first = rows[0]
+        self.rewards.check_columns(first.columns)
+        self.rewards.use_forms(self.ranks.gather(self.rewards.find_forms(first) if self.ranks.is_main else []))
         initial = initial_checkpoint(config, self.ranks)
         self.processor = load_processor(initial, config.model, config.data)
         builder = PromptBuilder(self.processor, config.data)
@@ -297,8 +300,10 @@ class Run:
             load_weights(self.trainer.policy, summary["checkpoint"], self.config.model)
             summary["eval_after"] = record.eval_best
         if self.ranks.is_main:
+            lines = self.directory.metrics.read()
+            summary |= totals(lines)
             self.directory.write_summary(summary)
-            draw_curve(self.directory.metrics.read(), self.directory.path / "reward.png")
+            draw_curve(lines, self.directory.path / "reward.png")
         return summary
 
     def close(self) -> None:

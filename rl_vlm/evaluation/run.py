@@ -83,6 +83,7 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     summaries = {}
     with RewardSuite(config.rewards) as rewards:
         kept = check_options(options, rows, rewards, config.rollout.num_generations_eval)
+        rewards.use_forms(ranks.gather(rewards.find_forms(rows[0]) if ranks.is_main else []))
         for name, config in configs.items():
             model = EvaluatedModel(config, ranks, rows, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)

@@ -190,7 +190,7 @@ def test_an_error_in_a_later_round_leaves_the_sampler_where_it_was(monkeypatch):
 
 def table(scores: list[list[float]], **contents: Any) -> RewardTable:
     scores_PG = torch.tensor(scores)
-    return RewardTable(["f"], scores_PG[:, :, None], ~scores_PG.isnan(), **contents)
+    return RewardTable(["f"], scores_PG[:, :, None], ~scores_PG.isnan(), scores_PG.isnan(), **contents)
 
 
 def test_rows_are_replaced_with_all_of_their_columns():
@@ -205,6 +205,7 @@ def test_rows_are_replaced_with_all_of_their_columns():
     replace_rows(old, new, {0: 1})
     assert old.scores_PGF[:, :, 0].nan_to_num(-1.0).tolist() == [[5, -1], [1, 2]]
     assert old.valid_PG.tolist() == [[T, F], [T, T]]
+    assert old.faulted_PG.tolist() == [[F, T], [F, F]]
     assert old.breakdown == {
         "both": [["y", "z"], ["c", "d"]], "old": [[None, None], [3, 4]], "new": [[8, 9], [None, None]]
     }  # fmt: skip
