@@ -61,6 +61,8 @@ from rewards.worker import Worker
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "rl_vlm.rewards"
+NOT_APPLICABLE = "all/not_applicable"
+"""Under this name completions are counted that no function applies to."""
 
 
 class RewardSuite:
@@ -202,12 +204,12 @@ class _Reward:
         if fault is None:
             return natural
         if fault.kind not in ("timeout", "load") and self.probe(first, OTHER[natural]) is None:
-            found, form = f"it gets them as {OTHER[natural]}", OTHER[natural]
+            found, form = f"it gets them as {OTHER[natural]}, which it reads", OTHER[natural]
         else:
-            found, form = "it gets them so all the same", None
+            found, form = f"it gets them as {natural} nevertheless", None
         logger.warning(
-            "reward function %r fails on a made-up completion as %s, the form of the data: %s; %s. `completions` in "
-            "its entry of rewards.reward_funcs sets the form",
+            "reward function %r fails on made-up completions as %s, the form of the data: %s; %s. `completions` in its "
+            "entry of rewards.reward_funcs sets the form",
             *(self.name, natural, fault.message, found),
         )
         return form
@@ -283,7 +285,7 @@ def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list
         problems = [f"log_metric({metric!r})" for metric in answer.metrics if is_metric(metric)]
         problems += [f"log_extra({column!r})" for column in answer.extras if is_column(column) or column in owners]
         owners |= dict.fromkeys(answer.extras, name)
-        fault = Fault("name", f"{', '.join(problems)}: the run or another function writes this name; choose another")
+        fault = Fault("name", f"{', '.join(problems)}: the run or another function has this name; choose another")
         checked.append(failed(fault, len(answer.scores)) if problems else answer)
     return checked
 

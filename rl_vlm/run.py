@@ -28,7 +28,7 @@ from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import CheckpointError, ConfigError, RLVLMError, TrainingError
-from rl_vlm.evaluation import Evaluator
+from rl_vlm.evaluation import Evaluator, check_rewarded
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import RunDirectory
@@ -80,7 +80,7 @@ class Run:
         self.ranks = Ranks()
         self.trackers = Trackers(config.log, train.output_dir)
         self.plan = plan_batches(config, self.ranks.world_size)
-        self.directory = RunDirectory(Path(train.output_dir))
+        self.directory = RunDirectory(Path(train.output_dir).absolute())  # a function may change the working directory
         resumed = checkpoint.find(train.resume_from_checkpoint, self.directory.path)
         self.directory.refuse_another_run(config, resumed)
         checkpoint.seed_random_generators(train.seed)
@@ -204,10 +204,15 @@ class Run:
             self.trackers.report({k: v for k, v in line.items() if k != "step"}, line["step"])
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate on the held-out rows. With `load_best_model_at_end`, note the best step so far."""
+        """Evaluate on the held-out rows. With `load_best_model_at_end`, note the best step so far.
+
+        Raises RewardError if no completion has a reward because reward functions failed.
+        """
         assert self.evaluator is not None
         self.collector.free_engine(self.progress)
-        metrics = self.record.eval_latest = self.evaluator.run(self.collector.state_at(self.progress)).metrics
+        metrics = self.evaluator.run(self.collector.state_at(self.progress)).metrics
+        check_rewarded(metrics)
+        self.record.eval_latest = metrics
         if self.config.train.load_best_model_at_end:
             self.note_best(metrics)
         return metrics

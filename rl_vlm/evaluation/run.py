@@ -18,7 +18,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
-from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampling, is_plain
+from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, check_rewarded, evaluation_sampling, is_plain
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.log.files import write_file
 from rl_vlm.model.loading import initial_checkpoint
@@ -72,7 +72,10 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
 
 
 def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions) -> dict[str, Summary]:
-    """Run one evaluation per name. Finished chunks are kept until all evaluations are complete."""
+    """Run one evaluation per name. Finished chunks are kept until all evaluations are complete.
+
+    Raises RewardError if reward functions failed and an evaluation has no reward. Its files are written before that.
+    """
     config = next(iter(configs.values()))
     check_evaluable(config)
     ranks = Ranks()
@@ -87,6 +90,9 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
         for name, config in configs.items():
             model = EvaluatedModel(config, ranks, rows, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)
+            if ranks.is_main and "reward" not in summaries[name]:
+                directories[name].delete_unfinished()  # another call scores again what has no reward
+            check_rewarded(summaries[name])
             gc.collect()  # before the next model is loaded
     if ranks.is_main:
         if len(summaries) > 1:
