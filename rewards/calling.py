@@ -43,7 +43,10 @@ def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> di
 
 
 class Call:
-    """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later."""
+    """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later.
+
+    A sync function leaves the working directory as it was; around an async one use `working_directory_kept`.
+    """
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], count: int) -> None:
         """`arguments` are passed unchanged; `log_extra` and `log_metric` are added if the function declares them."""
@@ -75,8 +78,7 @@ class Call:
     def answer(self) -> Answer:
         """Wait for the function and read what it returned."""
         try:
-            with working_directory_kept():
-                answer = read_returned(self.returned.result(), self.count)
+            answer = read_returned(self.returned.result(), self.count)
         except (Exception, SystemExit) as error:
             answer = failed(Fault("exception", f"raised {describe(error)}"), self.count)
         answer.extras, answer.metrics = self.extras, self.metrics

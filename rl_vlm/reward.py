@@ -89,7 +89,7 @@ class RewardSuite:
         on that, in the other one. None leaves every row in its own form. The calls leave nothing in logs or metrics,
         and the global random states as they were.
         """
-        with random_states_kept():
+        with random_states_kept(), working_directory_kept():
             return [reward.find_form(first) for reward in self._rewards]
 
     def use_forms(self, forms: Sequence[Form | None]) -> None:
@@ -104,8 +104,10 @@ class RewardSuite:
         """
         if not groups:
             return self._table(groups, [Answer([]) for _ in self._rewards])
-        waiting = [reward.start(groups, state, reward.form) for reward in self._rewards]
-        return self._table(groups, [wait() for wait in waiting])
+        with working_directory_kept():
+            waiting = [reward.start(groups, state, reward.form) for reward in self._rewards]
+            answers = [wait() for wait in waiting]
+        return self._table(groups, answers)
 
     def close(self) -> None:
         """End the worker processes; the next call would restart them."""
