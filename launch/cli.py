@@ -136,15 +136,18 @@ def end_process_after(main: Callable[[], int]) -> NoReturn:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End the process without waiting for anything, and print what it waited for."""
-    running = [*threading.enumerate(), *multiprocessing.active_children()]
-    names = ", ".join(other.name for other in running if not (other.daemon or other is threading.main_thread()))
+    """Kill the child processes that are left, print what the process waited for, and end it."""
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    children = multiprocessing.active_children()
+    names = ", ".join(other.name for other in [*threads, *children] if not other.daemon)
     print(
-        f"rl-vlm has finished, but threads or processes that it did not start still run: {names or 'unnamed'}. "
-        "The process is ended without them.",
+        f"rl-vlm has finished, but threads or processes of users' functions still run: {names or 'unnamed'}. "
+        "They are ended with it.",
         file=sys.stderr,
         flush=True,
     )
+    for child in children:
+        child.kill()
     sys.stdout.flush()
     os._exit(status)
 
