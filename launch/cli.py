@@ -1,11 +1,13 @@
 """The `rl-vlm` command. Commands import what they need when they run, so help and config errors need no torch."""
 
 import argparse
+import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 from launch.help import add_help
 from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
@@ -13,6 +15,9 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, RLVLMError
+
+EXIT_SECONDS = 30.0
+"""Time that threads and processes which users' functions started have to end after a command."""
 
 
 def train_command(config: RunConfig, options: argparse.Namespace) -> None:
@@ -115,6 +120,44 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"eval": add_eval_flags, "serve": add_serve_flags}
+
+
+def command() -> NoReturn:
+    """Run the `rl-vlm` command, and end the process."""
+    end_process_after(main)
+
+
+def end_process_after(main: Callable[[], int]) -> NoReturn:
+    """Call `main` and exit with the status that it returns.
+
+    Python waits for threads and child processes before it exits. Those of users' functions may never end, so that the
+    process is ended after `EXIT_SECONDS`, with a message that names them.
+    """
+    status = 1
+    try:
+        status = main()
+    finally:
+        timer = threading.Timer(EXIT_SECONDS, end_at_once, [status])
+        timer.daemon = True
+        timer.start()
+    sys.exit(status)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Kill the child processes that are left, print what the process waited for, and end it."""
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    children = multiprocessing.active_children()
+    names = ", ".join(other.name for other in [*threads, *children] if not other.daemon)
+    print(
+        f"rl-vlm has finished, but threads or processes of users' functions still run: {names or 'unnamed'}. "
+        "They are ended with it.",
+        file=sys.stderr,
+        flush=True,
+    )
+    for child in children:
+        child.kill()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

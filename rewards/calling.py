@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import threading
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from rewards.contract import Answer, Fault, RewardFunction, failed, read_returne
 
 # Arguments that every call offers besides the columns of the data; `Call` adds log_extra and log_metric.
 OFFERED = ("prompts", "completions", "completion_ids", "images", "trainer_state", "log_extra", "log_metric")
+
+LONGEST_TEXT = 220
+"""Characters of an exception's text that are shown; the place behind it is never cut off."""
 
 
 def parameters(function: RewardFunction) -> dict[str, Parameter]:
@@ -38,7 +43,10 @@ def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> di
 
 
 class Call:
-    """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later."""
+    """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later.
+
+    A sync function leaves the working directory as it was; around an async one use `working_directory_kept`.
+    """
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], count: int) -> None:
         """`arguments` are passed unchanged; `log_extra` and `log_metric` are added if the function declares them."""
@@ -48,7 +56,8 @@ class Call:
         self.returned: Future[Any] = Future()
         loggers = select_arguments(function, {"log_extra": self.log_extra, "log_metric": self.log_metric})
         try:
-            returned = function(**arguments, **loggers)
+            with working_directory_kept():
+                returned = function(**arguments, **loggers)
             if inspect.isawaitable(returned):
                 self.returned = asyncio.run_coroutine_threadsafe(_wait(returned), background_loop())
             else:
@@ -60,11 +69,11 @@ class Call:
         """Add a column to the completions file, one value per completion (TRL's `log_extra`)."""
         if len(values) != self.count:
             raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
-        self.extras[column] = list(values)
+        self.extras[str(column)] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
         """Add a scalar that is averaged over the calls of a step (TRL's `log_metric`)."""
-        self.metrics.setdefault(name, []).append(float(value))
+        self.metrics.setdefault(str(name), []).append(float(value))
 
     def answer(self) -> Answer:
         """Wait for the function and read what it returned."""
@@ -78,8 +87,15 @@ class Call:
 
 def describe(error: BaseException) -> str:
     """Describe an exception on one line, with the place where it was raised."""
-    *_, place = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno} in {place.name})"
+    text, frames = text_of(error), traceback.extract_tb(error.__traceback__)[-1:]
+    places = [f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})" for frame in frames]
+    shown = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"
+    return f"{type(error).__name__}: {shown}{''.join(places)}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, or a note instead of it if its `__str__` raises."""
+    return str(traceback.TracebackException.from_exception(error))
 
 
 async def _wait(awaitable: Awaitable[Any]) -> Any:
@@ -87,6 +103,17 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
     except SystemExit as error:  # would end the event loop, and with it every other call
         raise RuntimeError(f"sys.exit({error})").with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def working_directory_kept() -> Iterator[None]:
+    """Return to the working directory after a block that may change it: relative paths of the run depend on it."""
+    before = os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
 
 
 @functools.cache

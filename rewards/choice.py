@@ -6,23 +6,28 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.text import Completion, answer_text, completion_text
+from rewards.contract import Fault, Score
+from rewards.text import Completion, answer_text, completion_text, gold_text
 
 STATEMENT = re.compile(r"(?i)\b(?:answer|option|choice)(?: is:?|:) ?(?:(?:option|choice) )?")
 
 
-def choice(
-    completions: Sequence[Completion], solution: Sequence[Any], *, letters: str = "ABCDEFGHIJ"
-) -> list[float | None]:
+def choice(completions: Sequence[Completion], solution: Sequence[Any], *, letters: str = "ABCDEFGHIJ") -> list[Score]:
     """Return 1.0 if the answer names the option that `solution` names, else 0.0; None if `solution` names none.
 
     Options are named by one of `letters`, in either case. An answer that names several options, or none, scores 0.0.
     """
-    golds = [None if gold is None else named_option(str(gold), letters) for gold in solution]
     return [
-        None if gold is None else float(named_option(completion_text(completion), letters) == gold)
-        for completion, gold in zip(completions, golds, strict=True)
+        _chooses(completion_text(completion), gold_text(gold), letters)
+        for completion, gold in zip(completions, solution, strict=True)
     ]
+
+
+def _chooses(text: str, gold: str | Fault | None, letters: str) -> Score:
+    if not isinstance(gold, str):
+        return gold
+    right = named_option(gold, letters)
+    return None if right is None else float(named_option(text, letters) == right)
 
 
 def named_option(text: str, letters: str) -> str | None:

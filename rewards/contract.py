@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 RewardFunction = Callable[..., Any]
 FaultKind = Literal[
-    "none", "type", "length", "nan", "inf", "magnitude", "exception", "timeout", "crash", "load", "not_applicable"
-]
+    "none", "type", "length", "nan", "inf", "magnitude", "name",
+    "exception", "timeout", "crash", "load", "not_applicable",
+]  # fmt: skip
 
 LARGEST_REWARD = 1e6
 
@@ -68,7 +69,7 @@ def read_returned(returned: Any, count: int) -> Answer:
     if isinstance(lists, Fault):
         return failed(lists, count)
     scores = [read_score(value) for value in lists.pop("reward")]
-    return Answer(scores, {name: [_plain(value) for value in values] for name, values in lists.items()})
+    return Answer(scores, {name: [plain(value) for value in values] for name, values in lists.items()})
 
 
 def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
@@ -93,9 +94,9 @@ def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
 
 def read_score(value: Any) -> Score:
     """Read one element of a returned list as a float, None or a fault."""
-    value = _plain(value)
-    if value is None:
-        return None
+    value = plain(value)
+    if value is None or isinstance(value, Fault):
+        return value
     if not isinstance(value, int | float):
         return Fault("type", f"returned {_shown(value)}, not a number")
     if value in (math.inf, -math.inf):
@@ -105,7 +106,7 @@ def read_score(value: Any) -> Score:
     return Fault("nan", "returned nan") if math.isnan(value) else float(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return the Python number inside a numpy or torch scalar, or any other value unchanged."""
     is_scalar = hasattr(value, "item") and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar else value

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rewards.text import Completion, answer_text, completion_text
+from rewards.contract import Fault, Score
+from rewards.text import Completion, answer_text, completion_text, gold_text
 
 LONGEST_NUMBER = 100
 
@@ -32,17 +33,22 @@ class Quantity(NamedTuple):
 
 def numeric(
     completions: Sequence[Completion], solution: Sequence[Any], *, rel_tol: float = 1e-9, abs_tol: float = 0.0
-) -> list[float | None]:
+) -> list[Score]:
     """Return 1.0 if the answer is the number `solution` within tolerance, else 0.0; None if `solution` is no number.
 
     Tolerances are those of `math.isclose`. Units must agree if both sides have one; `50%` equals both 0.5 and 50.
     """
-    golds = [None if gold is None else parse_quantity(str(gold)) for gold in solution]
-    answers = [parse_quantity(completion_text(completion)) for completion in completions]
     return [
-        None if gold is None else float(answer is not None and _equal(answer, gold, rel_tol, abs_tol))
-        for answer, gold in zip(answers, golds, strict=True)
+        _is_number(completion_text(completion), gold_text(gold), rel_tol, abs_tol)
+        for completion, gold in zip(completions, solution, strict=True)
     ]
+
+
+def _is_number(text: str, gold: str | Fault | None, rel_tol: float, abs_tol: float) -> Score:
+    if not isinstance(gold, str):
+        return gold
+    expected, answer = parse_quantity(gold), parse_quantity(text)
+    return None if expected is None else float(answer is not None and _equal(answer, expected, rel_tol, abs_tol))
 
 
 def parse_quantity(text: str) -> Quantity | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any
+
+from rewards.contract import Fault, plain
 
 Completion = str | list[dict[str, Any]]
 
@@ -24,3 +27,16 @@ def answer_text(text: str) -> str:
     if start < 0:
         return text.strip()
     return text[start + len("<answer>") : end].strip()
+
+
+def gold_text(solution: Any) -> str | Fault | None:
+    """Return a gold answer as text; None if there is none; a fault if it has a type that no answer can equal.
+
+    NaN stands for no gold answer, as in tables.
+    """
+    gold = plain(solution)
+    if gold is None:
+        return None
+    if not isinstance(gold, str | Number):
+        return Fault("type", f"`solution` is a {type(gold).__name__}; only text, a number or a bool can be compared")
+    return None if gold != gold else str(gold)

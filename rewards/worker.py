@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rewards.calling import Call, describe
+from rewards.calling import Call, describe, text_of, working_directory_kept
 from rewards.contract import Answer, Fault, RewardFunction, failed
 
 LOAD_SECONDS = 300.0
 """Time limit for starting the process before a call; it does not count towards the function's timeout."""
-ORPHAN_SECONDS = 3.0
-"""If the main process was killed, a worker ends itself this long after the timeout."""
 
 Batch = tuple[Mapping[str, Any], int]
 """The arguments of one call, and its number of completions."""
@@ -59,7 +56,7 @@ class Worker:
                 self._ensure_started(deadline)
                 try:
                     rest = batches[len(answers) :]
-                    self._connection.send_bytes(pickle.dumps((rest, deadline - time.monotonic())))
+                    self._connection.send_bytes(pickle.dumps(rest))
                     for _ in rest:
                         answers.append(self._receive(deadline))
                 except (EOFError, ConnectionError):
@@ -130,25 +127,40 @@ class Worker:
 def serve(connection: Connection, load: Callable[[], RewardFunction]) -> None:
     """Run the worker process: load the function, report a problem or None, then answer calls until the pipe closes."""
     os.setsid()  # a group of its own, so that processes which the function starts are killed with it
+    guard_process_group(connection)
     try:
         function = load()
     except Exception as error:
-        connection.send_bytes(pickle.dumps(str(error)))
+        connection.send_bytes(pickle.dumps(text_of(error)))
         return
     connection.send_bytes(pickle.dumps(None))
     with contextlib.suppress(EOFError):
         while True:
-            batches, seconds = pickle.loads(connection.recv_bytes())
-            # This ends the worker if the main process is gone by then; it needs no interpreter lock.
-            faulthandler.dump_traceback_later(seconds + ORPHAN_SECONDS, exit=True)
-            for arguments, count in batches:
-                connection.send_bytes(_pickled(Call(function, arguments, count).answer(), count))
-            faulthandler.cancel_dump_traceback_later()
+            for arguments, count in pickle.loads(connection.recv_bytes()):
+                with working_directory_kept():
+                    answer = Call(function, arguments, count).answer()
+                connection.send_bytes(_pickled(answer, count))
+
+
+def guard_process_group(connection: Connection) -> None:
+    """Start a process that kills this process group once the worker or the main process is gone, however it ended.
+
+    The worker cannot do that itself: it may have crashed, or its function may hold the interpreter lock.
+    """
+    group, main = os.getpid(), multiprocessing.parent_process()
+    assert main is not None, "a worker is started by multiprocessing"
+    worker_gone, held_by_worker = os.pipe()  # readable once the other end is closed
+    if os.fork() == 0:
+        os.close(held_by_worker)
+        connection.close()  # or the main process would not notice that the worker has ended
+        wait([main.sentinel, worker_gone])
+        os.killpg(group, signal.SIGKILL)  # with this process itself
+    os.close(worker_gone)
 
 
 def _pickled(answer: Answer, count: int) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as error:
-        fault = Fault("type", f"logged something that cannot be sent to the main process: {error}")
+        fault = Fault("type", f"logged something that cannot be sent to the main process: {text_of(error)}")
         return pickle.dumps(failed(fault, count))

@@ -1,6 +1,7 @@
 """Errors that a user can get. Each message names what was found, where, and a solution."""
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 
@@ -28,7 +29,10 @@ class RolloutError(RLVLMError):
 
 
 class RewardError(RLVLMError):
-    """A reward function that cannot be loaded. Failures during a call mask completions instead; see docs/rewards.md."""
+    """A reward function that cannot be loaded, or that fails on more completions than `max_fault_fraction` allows.
+
+    Other failures during a call mask completions; see docs/rewards.md.
+    """
 
 
 class CheckpointError(RLVLMError):
@@ -47,6 +51,11 @@ def shorten(text: object, length: int = 300) -> str:
     """Shorten the text to at most `length` characters; an ellipsis replaces the rest."""
     whole = str(text)
     return whole if len(whole) <= length else whole[: length - 1] + "…"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, or a note instead of it if its `__str__` raises."""
+    return str(traceback.TracebackException.from_exception(error))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_vlm.errors import RLVLMError, did_you_mean, listed
+from rl_vlm.errors import RLVLMError, did_you_mean, listed, text_of
 
 Function = Callable[..., Any]
+NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class LoadError(RLVLMError):
@@ -50,6 +53,28 @@ def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str 
     raise LoadError(f"{module.__file__} {found} {attribute!r}{did_you_mean(attribute, own)}; it defines: {listed(own)}")
 
 
+def load_callable(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
+    """Load a function as `load_function` does. A class is constructed without arguments, for its `__call__`.
+
+    Raises LoadError if the function cannot be loaded or the class cannot be constructed.
+    """
+    found = load_function(name, built_ins, group)
+    if not isinstance(found, type):
+        return found
+    if not any("__call__" in vars(base) for base in found.__mro__):
+        raise LoadError(f"the class {found.__name__!r} has no method `__call__`, which a function needs")
+    needed = [p.name for p in inspect.signature(found).parameters.values() if p.default is p.empty and p.kind in NAMED]
+    if needed:
+        raise LoadError(
+            f"the class {found.__name__!r} is constructed without arguments, and needs {listed(needed)}; give them "
+            f"defaults, or name an instance, such as `my_function = {found.__name__}(…)` in the same file"
+        )
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"the class {found.__name__!r} cannot be constructed: {_cause(error)}") from error
+
+
 def _load_named(name: str, built_ins: Mapping[str, Function], group: str | None) -> Function:
     if name in built_ins:
         return built_ins[name]
@@ -62,14 +87,14 @@ def _load_named(name: str, built_ins: Mapping[str, Function], group: str | None)
         )
     try:
         return plugins[name].load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LoadError(f"the entry point {plugins[name].value!r} cannot be imported: {_cause(error)}") from error
 
 
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LoadError(f"the module {name!r} cannot be imported from {Path.cwd()}: {_cause(error)}") from error
 
 
@@ -88,7 +113,7 @@ def _load_file(path: Path) -> ModuleType:
     try:
         with _importable_from(path.parent):
             spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[str(path)]
         raise LoadError(f"{path} cannot be imported: {_cause(error)}") from error
     return module
@@ -107,5 +132,5 @@ def _importable_from(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def _cause(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"

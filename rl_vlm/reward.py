@@ -12,15 +12,20 @@ import asyncio
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError, did_you_mean, listed, shorten
-from rl_vlm.functions import LoadError, load_function
+from rl_vlm.functions import LoadError, load_callable
+from rl_vlm.names import is_column, is_metric
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, RewardTable, Sample, TrainerState
@@ -40,14 +45,25 @@ def refuse_shadow() -> None:
 
 refuse_shadow()
 
-from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
-from rewards.contract import Answer, Fault, Score, join
+from rewards.calling import (
+    OFFERED,
+    Call,
+    background_loop,
+    parameters,
+    select_arguments,
+    takes_anything,
+    working_directory_kept,
+)
+from rewards.contract import Answer, Fault, Score, failed, join
+from rewards.forms import OTHER, Form, completion_in, form_of, made_up_completion, prompt_in
 from rewards.registry import BUILT_INS
 from rewards.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "rl_vlm.rewards"
+NOT_APPLICABLE = "all/not_applicable"
+"""Under this name completions are counted that no function applies to."""
 
 
 class RewardSuite:
@@ -60,9 +76,7 @@ class RewardSuite:
         self._warned: set[str] = set()
         self.names = [reward.name for reward in self._rewards]
         self.weights = config.reward_weights or [spec.weight for spec in specs]
-        for name in self.names:
-            if self.names.count(name) > 1:
-                raise RewardError(f"{self.names.count(name)} reward functions are called {name!r}: give each a `name`")
+        check_names(self.names)
 
     @property
     def columns(self) -> set[str]:
@@ -74,6 +88,21 @@ class RewardSuite:
         for reward in self._rewards:
             reward.check_columns(set(columns))
 
+    def find_forms(self, first: Sample) -> list[Form | None]:
+        """Return the form in which each function can read completions and prompts, judging by the data's first row.
+
+        A function that is not told its form is called on made-up completions: in the form of the row, and if it fails
+        on that, in the other one. None leaves every row in its own form. The calls leave nothing in logs or metrics,
+        and the global random states as they were.
+        """
+        with random_states_kept(), working_directory_kept():
+            return [reward.find_form(first) for reward in self._rewards]
+
+    def use_forms(self, forms: Sequence[Form | None]) -> None:
+        """Give each function completions and prompts in this form."""
+        for reward, form in zip(self._rewards, forms, strict=True):
+            reward.form = form
+
     def score(self, groups: Sequence[Group], state: TrainerState) -> RewardTable:
         """Call every function on all completions. Async functions and those with a timeout run concurrently.
 
@@ -81,8 +110,10 @@ class RewardSuite:
         """
         if not groups:
             return self._table(groups, [Answer([]) for _ in self._rewards])
-        waiting = [reward.start(groups, state) for reward in self._rewards]
-        return self._table(groups, [wait() for wait in waiting])
+        with working_directory_kept():
+            waiting = [reward.start(groups, state, reward.form) for reward in self._rewards]
+            answers = [wait() for wait in waiting]
+        return self._table(groups, answers)
 
     def close(self) -> None:
         """End the worker processes; the next call would restart them."""
@@ -101,13 +132,14 @@ class RewardSuite:
 
         from rl_vlm.types import RewardTable
 
+        answers = without_taken_names(self.names, answers)
         group_size = len(groups[0].completions) if groups else 0
         shape = (len(self.names), len(groups), group_size)
         scores_FPG = torch.tensor([[_as_float(score) for score in answer.scores] for answer in answers]).reshape(shape)
         faulted = [[isinstance(score, Fault) for score in answer.scores] for answer in answers]
         faulted_PG = torch.tensor(faulted, dtype=torch.bool).reshape(shape).any(dim=0)
         unscored_PG = scores_FPG.isnan().all(dim=0)
-        table = RewardTable(self.names, scores_FPG.permute(1, 2, 0), ~faulted_PG & ~unscored_PG)
+        table = RewardTable(self.names, scores_FPG.permute(1, 2, 0), ~faulted_PG & ~unscored_PG, faulted_PG)
 
         for name, answer in zip(self.names, answers, strict=True):
             columns = {f"{name}/{sub}": values for sub, values in answer.sub_scores.items()} | answer.extras
@@ -143,9 +175,10 @@ class _Reward:
     """One reward function with its settings, and its worker if it has a timeout."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        load = partial(load_function, spec.function, BUILT_INS, ENTRY_POINT_GROUP)
+        load = partial(load_callable, spec.function, BUILT_INS, ENTRY_POINT_GROUP)
         try:
-            self.function = load()
+            with working_directory_kept():
+                self.function = load()
         except LoadError as error:
             raise RewardError(f"reward function {spec.function!r}: {error}") from error
         self.name = spec.name or getattr(self.function, "__name__", type(self.function).__name__)
@@ -161,6 +194,9 @@ class _Reward:
         defaults = {key: p.default for key, p in known.items() if is_built_in and p.kind is p.KEYWORD_ONLY}
         self.settings = defaults | spec.kwargs
         self.worker = Worker(load, spec.timeout) if spec.timeout else None
+        self.form: Form | None = None if spec.completions == "auto" else spec.completions
+        reads_form = {"prompts", "completions"} & known.keys() or takes_anything(self.function)
+        self.probes_form = spec.completions == "auto" and bool(reads_form) and not is_built_in
 
     def check_columns(self, columns: set[str]) -> None:
         """Raise RewardError if a parameter without a default would get no value."""
@@ -171,14 +207,45 @@ class _Reward:
                     f"the data has: {listed(columns)}"
                 )
 
-    def start(self, groups: Sequence[Group], state: TrainerState) -> Callable[[], Answer]:
+    def find_form(self, first: Sample) -> Form | None:
+        """Return the form that the function can read, or None for each row's own; see `RewardSuite.find_forms`."""
+        if not self.probes_form:
+            return self.form
+        natural = form_of(first.prompt)
+        fault = self.probe(first, natural)
+        if fault is None:
+            return natural
+        if fault.kind not in ("timeout", "load") and self.probe(first, OTHER[natural]) is None:
+            found, form = f"it gets them as {OTHER[natural]}, which it reads", OTHER[natural]
+        else:
+            found, form = f"it gets them as {natural} nevertheless", None
+        logger.warning(
+            "reward function %r fails on made-up completions as %s, the form of the data: %s; %s. `completions` in its "
+            "entry of rewards.reward_funcs sets the form",
+            *(self.name, natural, fault.message, found),
+        )
+        return form
+
+    def probe(self, first: Sample, form: Form) -> Fault | None:
+        """Call the function on two made-up completions in this form, and return the fault, if there is one."""
+        import torch
+
+        from rl_vlm.types import Completion, Group, Prompt, TrainerState
+
+        text = made_up_completion(first.columns)
+        completion = Completion(torch.arange(len(text)), torch.zeros(len(text)), "stop", text)
+        group = Group("made-up", Prompt(first, torch.empty(0, dtype=torch.int64), {}, {}), [completion] * 2, 0)
+        answer = self.start([group], TrainerState(global_step=0, max_steps=1, epoch=0.0), form)()
+        return next((score for score in answer.scores if isinstance(score, Fault)), None)
+
+    def start(self, groups: Sequence[Group], state: TrainerState, form: Form | None) -> Callable[[], Answer]:
         """Start the call, or one call per group in the worker. Returns a function that waits for the answer."""
         columns = {column for group in groups for column in group.prompt.sample.columns}
         # A plain namespace, since a worker would have to import torch to unpickle the class.
         constants = {**self.settings, "trainer_state": SimpleNamespace(**vars(state))}
 
         def batch(groups: Sequence[Group]) -> tuple[dict[str, Any], int]:
-            arguments = _arguments(groups, columns)
+            arguments = _arguments(groups, columns, form)
             return select_arguments(self.function, arguments | constants), len(arguments["completions"])
 
         if self.worker is None:
@@ -188,21 +255,59 @@ class _Reward:
         return lambda: join(answers.result())
 
 
-def _arguments(groups: Sequence[Group], columns: Iterable[str]) -> dict[str, list[Any]]:
-    """Build the arguments of TRL's protocol that have one entry per completion; None for a row without the column."""
+def _arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None) -> dict[str, list[Any]]:
+    """Build the arguments of TRL's protocol that have one entry per completion; None for a row without the column.
+
+    Prompts and completions have the given form, or that of their row.
+    """
     rows = [(group.prompt.sample, completion) for group in groups for completion in group.completions]
     return {
         **{column: [sample.columns.get(column) for sample, _ in rows] for column in columns},
-        "prompts": [sample.prompt for sample, _ in rows],
-        "completions": [_as_completion(sample, completion.text) for sample, completion in rows],
+        "prompts": [prompt_in(form, sample.prompt) for sample, _ in rows],
+        "completions": [completion_in(form or form_of(sample.prompt), completion.text) for sample, completion in rows],
         "completion_ids": [completion.token_ids.tolist() for _, completion in rows],
         "images": [sample.images for sample, _ in rows],
     }
 
 
-def _as_completion(sample: Sample, text: str) -> str | list[dict[str, str]]:
-    """Return text after a plain-text prompt, a message after a conversation."""
-    return text if isinstance(sample.prompt, str) else [{"role": "assistant", "content": text}]
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Restore the states of the global random generators after a block."""
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise RewardError if two functions have one name, or if a function has a name that the run itself writes."""
+    for name in names:
+        if names.count(name) > 1:
+            raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
+        if is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name:
+            raise RewardError(
+                f"a reward function cannot be called {name!r}: names with a slash and those of the run's own columns "
+                "and counts are taken; give it another `name`"
+            )
+
+
+def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list[Answer]:
+    """Replace the answers that log under a name of the run or of another function by faults."""
+    owners = {name: name for name in names}
+    owners |= {f"{name}/{sub}": name for name, answer in zip(names, answers, strict=True) for sub in answer.sub_scores}
+    checked = []
+    for name, answer in zip(names, answers, strict=True):
+        problems = [f"log_metric({metric!r})" for metric in answer.metrics if is_metric(metric)]
+        problems += [f"log_extra({column!r})" for column in answer.extras if is_column(column) or column in owners]
+        owners |= dict.fromkeys(answer.extras, name)
+        fault = Fault("name", f"{', '.join(problems)}: the run or another function has this name; choose another")
+        checked.append(failed(fault, len(answer.scores)) if problems else answer)
+    return checked
 
 
 def _as_float(score: Score) -> float:

@@ -30,12 +30,13 @@ from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError
-from rl_vlm.evaluation import Evaluator
+from rl_vlm.evaluation import Evaluator, check_rewarded
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED, RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import Hints, batch_line, loading_line, parameters_line, rows_line
+from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.model.fingerprint import model_fingerprint
@@ -75,7 +76,7 @@ class Run:
         self.config = config
         self.ranks = Ranks()
         self.plan = plan_batches(config, self.ranks.world_size)
-        self.directory = RunDirectory(Path(train.output_dir))
+        self.directory = RunDirectory(Path(train.output_dir).absolute())  # a function may change the working directory
         self.record = Record()
         with ExitStack() as opened:
             opened.callback(self.ranks.close)
@@ -89,6 +90,9 @@ class Run:
             self.rewards = opened.enter_context(RewardSuite(config.rewards))
             self.rewards.check_columns(rows.columns)
             usable = check_rows(rows, self.rewards.columns, self.ranks)
+            self.rewards.use_forms(
+                self.ranks.gather(self.rewards.find_forms(usable.first) if self.ranks.is_main else [])
+            )
             initial = initial_checkpoint(config, self.ranks)
             self.processor = load_processor(initial, config.model, config.data)
             builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
@@ -264,13 +268,17 @@ class Run:
             self.trackers.report({k: v for k, v in line.items() if k != "step"}, line["step"])
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate on the held-out rows. With `load_best_model_at_end`, note the best step so far."""
+        """Evaluate on the held-out rows. With `load_best_model_at_end`, note the best step so far.
+
+        Raises RewardError if no completion has a reward because reward functions failed.
+        """
         assert self.evaluator is not None
         self.collector.free_engine(self.progress)
         states = checkpoint.random_states()
         try:
             state = self.collector.state_at(self.progress)
             metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
+            check_rewarded(metrics)
             self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
         except BaseException:
             checkpoint.restore_random_states(states)
@@ -354,8 +362,10 @@ class Run:
             load_weights(self.trainer.policy, summary["checkpoint"], self.config.model)
             summary["eval_after"] = record.eval_best
         if self.ranks.is_main:
+            lines = self.directory.metrics.read()
+            summary |= totals(lines)
             self.directory.write_summary(summary)
-            draw_curve(self.directory.metrics.read(), self.directory.path / "reward.png")
+            draw_curve(lines, self.directory.path / "reward.png")
         return summary
 
     def close(self) -> None:

@@ -187,6 +187,8 @@ class RewardTable:
     """NaN if a function does not apply to a completion, and for every fault."""
     valid_PG: Bool[Tensor, "prompts group"]
     """False if a function failed on the completion or none applied: left out of baseline, loss and denominator."""
+    faulted_PG: Bool[Tensor, "prompts group"]
+    """True if a function failed on the completion."""
     breakdown: dict[str, list[list[Any]]] = field(default_factory=dict)
     """Named sub-scores and extra columns, each P lists of G values, for the completions file."""
     metrics: dict[str, list[float]] = field(default_factory=dict)

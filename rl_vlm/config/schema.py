@@ -192,15 +192,21 @@ class RewardSpec(Section):
     """Weight of this reward in the sum."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments passed to every call."""
+    completions: Literal["auto", "messages", "text"] = "auto"
+    """Form in which the function gets completions and prompts. `auto` calls it once before the run to find a form that
+    it can read; the form of the data comes first."""
     timeout: float | None = Field(default=None, gt=0)
     """Maximum seconds per call. The function then runs in a worker process, which is killed on a timeout."""
 
 
 class RewardsConfig(Section):
     reward_funcs: Annotated[list[str | RewardSpec], BeforeValidator(_as_list)] = []
-    """Reward functions: names, or mappings with `function`, `name`, `weight`, `kwargs` and `timeout`."""
+    """Reward functions: names, or mappings with `function`, `name`, `weight`, `kwargs`, `completions` and `timeout`."""
     reward_weights: list[float] | None = None
     """One weight per function, instead of a `weight` in each entry of `reward_funcs`."""
+    max_fault_fraction: float = Field(default=1.0, ge=0, le=1)
+    """Largest fraction of a generation window's completions that reward functions may fail on; above it the run stops.
+    0 stops at the first fault. A window without any reward always stops the run."""
 
 
 class AlgorithmConfig(Section):

@@ -22,6 +22,7 @@ from rl_vlm.errors import DataError
 
 if TYPE_CHECKING:
     from rl_vlm.distributed.ranks import Ranks
+    from rl_vlm.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,11 @@ class UsableRows:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def first(self) -> Sample:
+        """The first row in use."""
+        return self.rows[self.indices[0]]
 
     def without(self, dropped: Sequence[dict[str, Any]]) -> UsableRows:
         """Leave out further rows. Raises DataError if none is left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -16,11 +16,13 @@ from rl_vlm.data.check import UsableRows, check_rows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import RewardError
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
 from rl_vlm.log.completions import completion_rows
+from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.progress_bar import ProgressBar
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward import NOT_APPLICABLE, RewardSuite
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.sampling import sampling_params
@@ -152,6 +154,17 @@ def held_out_rows(config: RunConfig, rewards: RewardSuite, ranks: Ranks) -> Usab
     rows = load_rows(config.data, "eval")
     rewards.check_columns(rows.columns)
     return check_rows(rows, rewards.columns, ranks)
+
+
+def check_rewarded(metrics: Mapping[str, float]) -> None:
+    """Raise RewardError if reward functions failed in an evaluation and no completion has a reward."""
+    faults = {name: count for name, count in reward_faults(metrics).items() if name != NOT_APPLICABLE}
+    if faults and "reward" not in metrics:
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in faults.items())
+        raise RewardError(
+            f"none of the {metrics['num_completions']:.0f} completions of the evaluation has a reward, because reward "
+            f"functions failed: {counts}. The log has the first fault of each kind with its place."
+        )
 
 
 def is_plain(value: Any) -> bool:

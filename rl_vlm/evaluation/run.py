@@ -21,7 +21,14 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
-from rl_vlm.evaluation.evaluator import Evaluation, Evaluator, evaluation_sampling, held_out_rows, is_plain
+from rl_vlm.evaluation.evaluator import (
+    Evaluation,
+    Evaluator,
+    check_rewarded,
+    evaluation_sampling,
+    held_out_rows,
+    is_plain,
+)
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.files import lock_directory, write_file
@@ -79,7 +86,10 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
 
 
 def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions) -> dict[str, Summary]:
-    """Run one evaluation per name. Finished chunks are kept until all evaluations are complete."""
+    """Run one evaluation per name. Finished chunks are kept until all evaluations are complete.
+
+    Raises RewardError if reward functions failed and an evaluation has no reward. Its files are written before that.
+    """
     config, ranks = next(iter(configs.values())), Ranks()
     check_evaluable(config)
     root = Path(config.train.output_dir) / "evaluation"
@@ -102,9 +112,13 @@ def evaluate_in(
     with RewardSuite(config.rewards) as rewards:
         usable = held_out_rows(config, rewards, ranks)
         kept = check_options(options, usable.rows, rewards, config.rollout.num_generations_eval)
+        rewards.use_forms(ranks.gather(rewards.find_forms(usable.first) if ranks.is_main else []))
         for name, config in configs.items():
             model = EvaluatedModel(config, ranks, usable, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)
+            if ranks.is_main and "reward" not in summaries[name]:
+                directories[name].delete_unfinished()  # another call scores again what has no reward
+            check_rewarded(summaries[name])
             gc.collect()  # before the next model is loaded
     if ranks.is_main:
         if len(summaries) > 1:

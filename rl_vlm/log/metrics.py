@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,6 +153,30 @@ def is_score(metric: str) -> bool:
 def function_name(score: str) -> str:
     """Return the function of a score: `exact_match` for `eval_rewards/exact_match/mean`."""
     return score.split("/")[1]
+
+
+def reward_faults(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the number of completions that each function failed on, by `function/kind`."""
+    return named_with("reward_faults/", metrics)
+
+
+def skipped_updates(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the number of skipped updates by reason, such as `no_variance`."""
+    return named_with("skipped_updates/", metrics)
+
+
+def named_with(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics with this prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def totals(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Add up the faults and the skipped updates of all steps, for the summary of a run."""
+    faults, skipped = Counter(), Counter()
+    for line in lines:
+        faults.update(reward_faults(line))
+        skipped.update(skipped_updates(line))
+    return {"reward_faults": dict(faults), "skipped_updates": dict(skipped)}
 
 
 class MetricsLog:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.checkpoint import complete
-from rl_vlm.log.metrics import function_name, is_score
+from rl_vlm.log.metrics import function_name, is_score, reward_faults
 
 
 def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
-    """Describe the change in held-out scores and where the files are."""
+    """Describe the change in held-out scores, reward faults, skipped updates, and where the files are."""
     before, after = summary["eval_before"] or {}, summary["eval_after"] or {}
     changes = [
         f"{function_name(metric)} from {before[metric]:.2f} to {after[metric]:.2f}"
@@ -20,10 +20,15 @@ def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
     took = f"{summary['optimizer_steps']} optimizer steps ({summary['train_seconds']:.0f} s)"
     learned = f"took held-out {' and '.join(changes)} in {took}" if changes else f"ran {took}"
     directory = Path(output_dir)
-    return (
+    files = (
         f"GRPO {learned}. The curve is {directory / 'reward.png'}, every completion with its rewards is in "
         f"{directory / 'completions'}, and the model is {summary['checkpoint']}."
     )
+    faults = [
+        *fault_lines(summary.get("reward_faults", {})),
+        *fault_lines(reward_faults(after), "held-out completions"),
+    ]
+    return "\n".join([files, *skipped_lines(summary), *faults])
 
 
 def interrupted_training(output_dir: str) -> str:
@@ -47,7 +52,7 @@ def evaluation_outcome(summary: dict[str, Any], output_dir: str) -> str:
     lines = [
         f"{summary['num_samples']:.0f} samples: {'; '.join(scores) or 'no completion has a score'}. "
         f"Every completion is in {directory / 'completions.parquet'}.",
-        *fault_lines(summary),
+        *fault_lines(reward_faults(summary)),
     ]
     for column, by_value in summary.get("by", {}).items():
         lines.append(scores_table(column, by_value))
@@ -60,7 +65,7 @@ def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) ->
     """Describe the scores in a row per checkpoint, and where the files are."""
     directory = Path(output_dir) / "evaluation"
     lines = [scores_table("checkpoint", summaries)]
-    lines += [f"{name}: {line}" for name, summary in summaries.items() for line in fault_lines(summary)]
+    lines += [f"{name}: {line}" for name, summary in summaries.items() for line in fault_lines(reward_faults(summary))]
     for name, summary in summaries.items():
         for column, by_value in summary.get("by", {}).items():
             lines.append(scores_table(f"{name}, {column}", by_value))
@@ -93,11 +98,23 @@ def best_of(metrics: dict[str, Any], name: str) -> list[str]:
     return found
 
 
-def fault_lines(metrics: dict[str, Any]) -> list[str]:
+def skipped_lines(summary: dict[str, Any]) -> list[str]:
+    """Return a line on steps without an update, if there are any."""
+    reasons = [
+        f"{name.replace('_', ' ')} {count:.0f}" for name, count in summary.get("skipped_updates", {}).items() if count
+    ]
+    steps = summary["optimizer_steps"]
+    return [f"Steps of {steps} that did not update the weights: {', '.join(reasons)}."] if reasons else []
+
+
+def fault_lines(faults: dict[str, float], which: str = "completions") -> list[str]:
     """Return a line on completions that reward functions failed on, if there are any."""
-    prefix = "reward_faults/"
-    counts = [f"{name.removeprefix(prefix)} {metrics[name]:.0f}" for name in metrics if name.startswith(prefix)]
-    return [f"Completions without a score because a reward function failed: {', '.join(counts)}."] if counts else []
+    counts = [f"{name} {count:.0f}" for name, count in faults.items()]
+    return (
+        [f"{which.capitalize()} without a score because a reward function failed: {', '.join(counts)}."]
+        if counts
+        else []
+    )
 
 
 def kept_line(kept: dict[str, Any], path: Path) -> str:

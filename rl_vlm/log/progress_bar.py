@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rl_vlm.log.metrics import function_name, is_score
+from rl_vlm.log.metrics import function_name, is_score, reward_faults, skipped_updates
 
 
 class ProgressBar:
@@ -58,8 +58,13 @@ def can_draw_bar() -> bool:
 
 
 def training_figures(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the total reward and those of the functions of a line of `metrics.jsonl`, by short names."""
-    return {short_name(name): f"{line[name]:.2f}" for name in line if name == "reward" or is_score(name)}
+    """Return the rewards of a line of `metrics.jsonl` by short names, its faults, and why its update was skipped."""
+    figures = {short_name(name): f"{line[name]:.2f}" for name in line if name == "reward" or is_score(name)}
+    if faults := reward_faults(line):
+        figures["reward faults"] = f"{sum(faults.values()):.0f}"
+    if reasons := [reason for reason, skipped in skipped_updates(line).items() if skipped]:
+        figures["update skipped"] = reasons[0].replace("_", " ")
+    return figures
 
 
 def short_name(metric: str) -> str:

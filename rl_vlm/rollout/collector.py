@@ -32,7 +32,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
-from rl_vlm.rollout.scoring import replace_rows, score_groups, weighted_rewards, without_variance
+from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Group, Progress, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 
@@ -318,7 +318,10 @@ class Collector:
         metrics.add_sum("resampling/groups_recovered", num_recovered)
 
     def make_window(self, rollout: Rollout, state: TrainerState, metrics: StepMetrics) -> Window:
-        """Compute the advantages of generated groups, and record the completions of all ranks."""
+        """Compute the advantages of generated groups, and record the completions of all ranks.
+
+        Raises RewardError on every rank if no completion has a reward, or too many have a fault.
+        """
         table = rollout.table
         scored = self.scored_groups(rollout.groups, table)
         for fault, count in table.fault_counts.items():
@@ -326,6 +329,7 @@ class Collector:
         for name, values in table.metrics.items():
             metrics.add_mean(name, sum(values), len(values))
         self.log.write(state.global_step, scored, table)
+        check_faults(table, self.ranks, self.config.rewards.max_fault_fraction)
         return Window(rollout.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:

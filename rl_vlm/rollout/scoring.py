@@ -9,6 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rl_vlm.algorithm.advantages import Advantages, compute_advantages, total_rewards
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import RewardError
 from rl_vlm.types import Group, RewardTable, ScoredGroup
 
 
@@ -40,6 +42,31 @@ def score_groups(
     ]
 
 
+def check_faults(table: RewardTable, ranks: Ranks, max_fault_fraction: float) -> None:
+    """Raise RewardError on every rank if no completion of a window has a reward, or too many have a fault.
+
+    All ranks must call this, each with the table of its own groups.
+    """
+    valid_PG, faulted_PG = table.valid_PG, table.faulted_PG
+    sums = ranks.sum([float(valid_PG.sum()), float(faulted_PG.sum()), float(valid_PG.numel())])
+    num_valid, num_faulted, num_completions = map(int, sums)
+    if num_valid and num_faulted <= max_fault_fraction * num_completions:
+        return
+    messages = ranks.gather(table.fault_messages)
+    first_of_kind = {message.split(":")[0]: message for message in reversed(messages)}
+    if num_valid:
+        found = (
+            f"reward functions fail on {num_faulted} of the {num_completions} completions of a generation window, more "
+            f"than rewards.max_fault_fraction {max_fault_fraction:g} allows"
+        )
+    else:
+        found = f"none of the {num_completions} completions of a generation window has a reward"
+    faults = "\n".join(reversed(first_of_kind.values()))
+    raise RewardError(
+        f"{found}:\n{faults}\nMend the function or the data, and resume with train.resume_from_checkpoint=auto."
+    )
+
+
 def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) -> None:
     """Replace row p of `table` with row `rows[p]` of `new`, for every p in `rows`.
 
@@ -48,6 +75,7 @@ def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) 
     for p, i in rows.items():
         table.scores_PGF[p] = new.scores_PGF[i]
         table.valid_PG[p] = new.valid_PG[i]
+        table.faulted_PG[p] = new.faulted_PG[i]
     num_groups, group_size = table.valid_PG.shape
     for column in dict.fromkeys([*table.breakdown, *new.breakdown]) if rows else ():
         values = table.breakdown.setdefault(column, [[None] * group_size for _ in range(num_groups)])

@@ -3,9 +3,13 @@
 import inspect
 import subprocess
 import sys
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
+from rewards.contract import Fault
+from rewards.exact_match import exact_match
 from rewards.registry import BUILT_INS
 
 GOLD = {
@@ -67,3 +71,24 @@ def test_the_package_imports_no_torch():
         "import sys, rewards.registry, rewards.worker; sys.exit('torch' in sys.modules or 'rl_vlm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize("solution", [["7"], {"answer": "7"}, b"7", ("7",), np.array(["7"]), object()])
+@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"format_tags"}))
+def test_a_solution_that_nothing_can_equal_is_a_fault_of_its_completion(name, solution):
+    text, gold = GOLD[name]
+    first, second = BUILT_INS[name]([text, text], solution=[solution, gold])
+    kind = type(solution).__name__
+    assert first == Fault("type", f"`solution` is a {kind}; only text, a number or a bool can be compared")
+    assert second == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"format_tags"}))
+def test_nan_is_no_solution(name):
+    assert BUILT_INS[name]([GOLD[name][0]] * 2, solution=[float("nan"), np.float32("nan")]) == [None, None]
+
+
+def test_numbers_and_bools_are_solutions():
+    solutions = [7, np.int64(7), np.float32(0.5), True, np.bool_(True), Decimal("0.5")]
+    texts = ["7", "7", "0.5", "True", "True", "0.5"]
+    assert exact_match(texts, solutions) == [1.0] * 6

@@ -15,7 +15,7 @@ OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
     "errors types",
-    "config functions tiny",
+    "config functions names tiny",
     "data model algorithm memory distributed reward checkpoint",
     "log",
     "rollout",

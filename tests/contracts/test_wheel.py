@@ -37,6 +37,6 @@ def test_the_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile):
     def read(ending: str) -> str:
         return wheel.read(next(name for name in wheel.namelist() if name.endswith(ending))).decode()
 
-    assert "rl-vlm = launch.cli:main" in read(".dist-info/entry_points.txt")
+    assert "rl-vlm = launch.cli:command" in read(".dist-info/entry_points.txt")
     assert "Apache License" in read(".dist-info/licenses/LICENSE")
     assert "License-Expression: Apache-2.0" in read(".dist-info/METADATA")

@@ -292,3 +292,42 @@ def test_help_and_config_errors_need_no_torch(config):
         "assert status == 2 and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, config], check=True, capture_output=True)
+
+
+LEAVES = """
+import multiprocessing, sys, threading, time
+from launch import cli
+
+def stay(): time.sleep(600)
+
+def main():
+    print("written")
+    if "thread" in sys.argv:
+        threading.Thread(target=stay, name="stays").start()
+    if "process" in sys.argv:
+        multiprocessing.get_context("fork").Process(target=stay, name="stays").start()
+    if "error" in sys.argv:
+        raise ValueError("no luck")
+    return 3
+
+cli.EXIT_SECONDS = 600 if "short" in sys.argv else 0.5
+cli.end_process_after(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("thread", 3, "threads or processes of users' functions still run: stays. They"),
+        ("process", 3, "threads or processes of users' functions still run: stays. They"),
+        ("thread error", 1, "ValueError: no luck"),
+        ("short", 3, ""),
+        ("short error", 1, "ValueError: no luck"),
+    ],
+)
+def test_a_finished_command_ends_whatever_users_functions_left(words, status, said):
+    command = [sys.executable, "-c", LEAVES, *words.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (status, "written\n")
+    assert said in result.stderr
+    assert ("rl-vlm has finished" in result.stderr) is ("short" not in words)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pyarrow.parquet
@@ -25,6 +27,7 @@ from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.sampling import stream_keys
 from rl_vlm.rollout.scoring import replace_rows
 from rl_vlm.rollout.weights import CheckpointWeights
+from rl_vlm.rollout.window import Window
 from rl_vlm.types import Completion, Group, Progress, RewardTable, RolloutRequest, Sampling, TrainerState
 
 F, T = False, True
@@ -65,21 +68,70 @@ class Script:
         pass
 
 
-def make_collector(script: Script, rounds: int, folder: Path | None = None, **algorithm: Any) -> Collector:
+class RankOfTwo(Ranks):
+    """One of two ranks, which are threads of this process; any operation waits for the other's."""
+
+    def __init__(self, index: int, barrier: Barrier, slots: list[Any]) -> None:
+        self.index, self.barrier, self.slots = index, barrier, slots
+
+    @property
+    def rank(self) -> int:
+        return self.index
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def is_main(self) -> bool:
+        return self.index == 0
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        self.slots[self.index] = values
+        self.barrier.wait(timeout=30)
+        both = [*self.slots[0], *self.slots[1]]
+        self.barrier.wait(timeout=30)
+        return both
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return [first + second for first, second in zip(*self.gather([values]), strict=True)]
+
+
+def on_two_ranks(*scripts: Script, **settings: Any) -> list[Window | BaseException | None]:
+    """The window that each rank makes from its script, or the error that it raises instead."""
+    barrier, slots = Barrier(2), [None, None]
+    collectors = [
+        make_collector(script, 0, ranks=RankOfTwo(i, barrier, slots), **settings) for i, script in enumerate(scripts)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(collector.current, Progress(max_steps=1), StepMetrics()) for collector in collectors]
+    assert all(c.window is not None or c.loader.state_dict()["cursor"] == 0 for c in collectors)
+    return [future.exception() or future.result() for future in made]
+
+
+def make_collector(
+    script: Script,
+    rounds: int,
+    folder: Path | None = None,
+    ranks: Ranks | None = None,
+    max_fault_fraction: float = 1.0,
+    **algorithm: Any,
+) -> Collector:
     """Of three rows a, b and c; completions are written to `folder`, if one is given."""
+    ranks = ranks or Ranks()
     config = RunConfig.model_validate(
         {
             "model": {"model_name_or_path": "none"},
             "rollout": {"num_generations": 2, "max_resampling_rounds": rounds, "max_staleness": 1, "engine": SERVED},
-            "train": {"prompts_per_step": 3},
-            "rewards": {"reward_funcs": [f"{__name__}:number"]},
+            "train": {"prompts_per_step": 3 * ranks.world_size},
+            "rewards": {"reward_funcs": [f"{__name__}:number"], "max_fault_fraction": max_fault_fraction},
             "algorithm": algorithm,
             "log": {"log_completions": folder is not None},
         }
     )
     rows = Rows("rows", ListRows([{"prompt": "?"}] * 3), ["a", "b", "c"], Path(), config.data)
     sampler = PromptSampler(3, 3, seed=0, shuffle=False)
-    loader, ranks = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data), Ranks()
+    loader = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data)
     engine, log = SyncedEngine(script, NO_WEIGHTS, ranks), CompletionsLog(folder or Path(), ranks, config.log)
     return Collector(config, ranks, loader, engine, RewardSuite(config.rewards), log)
 
@@ -165,6 +217,68 @@ def test_advantages_span_the_window_that_is_trained_on():
     assert window.groups[0].advantages_G.tolist() == pytest.approx([-4 / (std + 1e-4), 4 / (std + 1e-4)])
 
 
+def test_the_standard_deviation_of_a_batch_spans_the_ranks():
+    """Six rewards are 6 and six are 0, with mean 3; the first rank alone has one 6."""
+    scripts = Script(a="0 6", b="0 0", c="0 0"), Script(a="6 6", b="6 6", c="6 0")
+    first, second = on_two_ranks(*scripts, scale_rewards="batch")
+    assert isinstance(first, Window) and isinstance(second, Window)
+    scaled = 3 / (math.sqrt(12 * 3**2 / 11) + 1e-4)
+    assert first.groups[0].advantages_G.tolist() == pytest.approx([-scaled, scaled])
+    assert second.groups[2].advantages_G.tolist() == pytest.approx([scaled, -scaled])
+
+
+NAN = "number/nan: returned nan; masked completions of samples: "
+MEND = "Mend the function or the data, and resume with train.resume_from_checkpoint=auto."
+
+
+def test_a_window_without_a_reward_is_an_error_that_names_the_fault_and_leaves_the_rows_undrawn(tmp_path):
+    collector = make_collector(Script(a="x x, 0 1", b="x -, 0 1", c="x x, 0 1"), 0, tmp_path)
+    with pytest.raises(RewardError) as stop:
+        collector.current(Progress(max_steps=1), StepMetrics())
+    assert str(stop.value).splitlines() == [
+        "none of the 6 completions of a generation window has a reward:",
+        f"{NAN}a [0, 1], b [0], c [0, 1]",
+        "all/not_applicable: no reward function applies; masked completions of samples: b [1]",
+        MEND,
+    ]
+    assert (tmp_path / "completions" / "completions_00000.parquet").exists()
+    window = collector.current(Progress(max_steps=1), StepMetrics())
+    assert [[c.text for c in scored.group.completions] for scored in window.groups] == [["0", "1"]] * 3
+
+
+def test_one_reward_is_enough():
+    make_collector(Script(a="x x", b="x 0", c="x x"), 0).current(Progress(max_steps=1), StepMetrics())
+
+
+def test_a_window_is_that_of_all_ranks():
+    faulty, fine = Script(a="x x", b="x x", c="x x"), Script(a="0 x", b="x x", c="x x")
+    assert all(isinstance(window, Window) for window in on_two_ranks(faulty, fine))
+    errors = on_two_ranks(*(Script(a="x x", b="x x", c=c) for c in ("x x", "x -")))
+    for error in errors:
+        assert isinstance(error, RewardError)
+        assert str(error).startswith("none of the 12 completions of a generation window has a reward:\nnumber/nan: ")
+
+
+@pytest.mark.parametrize(("limit", "stops"), [(0.0, True), (0.3, True), (0.34, False), (1.0, False)])
+def test_the_fraction_of_faults_that_is_tolerated(limit, stops):
+    """Two of six completions fail; one more does not apply, which is no fault."""
+    collector = make_collector(Script(a="x 0", b="0 1", c="- x"), 0, max_fault_fraction=limit)
+    if not stops:
+        collector.current(Progress(max_steps=1), StepMetrics())
+        return
+    with pytest.raises(RewardError) as stop:
+        collector.current(Progress(max_steps=1), StepMetrics())
+    assert str(stop.value).startswith(
+        "reward functions fail on 2 of the 6 completions of a generation window, more than "
+        f"rewards.max_fault_fraction {limit:g} allows:\n{NAN}a [0], c [1]\n"
+    )
+
+
+def test_completions_without_a_fault_need_no_tolerance():
+    collector = make_collector(Script(a="- 0", b="0 1", c="- -"), 0, max_fault_fraction=0.0)
+    collector.current(Progress(max_steps=1), StepMetrics())
+
+
 def test_time_of_all_rounds_adds_up(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("rl_vlm.log.metrics.time.perf_counter", lambda: float(next(clock)))
@@ -191,7 +305,7 @@ def test_an_error_in_a_later_round_leaves_the_sampler_where_it_was(monkeypatch):
 
 def table(scores: list[list[float]], **contents: Any) -> RewardTable:
     scores_PG = torch.tensor(scores)
-    return RewardTable(["f"], scores_PG[:, :, None], ~scores_PG.isnan(), **contents)
+    return RewardTable(["f"], scores_PG[:, :, None], ~scores_PG.isnan(), scores_PG.isnan(), **contents)
 
 
 def test_rows_are_replaced_with_all_of_their_columns():
@@ -206,6 +320,7 @@ def test_rows_are_replaced_with_all_of_their_columns():
     replace_rows(old, new, {0: 1})
     assert old.scores_PGF[:, :, 0].nan_to_num(-1.0).tolist() == [[5, -1], [1, 2]]
     assert old.valid_PG.tolist() == [[T, F], [T, T]]
+    assert old.faulted_PG.tolist() == [[F, T], [F, F]]
     assert old.breakdown == {
         "both": [["y", "z"], ["c", "d"]], "old": [[None, None], [3, 4]], "new": [[8, 9], [None, None]]
     }  # fmt: skip

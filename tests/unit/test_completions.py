@@ -27,7 +27,13 @@ def scored_group() -> ScoredGroup:
 
 def rows() -> list[dict]:
     breakdown = {"style/note": [["good", None]]}
-    table = RewardTable(["accuracy", "style"], torch.zeros(1, 2, 2), torch.tensor([[True, False]]), breakdown)
+    table = RewardTable(
+        ["accuracy", "style"],
+        torch.zeros(1, 2, 2),
+        torch.tensor([[True, False]]),
+        torch.tensor([[False, True]]),
+        breakdown,
+    )
     return completion_rows(3, [scored_group()], table)
 
 

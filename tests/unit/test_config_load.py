@@ -122,6 +122,23 @@ def test_reward_mappings(write):
             "",
             "run.yaml: `rewards.reward_funcs.1.function` is not set; see `rl-vlm train --help`",
         ),
+        (
+            "reward_funcs: [f, {function: g, weight: .nan}]",
+            "",
+            "run.yaml: `rewards.reward_funcs.1.weight` is nan: it should be a finite number",
+        ),
+        ("", "reward_weights=[.inf]", "command line: `rewards.reward_weights.0` is inf: it should be a finite number"),
+        ("", "learning_rate=.inf", "command line: `train.learning_rate` is inf: it should be a finite number"),
+        (
+            "reward_funcs: [{function: g, completions: chat}]",
+            "",
+            "run.yaml: `rewards.reward_funcs.0.completions` is 'chat': it should be 'auto', 'messages' or 'text'",
+        ),
+        (
+            "max_fault_fraction: 2",
+            "",
+            "run.yaml: `rewards.max_fault_fraction` is 2: it should be less than or equal to 1",
+        ),
         ("output_dir: {a: 1}", "", "run.yaml: `train.output_dir` is {'a': 1}: it should be a valid string"),
         (
             "beta: 0.1\nalgorithm: {beta: 0.2}",

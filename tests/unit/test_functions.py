@@ -103,3 +103,57 @@ def test_errors_say_what_exists(name, message, folder):
     (folder / "broken.py").write_text("1 / 0")
     with pytest.raises(LoadError, match=message):
         load_function(name)
+
+
+CLASSES = """
+class Mine:
+    def __call__(self, completions): return [1.0]
+
+class Scaled(Mine):
+    def __init__(self, scale, *more, bias=0.0): ...
+
+class Broken(Mine):
+    def __init__(self): raise OSError("no model")
+
+class Unprintable(Mine):
+    def __init__(self):
+        class Unprintable(Exception):
+            def __str__(self): raise RuntimeError
+        raise Unprintable
+
+class Leaves(Mine):
+    def __init__(self): raise SystemExit(3)
+
+class Data: ...
+
+def function(completions): return [2.0]
+instance = Scaled(3)
+"""
+
+
+def test_a_class_is_constructed_and_anything_else_is_as_it_was(folder):
+    (folder / "classes.py").write_text(CLASSES)
+    calls = {"Mine": [1.0], "function": [2.0], "instance": [1.0]}
+    assert {name: functions.load_callable(f"classes.py:{name}")([""]) for name in calls} == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Scaled", r"'Scaled' is constructed without arguments, and needs scale; .* `my_function = Scaled\(…\)`"),
+        ("Broken", "'Broken' cannot be constructed: OSError: no model"),
+        ("Unprintable", r"'Unprintable' cannot be constructed: Unprintable: <exception str\(\) failed>"),
+        ("Leaves", "'Leaves' cannot be constructed: SystemExit: 3"),
+        ("Data", "the class 'Data' has no method `__call__`"),
+    ],
+)
+def test_classes_that_cannot_be_functions(folder, name, message):
+    (folder / "classes.py").write_text(CLASSES)
+    with pytest.raises(LoadError, match=message):
+        functions.load_callable(f"classes.py:{name}")
+
+
+def test_a_file_that_exits_is_refused(folder):
+    (folder / "exits.py").write_text("raise SystemExit(0)")
+    with pytest.raises(LoadError, match="cannot be imported: SystemExit: 0"):
+        load_function("exits.py:f")

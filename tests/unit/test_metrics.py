@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.log.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score
+from rl_vlm.log.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score, totals
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
 
 
@@ -126,3 +126,14 @@ def test_log_that_does_not_exist_is_empty(tmp_path):
     assert log.read() == []
     log.truncate_after(-1)
     assert log.path.read_text() == ""
+
+
+def test_totals_are_over_all_steps():
+    lines = [
+        {"step": 1, "reward_faults/f/nan": 2.0, "skipped_updates/no_variance": 1.0, "skipped_updates/nonfinite": 0.0},
+        {"step": 2, "reward_faults/f/nan": 1.0, "reward_faults/g/inf": 4.0, "skipped_updates/no_variance": 1.0},
+        {"step": 3, "reward": 0.5, "eval_reward_faults/f/nan": 9.0},
+    ]
+    assert totals(lines) == {
+        "reward_faults": {"f/nan": 3.0, "g/inf": 4.0}, "skipped_updates": {"no_variance": 2.0, "nonfinite": 0.0}
+    }  # fmt: skip

@@ -98,3 +98,16 @@ def screen(text: str) -> list[str]:
         elif part != "\r":  # every text begins behind one
             lines[row] = part + lines[row][len(part) :]
     return [line for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("more", "figures"),
+    [
+        ({"skipped_updates/no_variance": 0.0, "skipped_updates/nonfinite": 0.0}, {}),
+        ({"reward_faults/judge/nan": 1.0, "reward_faults/judge/timeout": 12.0}, {"reward faults": "13"}),
+        ({"skipped_updates/no_variance": 1.0, "skipped_updates/nonfinite": 0.0}, {"update skipped": "no variance"}),
+        ({"skipped_updates/no_variance": 0.0, "skipped_updates/nonfinite": 1.0}, {"update skipped": "nonfinite"}),
+    ],
+)
+def test_faults_and_skipped_updates_are_figures(more, figures):
+    assert training_figures({"reward": 0.5} | more) == {"reward": "0.50"} | figures

@@ -2,17 +2,19 @@
 
 import logging
 import math
+import random
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError
-from rl_vlm.reward import RewardSuite, refuse_shadow
+from rl_vlm.reward import RewardSuite, random_states_kept, refuse_shadow
 from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, TrainerState
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -274,3 +276,215 @@ def test_the_example_of_the_documentation(suite):
     table = rewards.score([group(["<answer>7</answer>", "<answer>thirty characters</answer>", "x" * 50])], STATE)
     assert rounded(table) == [[[1.0, 1.0], [1.0, 0.1111], [0.0, 0.0]]]
     assert table.metrics == {"characters": [34.0]}
+
+
+READS_MESSAGES = "def f(completions, **kwargs): return [float(len(c[0]['content'])) for c in completions]"
+READS_TEXT = "def f(completions, **kwargs): return [float(len(c.strip())) for c in completions]"
+READS_BOTH = "def f(completions): return [1.0] * len(completions)"
+FAILS = "def f(completions): raise KeyError('gold')"
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt", "form"),
+    [
+        (READS_MESSAGES, "Which digit?", "messages"),
+        (READS_MESSAGES, MESSAGES, "messages"),
+        (READS_TEXT, "Which digit?", "text"),
+        (READS_TEXT, MESSAGES, "text"),
+        (READS_BOTH, "Which digit?", "text"),
+        (READS_BOTH, MESSAGES, "messages"),
+        (FAILS, "Which digit?", None),
+        (FAILS, MESSAGES, None),
+    ],
+)
+@pytest.mark.parametrize("timeout", [None, pytest.param(20.0, marks=pytest.mark.ci)])
+def test_a_function_gets_the_form_that_it_reads(suite, source, prompt, form, timeout):
+    rewards = suite(source, {"function": "mine.py:f", "timeout": timeout})
+    groups = [group(["ab", "c"], prompt=prompt)]
+    forms = rewards.find_forms(groups[0].prompt.sample)
+    assert forms == [form] == rewards.find_forms(groups[0].prompt.sample)
+    rewards.use_forms(forms)
+    table = rewards.score(groups, STATE)
+    assert rounded(table) == (
+        [[[None], [None]]] if source == FAILS else [[[1.0 if source == READS_BOTH else 2.0], [1.0]]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (READS_TEXT, None),
+        (READS_MESSAGES, "; it gets them as messages, which it reads. "),
+        (FAILS, "raised KeyError: 'gold' (mine.py:1 in f); it gets them as text nevertheless. "),
+    ],
+)
+def test_the_log_says_if_a_function_cannot_read_the_form_of_the_data(suite, caplog, source, end):
+    suite(source).find_forms(group(["a"], prompt="Which digit?").prompt.sample)
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == (0 if end is None else 1)
+    for message in found:
+        assert message.startswith("reward function 'f' fails on made-up completions as text, the form of the data: ")
+        assert end in message
+
+
+SEEN = "def f(prompts, completions): raise ValueError(repr((prompts, completions)))"
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "seen"),
+    [
+        ("text", MESSAGES, (["Which digit?"], ["ab"])),
+        ("text", [{"role": "system", "content": "Be brief."}, *MESSAGES], (["Be brief.\nWhich digit?"], ["ab"])),
+        ("messages", "Which?", ([[{"role": "user", "content": "Which?"}]], [[{"role": "assistant", "content": "ab"}]])),
+        ("text", "Which?", (["Which?"], ["ab"])),
+        ("messages", MESSAGES, ([MESSAGES], [[{"role": "assistant", "content": "ab"}]])),
+    ],
+)
+def test_the_form_that_is_set_is_given_and_not_looked_for(suite, form, prompt, seen):
+    rewards = suite(SEEN, {"function": "mine.py:f", "completions": form})
+    one = group(["ab"], prompt=prompt)
+    assert rewards.find_forms(one.prompt.sample) == [form]
+    (message,) = rewards.score([one], STATE).fault_messages
+    assert repr(seen)[:150] in message
+
+
+RECORDS = """
+import random, numpy, torch
+calls = []
+
+def f(completions, log_extra, log_metric, trainer_state, solution, images):
+    calls.append(completions)
+    random.random(), numpy.random.rand(), torch.rand(1)
+    log_extra("parsed", completions)
+    log_metric("length", 1.0)
+    return [1.0] * len(completions)
+
+def reads_no_completion(completion_ids, solution): raise ValueError("is not called")
+"""
+
+
+def test_looking_for_the_form_calls_once_and_leaves_nothing(suite):
+    rewards = suite(RECORDS, "mine.py:f", "mine.py:reads_no_completion", "exact_match")
+    states = repr(np.random.get_state()), torch.get_rng_state().tolist()
+    sample = group(["a"], prompt="Which?", solution="<answer>3</answer>").prompt.sample
+    assert rewards.find_forms(sample) == ["text", None, None]
+    assert (repr(np.random.get_state()), torch.get_rng_state().tolist()) == states
+    (call,) = sys.modules[str(Path("mine.py").resolve())].calls
+    assert call == ["<think>This completion is made up.</think>\n<answer>3</answer>"] * 2
+
+
+def test_random_states_are_kept():
+    """Python's own here, from which beartype draws too if anything of ours is called."""
+    before = random.getstate()
+    with random_states_kept():
+        random.random()
+    assert random.getstate() == before
+
+
+def test_a_function_that_hangs_is_not_tried_in_another_form(suite):
+    source = (
+        "import pathlib, time\ndef f(completions):\n    pathlib.Path(str(time.time_ns())).touch()\n    time.sleep(60)"
+    )
+    rewards = suite(source, {"function": "mine.py:f", "timeout": 0.5})
+    assert rewards.find_forms(group(["a"]).prompt.sample) == [None]
+    assert len(list(Path().glob("[0-9]*"))) == 1
+
+
+def test_a_class_is_constructed_once_and_called(suite):
+    source = """
+class Mine:
+    made = 0
+    def __init__(self):
+        Mine.made += 1
+    def __call__(self, completions, solution, scale=1.0):
+        return [scale * self.made] * len(completions)
+"""
+    rewards = suite(source, {"function": "mine.py:Mine", "kwargs": {"scale": 3}})
+    groups = [group(["a", "b"], solution="7")]
+    assert rewards.names == ["Mine"]
+    assert [rounded(rewards.score(groups, STATE)) for _ in range(2)] == [[[[3.0], [3.0]]]] * 2
+    with pytest.raises(RewardError, match="'Mine' needs a column 'solution'"):
+        rewards.check_columns([])
+
+
+def test_a_class_with_a_timeout_is_constructed_in_its_worker(suite):
+    source = "class Mine:\n    def __call__(self, completions): return [2.0] * len(completions)"
+    rewards = suite(source, {"function": "mine.py:Mine", "timeout": 20})
+    assert rounded(rewards.score([group(["a"])], STATE)) == [[[2.0]]]
+
+
+@pytest.mark.parametrize("name", ["step", "prompt", "completion", "reward", "advantage", "row", "data", "all", "a/b"])
+def test_names_that_the_run_writes_are_refused(suite, name):
+    with pytest.raises(RewardError, match=f"a reward function cannot be called '{name}': .* give it another `name`"):
+        suite(READS_BOTH, {"function": "mine.py:f", "name": name})
+
+
+TAKEN = [
+    "log_metric('step', 1)", "log_metric('reward', 1)", "log_metric('loss', 1)", "log_metric('time/step', 1)",
+    "log_metric('rewards/f/mean', 1)", "log_metric('eval_reward', 1)", "log_metric('compute/x', 1)",
+    "log_extra('step', [1])", "log_extra('reward', [1])", "log_extra('completion', [1])", "log_extra('prompt', [1])",
+    "log_extra('data/solution', [1])", "log_extra('f', [1])", "log_extra('g', [1])", "log_extra('g/iou', [1])",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("logs", TAKEN)
+def test_a_call_that_logs_under_a_name_of_the_run_or_of_another_function_is_a_fault(suite, logs):
+    source = f"""
+def f(completions, log_metric, log_extra):
+    log_metric("fine", 1)
+    log_extra("parsed", [1])
+    {logs}
+    return [1.0]
+
+def g(completions): return {{"reward": [0.5], "iou": [0.25]}}
+"""
+    table = suite(source, "mine.py:f", "mine.py:g").score([group(["a"])], STATE)
+    assert table.fault_counts == {"f/name": 1}
+    assert logs.replace(", 1)", ")").replace(", [1])", ")") in table.fault_messages[0]
+    assert "the run or another function has this name; choose another" in table.fault_messages[0]
+    assert (table.breakdown, table.metrics) == ({"g/iou": [[0.25]]}, {})
+
+
+def test_of_two_functions_with_one_column_the_second_is_a_fault_and_metrics_may_be_shared(suite):
+    source = """
+def f(completions, log_extra, log_metric): log_extra("parsed", ["f"]); log_metric("length", 1); return [1.0]
+def g(completions, log_extra, log_metric): log_extra("parsed", ["g"]); log_metric("length", 2); return [1.0]
+def h(completions, log_metric): log_metric("length", 3); return [1.0]
+"""
+    table = suite(source, "mine.py:f", "mine.py:g", "mine.py:h").score([group(["a"])], STATE)
+    assert table.fault_counts == {"g/name": 1}
+    assert (table.breakdown, table.metrics) == ({"parsed": [["f"]]}, {"length": [1.0, 3.0]})
+
+
+CHANGES_DIRECTORY = """
+import os
+
+def f(completions):
+    os.chdir("/")
+    return [1.0]
+
+async def g(completions):
+    os.chdir("/")
+    return [1.0]
+
+def h(completions):
+    os.chdir("/")
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize("function", "fgh")
+def test_a_function_that_changes_the_working_directory_changes_it_for_nobody_else(suite, function, tmp_path):
+    rewards = suite(CHANGES_DIRECTORY, f"mine.py:{function}")
+    rewards.score([group(["a"])], STATE)
+    assert Path.cwd() == tmp_path
+
+
+def test_a_file_that_changes_the_working_directory_changes_it_for_nobody_else(suite, tmp_path):
+    suite("import os; os.chdir('/')\ndef f(completions): return []")
+    assert Path.cwd() == tmp_path
+
+
+def test_the_place_of_a_long_exception_is_shown(suite):
+    table = suite("def f(completions): raise ValueError('x' * 10_000)").score([group(["a"])], STATE)
+    assert table.fault_messages[0].startswith(f"f/exception: raised ValueError: {'x' * 220}… (mine.py:1 in f)")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rewards.calling import Call, select_arguments
+from rewards.calling import Call, describe, select_arguments
 from rewards.contract import Answer, Fault
 
 
@@ -112,3 +112,22 @@ def test_a_running_event_loop_is_no_obstacle():
         return Call(function, {"completions": ["a"]}, 1).answer().scores
 
     assert asyncio.run(notebook_cell()) == [1.0]
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_a_fault():
+    def function(completions):
+        raise Unprintable
+
+    (fault,) = Call(function, {"completions": ["a"]}, 1).answer().scores
+    line = function.__code__.co_firstlineno + 1
+    place = f"(test_rewards_calling.py:{line} in function)"
+    assert fault == Fault("exception", f"raised Unprintable: <exception str() failed> {place}")
+
+
+def test_an_exception_without_a_place_is_described():
+    assert describe(ValueError("no luck")) == "ValueError: no luck"

@@ -103,3 +103,8 @@ def test_join_fills_columns_that_a_call_did_not_log():
     assert join([first, second]) == Answer(
         [1.0, None, 2.0], {"iou": [0.5, 0.6, None]}, {"seen": [None, None, "x"]}, {"m": [1.0, 3.0]}
     )
+
+
+def test_a_function_may_return_a_fault_itself():
+    fault = Fault("type", "`solution` is a list")
+    assert read_returned([1.0, fault, None], 3).scores == [1.0, fault, None]

@@ -29,6 +29,9 @@ def behave(completions, log_metric=None):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         open("child_pid", "w").write(str(child.pid))
         time.sleep(60)
+    if word == "detached":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return [float(child.pid)]
     if word == "crash":
         os._exit(3)
     if word == "raise":
@@ -108,6 +111,26 @@ def test_processes_that_the_function_started_are_killed_with_it(start, tmp_path)
     assert is_gone(int((tmp_path / "child_pid").read_text()))
 
 
+@pytest.mark.parametrize("end", ["close", "crash"])
+def test_no_process_of_the_function_outlives_its_worker(start, end):
+    worker = start("behave")
+    (child,) = outcomes(worker.call(batches("detached")))
+    assert Path(f"/proc/{child:.0f}").exists()
+    if end == "close":
+        worker.close()
+    else:
+        assert outcomes(worker.call(batches("crash"))) == ["crash"]
+    assert is_gone(int(child))
+
+
+def test_no_process_of_the_function_outlives_a_worker_that_is_killed_between_calls(start):
+    worker = start("behave")
+    pid, child = outcomes(worker.call(batches("pid", "detached")))
+    os.kill(int(pid), signal.SIGKILL)
+    assert is_gone(int(child))
+    assert outcomes(worker.call(batches("a", "b"))) == ["crash", 1.0]
+
+
 def test_a_crash_faults_its_batch_only(start):
     answers = start("behave").call(batches("a", "crash", "ccc", "raise", "crash"))
     assert outcomes(answers) == [1.0, "crash", 3.0, "exception", "crash"]
@@ -148,9 +171,9 @@ from rewards.worker import Worker
 from rl_vlm.functions import load_function
 
 if __name__ == "__main__":
-    worker = Worker(partial(load_function, "mine.py:behave"), timeout=1.0)
-    (answer,) = worker.call([({"completions": ["pid"]}, 1)])
-    print(int(answer.scores[0]), flush=True)
+    worker = Worker(partial(load_function, "mine.py:behave"), timeout=30.0)
+    for answer in worker.call([({"completions": [word]}, 1) for word in ("pid", "detached")]):
+        print(int(answer.scores[0]), flush=True)
     if sys.argv[1] == "busy":
         threading.Thread(target=worker.call, args=([({"completions": ["hang"]}, 1)],)).start()
     if sys.argv[1] != "exit":
@@ -160,7 +183,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("situation", ["exit", "idle", "busy"])
 def test_no_worker_outlives_the_main_process(start, tmp_path, situation):
-    """After a normal end, and killed while the worker waits for a call or hangs in one."""
+    """Nor a process that its function started: after a normal end, and killed while the worker waits or hangs."""
     (tmp_path / "main.py").write_text(textwrap.dedent(SCRIPT))
     root = str(Path(__file__).parents[2])
     main = subprocess.Popen(
@@ -172,9 +195,9 @@ def test_no_worker_outlives_the_main_process(start, tmp_path, situation):
         text=True,
     )
     assert main.stdout and main.stdin
-    pid = int(main.stdout.readline())
+    pids = [int(main.stdout.readline()) for _ in range(2)]
     if situation != "exit":
         time.sleep(0.3)
         main.send_signal(signal.SIGKILL)
     main.wait(timeout=20)
-    assert is_gone(pid)
+    assert all(map(is_gone, pids))
