@@ -305,7 +305,7 @@ def test_a_run_without_a_reward_stops_with_the_fault(function, kind, tiny_checkp
     printed = capsys.readouterr().err
     assert f"none of the 8 completions of a generation window has a reward:\n{function}/{kind}: r" in printed
     assert metric_lines(tmp_path / "run") == []
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-0"]
+    assert checkpoint.complete(tmp_path / "run") == []  # there is nothing to save before the first step
 
 
 def test_a_run_that_a_fault_stopped_resumes_once_it_is_mended(tiny_checkpoint, tmp_path, monkeypatch):
@@ -344,7 +344,7 @@ def test_an_evaluation_without_a_reward_writes_its_files_and_is_an_error(tiny_ch
     with pytest.raises(RewardError, match=message):
         evaluate_run(make_config(tiny_checkpoint, tmp_path / "eval", **settings))
     written = sorted(path.name for path in (tmp_path / "eval" / "evaluation").iterdir())
-    assert written == ["completions.parquet", "images", "summary.json"]
+    assert written == ["completions.parquet", "images", "run.lock", "summary.json"]
     with pytest.raises(RewardError, match=message):  # before the first step
         train(make_config(tiny_checkpoint, tmp_path / "run", **settings))
 
