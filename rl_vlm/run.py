@@ -278,8 +278,9 @@ class Run:
         try:
             state = self.collector.state_at(self.progress)
             metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
-            check_rewarded(metrics)
-            self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
+            with self.ranks.agree():
+                check_rewarded(metrics)
+                self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
         except BaseException:
             checkpoint.restore_random_states(states)
             raise
