@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from importlib.metadata import entry_points
 from inspect import Parameter
 from pathlib import Path
@@ -44,7 +44,8 @@ def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str 
         return _load_named(name, built_ins, group)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    with chdir("."):  # an import may change the working directory
+        module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     function = getattr(module, attribute, None)
     if callable(function):
         return function

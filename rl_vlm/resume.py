@@ -49,7 +49,7 @@ class SavedRun:
     state: dict[str, Any]
     """Content of `trainer_state.json`."""
     own_state: dict[str, Any]
-    """The rank's random states and the state of its collector."""
+    """The rank's random states, the state of its collector, and the forms of the reward functions."""
 
     @classmethod
     def load(cls, path: Path, config: RunConfig, rank: int, world_size: int) -> SavedRun:
@@ -84,6 +84,10 @@ class SavedRun:
         """Whether completions were generated before the checkpoint and are trained on after it."""
         collector = self.own_state["collector"]
         return any(collector[part] for part in ("window", "next_window", "in_flight"))
+
+    def changes(self, setting: str, config: RunConfig) -> bool:
+        """Return whether the run has another value of a setting than the checkpoint."""
+        return setting in changed_settings(self.state["settings"], config)
 
     def check_settings(self, config: RunConfig) -> None:
         """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot."""

@@ -74,6 +74,7 @@ class RewardSuite:
         specs = [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in config.reward_funcs]
         self._rewards = [_Reward(spec) for spec in specs]
         self._warned: set[str] = set()
+        self.data_columns: set[str] = set()
         self.names = [reward.name for reward in self._rewards]
         self.weights = config.reward_weights or [spec.weight for spec in specs]
         check_names(self.names)
@@ -84,19 +85,29 @@ class RewardSuite:
         return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise RewardError if a function needs a column that the data does not have."""
-        for reward in self._rewards:
-            reward.check_columns(set(columns))
+        """Raise RewardError if a function needs a column that the data does not have.
 
-    def find_forms(self, first: Sample) -> list[Form | None]:
-        """Return the form in which each function can read completions and prompts, judging by the data's first row.
+        A row without one of these columns gives functions None.
+        """
+        columns = set(columns)
+        for reward in self._rewards:
+            reward.check_columns(columns)
+        self.data_columns |= columns
+
+    def find_forms(self, example: Sample) -> list[Form | None]:
+        """Return the form in which each function can read completions and prompts, judging by one row.
 
         A function that is not told its form is called on made-up completions: in the form of the row, and if it fails
         on that, in the other one. None leaves every row in its own form. The calls leave nothing in logs or metrics,
         and the global random states as they were.
         """
         with random_states_kept(), working_directory_kept():
-            return [reward.find_form(first) for reward in self._rewards]
+            return [reward.find_form(example) for reward in self._rewards]
+
+    @property
+    def forms(self) -> list[Form | None]:
+        """The form of each function, as `find_forms` returns it."""
+        return [reward.form for reward in self._rewards]
 
     def use_forms(self, forms: Sequence[Form | None]) -> None:
         """Give each function completions and prompts in this form."""
@@ -111,7 +122,7 @@ class RewardSuite:
         if not groups:
             return self._table(groups, [Answer([]) for _ in self._rewards])
         with working_directory_kept():
-            waiting = [reward.start(groups, state, reward.form) for reward in self._rewards]
+            waiting = [reward.start(groups, state, reward.form, self.data_columns) for reward in self._rewards]
             answers = [wait() for wait in waiting]
         return self._table(groups, answers)
 
@@ -182,7 +193,10 @@ class _Reward:
         except LoadError as error:
             raise RewardError(f"reward function {spec.function!r}: {error}") from error
         self.name = spec.name or getattr(self.function, "__name__", type(self.function).__name__)
-        known = parameters(self.function)
+        try:
+            known = parameters(self.function)
+        except ValueError as error:
+            raise RewardError(f"reward function {spec.function!r} cannot be called by name: {error}") from error
         for key in spec.kwargs:
             if key not in known and not takes_anything(self.function):
                 hint = did_you_mean(key, known)
@@ -207,15 +221,16 @@ class _Reward:
                     f"the data has: {listed(columns)}"
                 )
 
-    def find_form(self, first: Sample) -> Form | None:
+    def find_form(self, example: Sample) -> Form | None:
         """Return the form that the function can read, or None for each row's own; see `RewardSuite.find_forms`."""
         if not self.probes_form:
             return self.form
-        natural = form_of(first.prompt)
-        fault = self.probe(first, natural)
+        natural = form_of(example.prompt)
+        fault = self.probe(example, natural)
         if fault is None:
             return natural
-        if fault.kind not in ("timeout", "load") and self.probe(first, OTHER[natural]) is None:
+        may_read_other = fault.kind not in ("timeout", "load") and self.probe(example, natural) is not None
+        if may_read_other and self.probe(example, OTHER[natural]) is None:
             found, form = f"it gets them as {OTHER[natural]}, which it reads", OTHER[natural]
         else:
             found, form = f"it gets them as {natural} nevertheless", None
@@ -226,21 +241,24 @@ class _Reward:
         )
         return form
 
-    def probe(self, first: Sample, form: Form) -> Fault | None:
+    def probe(self, example: Sample, form: Form) -> Fault | None:
         """Call the function on two made-up completions in this form, and return the fault, if there is one."""
         import torch
 
         from rl_vlm.types import Completion, Group, Prompt, TrainerState
 
-        text = made_up_completion(first.columns)
+        text = made_up_completion(example.columns)
         completion = Completion(torch.arange(len(text)), torch.zeros(len(text)), "stop", text)
-        group = Group("made-up", Prompt(first, torch.empty(0, dtype=torch.int64), {}, {}), [completion] * 2, 0)
-        answer = self.start([group], TrainerState(global_step=0, max_steps=1, epoch=0.0), form)()
+        group = Group("made-up", Prompt(example, torch.empty(0, dtype=torch.int64), {}, {}), [completion] * 2, 0)
+        state = TrainerState(global_step=0, max_steps=1, epoch=0.0)
+        answer = self.start([group], state, form, example.columns)()
         return next((score for score in answer.scores if isinstance(score, Fault)), None)
 
-    def start(self, groups: Sequence[Group], state: TrainerState, form: Form | None) -> Callable[[], Answer]:
+    def start(
+        self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
+    ) -> Callable[[], Answer]:
         """Start the call, or one call per group in the worker. Returns a function that waits for the answer."""
-        columns = {column for group in groups for column in group.prompt.sample.columns}
+        columns = {column for group in groups for column in group.prompt.sample.columns}.union(data_columns)
         # A plain namespace, since a worker would have to import torch to unpickle the class.
         constants = {**self.settings, "trainer_state": SimpleNamespace(**vars(state))}
 
@@ -277,7 +295,7 @@ def random_states_kept() -> Iterator[None]:
 
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
     finally:
         random.setstate(python)

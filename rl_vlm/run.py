@@ -49,6 +49,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.scoring import choose_forms
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress
@@ -90,14 +91,15 @@ class Run:
             self.rewards = opened.enter_context(RewardSuite(config.rewards))
             self.rewards.check_columns(rows.columns)
             usable = check_rows(rows, self.rewards.columns, self.ranks)
-            self.rewards.use_forms(
-                self.ranks.gather(self.rewards.find_forms(usable.first) if self.ranks.is_main else [])
-            )
             initial = initial_checkpoint(config, self.ranks)
             self.processor = load_processor(initial, config.model, config.data)
             builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
             usable = fitting_rows(usable, builder, config.data.max_prompt_length)
             self.check_fingerprints(saved, rows, usable.indices, initial)
+            if saved is None or saved.changes("rewards.reward_funcs", config):
+                choose_forms(self.rewards, usable, self.ranks)
+            else:
+                self.rewards.use_forms(saved.own_state["reward_forms"])
             policy, reference = self.load_models(initial, saved, builder)
             logger.info(rows_line(len(usable), len(usable.dropped)))
             self.progress = Progress(total_optimizer_steps(config, self.plan, len(usable)))
@@ -305,7 +307,11 @@ class Run:
             self.collector.finish_prefetch()
         except RLVLMError as error:
             logger.warning("the next window could not be generated, and will be generated again: %s", error)
-        own_state = {"random": checkpoint.random_states(), "collector": self.collector.state_dict()}
+        own_state = {
+            "random": checkpoint.random_states(),
+            "collector": self.collector.state_dict(),
+            "reward_forms": self.rewards.forms,
+        }
         states, path, best = self.ranks.gather([own_state]), self.directory.path, self.record.best_step
         self.progress.saved_version = self.progress.policy_version
         with self.ranks.agree():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import prompt_columns, refuse_unread_images
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
-from rl_vlm.data.samples import REFUSED_COLUMNS, Rows
+from rl_vlm.data.samples import REFUSED_COLUMNS, Rows, parse_row
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.errors import DataError
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 16
 """Images whose headers are read at once: what takes time is to find and open their files."""
+EXAMPLES = 100
+"""Rows among which `UsableRows.example` looks for a complete one."""
 SHORT_TEXT = 1024
 """Bytes of a text that is not noted as long: every model has a context of more tokens."""
 
@@ -55,9 +57,13 @@ class UsableRows:
     def __len__(self) -> int:
         return len(self.indices)
 
-    @property
-    def first(self) -> Sample:
-        """The first row in use."""
+    def example(self, columns: Collection[str]) -> Sample:
+        """Return an early row that has a value in each of these columns, if the data has them, or the first row."""
+        wanted = set(self.rows.columns).intersection(columns)
+        for index in self.indices[:EXAMPLES]:
+            found = parse_row(self.rows.source[index], self.rows.config, self.rows.place(index)).columns
+            if all(found.get(name) is not None for name in wanted):
+                return self.rows[index]
         return self.rows[self.indices[0]]
 
     def without(self, dropped: Sequence[dict[str, Any]]) -> UsableRows:

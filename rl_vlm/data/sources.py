@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def open_source(name: str, split: str, subset: str | None, asked_by: str | None 
             function = load_function(name)
         except LoadError as error:
             raise DataError(f"Dataset {name!r}: {error}") from error
-        return choose_split(function(), name, split, asked_by), Path()
+        with chdir("."):  # the function may change the working directory
+            data = function()
+        return choose_split(data, name, split, asked_by), Path()
     return load_with_datasets(name, subset, split), Path()
 
 

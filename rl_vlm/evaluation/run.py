@@ -36,6 +36,7 @@ from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
+from rl_vlm.rollout.scoring import choose_forms
 from rl_vlm.types import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     """
     config, ranks = next(iter(configs.values())), Ranks()
     check_evaluable(config)
-    root = Path(config.train.output_dir) / "evaluation"
+    root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
     with ExitStack() as opened:
         opened.callback(ranks.close)
         with ranks.agree():
@@ -112,7 +113,7 @@ def evaluate_in(
     with RewardSuite(config.rewards) as rewards:
         usable = held_out_rows(config, rewards, ranks)
         kept = check_options(options, usable.rows, rewards, config.rollout.num_generations_eval)
-        rewards.use_forms(ranks.gather(rewards.find_forms(usable.first) if ranks.is_main else []))
+        choose_forms(rewards, usable, ranks)
         for name, config in configs.items():
             model = EvaluatedModel(config, ranks, usable, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +244,8 @@ def make_initial_model(name: str, seed: int, directory: Path) -> None:
         function = load_function(name)
     except LoadError as error:
         raise ModelError(f"model.model_name_or_path {name!r}: {error}") from error
-    function(unfinished, seed)
+    with chdir("."):  # the function may change the working directory
+        function(unfinished, seed)
     (unfinished / origin.name).write_text(json.dumps(maker))
     unfinished.rename(directory)
 

@@ -9,9 +9,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rl_vlm.algorithm.advantages import Advantages, compute_advantages, total_rewards
+from rl_vlm.data.check import UsableRows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
+from rl_vlm.reward import RewardSuite
 from rl_vlm.types import Group, RewardTable, ScoredGroup
+
+
+def choose_forms(rewards: RewardSuite, usable: UsableRows, ranks: Ranks) -> None:
+    """Choose the form in which each reward function gets completions, on the main process for all."""
+    forms = []
+    with ranks.agree():
+        if ranks.is_main:
+            forms = rewards.find_forms(usable.example(rewards.columns))
+    rewards.use_forms(ranks.gather(forms))
 
 
 def weighted_rewards(table: RewardTable, weights: Sequence[float]) -> Float[Tensor, "prompts group"]:

@@ -19,6 +19,7 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from rl_vlm.evaluation import evaluate_run
 from rl_vlm.names import is_column, is_metric
+from rl_vlm.reward import RewardSuite
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
 from tests.helpers import tiny_run
@@ -456,3 +457,24 @@ def test_weights_file_that_cannot_grow(tiny_checkpoint, tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+
+
+def test_a_resumed_run_keeps_the_forms_of_its_rewards(tiny_checkpoint, tmp_path, monkeypatch):
+    settings = {"reward_funcs": [reward("reads_messages"), tiny_run.TOKEN_SUM]}
+    train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=1, **settings))
+    monkeypatch.setattr(RewardSuite, "find_forms", lambda *_: pytest.fail("forms are looked for again"))
+    resumed = {"max_steps": 2, "resume_from_checkpoint": "auto"}
+    train(make_config(tiny_checkpoint, tmp_path / "run", **settings, **resumed))
+    assert all(line.get("reward_faults/reads_messages/exception") is None for line in metric_lines(tmp_path / "run"))
+
+
+def test_data_that_change_the_working_directory_scatter_nothing(tiny_checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("rows.py").write_text(
+        "import os\nos.chdir('elsewhere')\nfrom tests.helpers.tiny_run import rows\n"
+        "def make():\n    os.chdir('/')\n    return rows()\n"
+    )
+    train(make_config(tiny_checkpoint, Path("run"), max_steps=1, dataset_name="rows.py:make"))
+    assert Path.cwd() == tmp_path and (tmp_path / "run" / "checkpoint-1").is_dir()
+    assert list((tmp_path / "elsewhere").iterdir()) == []

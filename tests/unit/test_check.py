@@ -199,3 +199,9 @@ def test_what_is_left_out_is_logged(caplog):
     warn_of_dropped(usable.dropped, Path("run/dropped_prompts.jsonl"))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("rows.jsonl: 1 rows are left out and listed in run/dropped_prompts.jsonl. 1 rows cannot be")
+
+
+def test_an_example_has_a_value_in_every_column_that_is_asked_for():
+    rows = load({0: {"solution": None}, 1: {"hint": "a"}})
+    found = [check(rows).example(columns).sample_id for columns in (["solution", "elsewhere"], ["solution", "hint"], [])]
+    assert found == [rows.sample_ids[i] for i in (1, 1, 0)]

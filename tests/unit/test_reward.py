@@ -488,3 +488,29 @@ def test_a_file_that_changes_the_working_directory_changes_it_for_nobody_else(su
 def test_the_place_of_a_long_exception_is_shown(suite):
     table = suite("def f(completions): raise ValueError('x' * 10_000)").score([group(["a"])], STATE)
     assert table.fault_messages[0].startswith(f"f/exception: raised ValueError: {'x' * 220}… (mine.py:1 in f)")
+
+
+def test_groups_without_a_column_of_the_data_give_none(suite):
+    rewards = suite("def f(completions, gold): return [0.0 if g is None else float(g) for g in gold]", "mine.py:f")
+    rewards.check_columns(["gold"])
+    assert rounded(rewards.score([group(["a", "b"])], STATE)) == [[[0.0], [0.0]]]
+    assert rounded(rewards.score([group(["a", "b"], gold="3")], STATE)) == [[[3.0], [3.0]]]
+
+
+FAILS_ONCE = """
+calls = []
+def f(completions):
+    calls.append(completions)
+    if len(calls) == 1:
+        raise ConnectionError("judge not reachable")
+    return [1.0] * len(completions)
+"""
+
+
+def test_a_function_that_fails_once_keeps_the_form_of_the_data(suite):
+    assert suite(FAILS_ONCE, "mine.py:f").find_forms(group(["a"], prompt="Which digit?").prompt.sample) == [None]
+
+
+def test_a_function_without_a_signature_is_refused(suite):
+    with pytest.raises(RewardError, match="'builtins:max' cannot be called by name"):
+        suite("", "builtins:max")

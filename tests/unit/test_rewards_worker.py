@@ -29,7 +29,7 @@ def behave(completions, log_metric=None):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         open("child_pid", "w").write(str(child.pid))
         time.sleep(60)
-    if word == "detached":
+    if word == "leaves a process":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         return [float(child.pid)]
     if word == "crash":
@@ -114,7 +114,7 @@ def test_processes_that_the_function_started_are_killed_with_it(start, tmp_path)
 @pytest.mark.parametrize("end", ["close", "crash"])
 def test_no_process_of_the_function_outlives_its_worker(start, end):
     worker = start("behave")
-    (child,) = outcomes(worker.call(batches("detached")))
+    (child,) = outcomes(worker.call(batches("leaves a process")))
     assert Path(f"/proc/{child:.0f}").exists()
     if end == "close":
         worker.close()
@@ -125,7 +125,7 @@ def test_no_process_of_the_function_outlives_its_worker(start, end):
 
 def test_no_process_of_the_function_outlives_a_worker_that_is_killed_between_calls(start):
     worker = start("behave")
-    pid, child = outcomes(worker.call(batches("pid", "detached")))
+    pid, child = outcomes(worker.call(batches("pid", "leaves a process")))
     os.kill(int(pid), signal.SIGKILL)
     assert is_gone(int(child))
     assert outcomes(worker.call(batches("a", "b"))) == ["crash", 1.0]
@@ -172,7 +172,7 @@ from rl_vlm.functions import load_function
 
 if __name__ == "__main__":
     worker = Worker(partial(load_function, "mine.py:behave"), timeout=30.0)
-    for answer in worker.call([({"completions": [word]}, 1) for word in ("pid", "detached")]):
+    for answer in worker.call([({"completions": [word]}, 1) for word in ("pid", "leaves a process")]):
         print(int(answer.scores[0]), flush=True)
     if sys.argv[1] == "busy":
         threading.Thread(target=worker.call, args=([({"completions": ["hang"]}, 1)],)).start()
