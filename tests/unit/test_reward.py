@@ -480,6 +480,12 @@ def test_a_function_that_changes_the_working_directory_changes_it_for_nobody_els
     assert Path.cwd() == tmp_path
 
 
+def test_a_function_runs_in_the_working_directory_whatever_the_one_before_it_did(suite, tmp_path):
+    where = "def where(completions, log_extra): log_extra('seen', [os.getcwd()]); return [1.0]"
+    table = suite(f"{CHANGES_DIRECTORY}\n{where}", "mine.py:f", "mine.py:where").score([group(["a"])], STATE)
+    assert table.breakdown == {"seen": [[str(tmp_path)]]}
+
+
 def test_a_file_that_changes_the_working_directory_changes_it_for_nobody_else(suite, tmp_path):
     suite("import os; os.chdir('/')\ndef f(completions): return []")
     assert Path.cwd() == tmp_path
