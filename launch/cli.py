@@ -14,6 +14,7 @@ from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.errors import ConfigError, RLVLMError
 
 EXIT_SECONDS = 30.0
@@ -182,6 +183,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = _parser(name).parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides, FIXED.get(name, {}))
+        end_with_launcher()
         with shown_log():
             return _run_command(name, config, options)
     except RLVLMError as error:

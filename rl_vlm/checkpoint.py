@@ -100,20 +100,45 @@ def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> P
         ) from error
 
 
+def read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """Return size and SHA-256 of each file, by its name. Raises CheckpointError if the manifest cannot be read."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())
+        return {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: {MANIFEST} is damaged or missing, or an earlier version of rl-vlm wrote it ({error!r})"
+        ) from error
+
+
+def check_sizes(checkpoint: Path) -> None:
+    """Raise CheckpointError unless every file of the manifest exists with its size."""
+    for name, (size, _) in read_manifest(checkpoint).items():
+        file = checkpoint / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            state = "missing" if found is None else f"of {found} bytes instead of {size}"
+            raise CheckpointError(f"{checkpoint} is not a complete checkpoint: {name} is {state}")
+
+
 def is_complete(checkpoint: Path) -> bool:
     """Return whether every file of the manifest exists with its size. `check` compares contents."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())
-        return all((checkpoint / name).stat().st_size == entry["size"] for name, entry in files.items())
-    except (OSError, ValueError, TypeError):
+        check_sizes(checkpoint)
+    except CheckpointError:
         return False
+    return True
 
 
 def check(checkpoint: Path) -> Path:
-    """Return the checkpoint if the contents of its files are those that were written, else raise CheckpointError."""
-    files = json.loads((checkpoint / MANIFEST).read_text())
-    found = zip(files.items(), digests([checkpoint / name for name in files]), strict=True)
-    changed = [name for (name, entry), digest in found if digest != entry["sha256"]]
+    """Return the checkpoint if its files are those that were written, else raise CheckpointError."""
+    check_sizes(checkpoint)
+    files = read_manifest(checkpoint)
+    try:
+        found = list(digests([checkpoint / name for name in files]))
+    except OSError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
+    changed = [name for (name, (_, digest)), other in zip(files.items(), found, strict=True) if digest != other]
     if changed:
         raise CheckpointError(
             f"{checkpoint}: the contents of {', '.join(changed)} are not those that were written (other SHA-256 than "
@@ -123,9 +148,14 @@ def check(checkpoint: Path) -> Path:
 
 
 def complete(output_dir: Path) -> list[Path]:
-    """Return all complete checkpoints of a run, oldest step first. Only `checkpoint-<digits>` is one."""
+    """Return all complete checkpoints of a run, oldest step first."""
+    return list(filter(is_complete, directories(output_dir)))
+
+
+def directories(output_dir: Path) -> list[Path]:
+    """Return the directories of a run's checkpoints, complete or not. Only `checkpoint-<digits>` is one."""
     found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(filter(is_complete, found), key=step_of)
+    return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -140,8 +170,8 @@ def names(output_dir: Path) -> str:
 def find(setting: str | None, output_dir: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names, if any.
 
-    `auto` is the newest one that is intact; one whose contents have changed is skipped with a warning. Raises
-    CheckpointError if the checkpoint is incomplete or its contents have changed, with `auto` if that is so for all.
+    `auto` is the newest one that is intact; others are skipped with a warning. Raises CheckpointError if the checkpoint
+    is incomplete or its contents have changed, with `auto` if that is so for all.
     """
     if setting is None:
         return None
@@ -157,14 +187,17 @@ def find(setting: str | None, output_dir: Path) -> Path | None:
 def newest_intact(output_dir: Path) -> Path | None:
     """Return the newest checkpoint whose contents are intact, or None if there is no checkpoint."""
     damage = None
-    for path in reversed(complete(output_dir)):
+    for path in reversed(directories(output_dir)):
         try:
             return check(path)
         except CheckpointError as error:
             logger.warning("%s", error)
             damage = damage or error
     if damage is not None:
-        raise CheckpointError(f"no checkpoint in {output_dir} is intact. {damage}") from damage
+        raise CheckpointError(
+            f"no checkpoint in {output_dir} is intact. {damage}. To start a new run there, set "
+            "train.overwrite_output_dir=true without train.resume_from_checkpoint."
+        ) from damage
     return None
 
 

@@ -8,6 +8,7 @@ Neither torch nor transformers nor `datasets` is imported here. Functions of the
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
+from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.peek import NotOpened, peek_rows
@@ -55,7 +57,7 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
     with report.problem():
         check_output_dir(Path(config.train.output_dir))
         refuse_earlier_run(Path(config.train.output_dir), config.train)
-        check_resumed(config.train.resume_from_checkpoint)
+        check_resumed(config)
         report.checked.append(f"output directory {config.train.output_dir}")
     check_engine(config, report)
     check_model(config, report)
@@ -139,10 +141,27 @@ def check_output_dir(path: Path) -> None:
         raise ConfigError(f"train.output_dir {path}: {existing} {what}; choose another directory")
 
 
-def check_resumed(setting: str | None) -> None:
-    """Raise CheckpointError if the checkpoint to resume is not a directory."""
-    if setting not in (None, "auto") and not Path(str(setting)).is_dir():
-        raise CheckpointError(f"train.resume_from_checkpoint {setting} is not a directory")
+def check_resumed(config: RunConfig) -> None:
+    """Raise CheckpointError if the checkpoint to resume cannot be read, or was written with settings that must hold."""
+    setting, output_dir = config.train.resume_from_checkpoint, Path(config.train.output_dir)
+    if setting == "auto":
+        steps = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+        newest = max(steps, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+    else:
+        newest = Path(setting) if setting else None
+    if newest is None:
+        return
+    if not newest.is_dir():
+        raise CheckpointError(f"train.resume_from_checkpoint {newest} is not a directory")
+    try:
+        saved = json.loads((newest / "trainer_state.json").read_text())["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"train.resume_from_checkpoint {newest} is not a checkpoint of a run: {error!r}"
+        ) from error
+    refused = refused_changes(changed_settings(saved, config), False, config.train.load_best_model_at_end)
+    if refused:
+        raise CheckpointError(f"{newest} cannot be resumed with changed settings: {'; '.join(refused)}")
 
 
 def check_engine(config: RunConfig, report: Report) -> None:

@@ -92,7 +92,7 @@ class SavedRun:
     def check_settings(self, config: RunConfig) -> None:
         """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot."""
         changes = changed_settings(self.state["settings"], config)
-        if refused := refused_changes(changes, self.holds_completions):
+        if refused := refused_changes(changes, self.holds_completions, config.train.load_best_model_at_end):
             between = " Checkpoints between two windows hold no completions." if self.holds_completions else ""
             lines = "\n".join(refused)
             raise CheckpointError(
@@ -102,12 +102,15 @@ class SavedRun:
         for name, change in changes.items():
             logger.warning("resumed with a changed setting: %s %s", name, change)
 
-    def check_fingerprints(self, present: Mapping[str, str]) -> None:
+    def check_fingerprints(self, present: Mapping[str, str], config: RunConfig) -> None:
         """Raise CheckpointError if the training data or the initial model are others than the run began with."""
+        changes = changed_settings(self.state["settings"], config)
+        changed = [name for name in changes if name.startswith(("data.", "model."))]
+        settings = f" These settings have changed: {', '.join(changed)}." if changed else ""
         for name, saved in self.state["fingerprints"].items():
             if present[name] != saved:
                 raise CheckpointError(
                     f"{self.path} cannot be resumed: the {name} has changed since it was written ({saved}, now "
-                    f"{present[name]}). Restore it, or start a new run with model.model_name_or_path={self.path} and a "
-                    "new train.output_dir."
+                    f"{present[name]}).{settings} Restore it, or start a new run with "
+                    f"model.model_name_or_path={self.path} and a new train.output_dir."
                 )

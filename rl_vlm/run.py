@@ -25,11 +25,10 @@ from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.data.samples import Rows, load_rows
-from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import Trackers
-from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError
+from rl_vlm.errors import CheckpointError, TrainingError, text_of
 from rl_vlm.evaluation import Evaluator, check_rewarded
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.curve import draw_curve
@@ -60,7 +59,6 @@ logger = logging.getLogger(__name__)
 def train(config: RunConfig) -> dict[str, Any]:
     """Run a training job, or resume one, and return its summary. Raises RLVLMError for errors that a user can fix."""
     check_trainable(config)
-    end_with_launcher()
     run = Run(config)
     try:
         return run.run()
@@ -141,7 +139,7 @@ class Run:
                     "initial model": model_fingerprint(initial, self.config.model),
                 }
                 if saved:
-                    saved.check_fingerprints(self.fingerprints)
+                    saved.check_fingerprints(self.fingerprints, self.config)
 
     def load_models(
         self, initial: str, saved: SavedRun | None, builder: PromptBuilder
@@ -202,11 +200,11 @@ class Run:
     def next_step(self) -> dict[str, Any]:
         """Take one step with its evaluation and its checkpoint. Returns its line in `metrics.jsonl`."""
         step = self.progress.global_step + 1
-        with self.saved_on_failure(), self.collector.undo_on_failure():
-            try:
+        try:
+            with self.saved_on_failure(), self.collector.undo_on_failure():
                 metrics = self.trainer.step()
-            finally:
-                self.write_nonfinite(step)
+        finally:
+            self.write_nonfinite(step)
         line = {"step": step, "epoch": self.collector.loader.epoch} | metrics.reduce(self.ranks.gather)
         line["data_wait_fraction"] = line.get("time/data", 0.0) / line["time/step"]
         self.record.train_seconds += line["time/step"]
@@ -253,14 +251,13 @@ class Run:
         try:
             self.save()
         except Exception as failure:
-            return str(failure)
+            return text_of(failure)
         return None
 
     def write_nonfinite(self, step: int) -> None:
         """Write the groups of a step if its loss or gradient was not finite."""
         if groups := self.trainer.nonfinite_groups:
-            path = self.directory.write_nonfinite(groups, step, self.ranks.rank)
-            logger.warning("loss or gradient is not finite; the step was skipped and its batch saved to %s", path)
+            self.directory.write_nonfinite(groups, step, self.ranks.rank)
 
     def write_metrics(self, line: dict[str, Any]) -> None:
         """Write a line of `metrics.jsonl`, and send it to the trackers every `logging_steps`."""
@@ -305,8 +302,8 @@ class Run:
             self.refuse_nonfinite_weights()
         try:
             self.collector.finish_prefetch()
-        except RLVLMError as error:
-            logger.warning("the next window could not be generated, and will be generated again: %s", error)
+        except Exception as error:
+            logger.warning("the next window could not be generated, and will be generated again: %s", text_of(error))
         own_state = {
             "random": checkpoint.random_states(),
             "collector": self.collector.state_dict(),

@@ -245,14 +245,14 @@ class Trainer:
         if finite:
             self.progress.nonfinite_in_a_row = 0
             return
-        self.progress.nonfinite_in_a_row += 1
         self.nonfinite_groups = [subgroup.scored for batch in batches for subgroup in batch.subgroups]
         with self.ranks.agree():
-            if self.progress.nonfinite_in_a_row >= MAX_NONFINITE_STEPS:
+            if self.progress.nonfinite_in_a_row + 1 >= MAX_NONFINITE_STEPS:
                 raise TrainingError(
                     f"{MAX_NONFINITE_STEPS} steps in a row had a loss or gradient that is not finite. The weights are "
                     "those of the last finite step. A lower learning_rate often helps."
                 )
+        self.progress.nonfinite_in_a_row += 1
 
     def move_reference(self) -> None:
         """Move the reference towards the policy every `ref_model_sync_steps` steps, if `sync_ref_model` is set."""

@@ -26,6 +26,12 @@ OF_WINDOWS = (
 )  # fmt: skip
 """Settings that must not change while a window is in training, since its completions were generated with them."""
 
+OF_BEST = (
+    "data.eval_dataset_name", "data.dataset_test_split", "rollout.num_generations_eval", "rollout.eval_temperature",
+    "rewards.reward_funcs", "rewards.reward_weights",
+)  # fmt: skip
+"""Settings that evaluations are compared under, to find the best step."""
+
 OF_ONE_START = ("train.resume_from_checkpoint", "train.overwrite_output_dir")
 """Settings that concern the start of a run, so that a difference means nothing."""
 
@@ -49,9 +55,14 @@ def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, s
     }
 
 
-def refused_changes(changes: Mapping[str, str], within_window: bool) -> list[str]:
-    """Return a line for each change that cannot be applied. `within_window`: the checkpoint holds completions."""
+def refused_changes(changes: Mapping[str, str], within_window: bool, keeps_best: bool) -> list[str]:
+    """Return a line for each change that cannot be applied.
+
+    `within_window`: the checkpoint holds completions. `keeps_best`: `load_best_model_at_end` is set.
+    """
     reasons = {name: reason for reason, names in UNCHANGEABLE.items() for name in names}
     if within_window:
         reasons |= dict.fromkeys(OF_WINDOWS, "the checkpoint holds completions that were generated with the old value")
+    if keeps_best:
+        reasons |= dict.fromkeys(OF_BEST, "the best step so far was evaluated with the old value")
     return [f"`{name}` {change}: {reasons[name]}" for name, change in changes.items() if name in reasons]

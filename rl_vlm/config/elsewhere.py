@@ -18,9 +18,9 @@ WRITE: dict[str, str] = {
     # EasyR1 and verl
     "train_files": "write `data.dataset_name`, and `dataset_train_split` for what follows the @",
     "val_files": "write `data.eval_dataset_name`, and `dataset_test_split` for what follows the @",
-    "prompt_key": "write `data.prompt_template`, such as \"{problem}\"",
+    "prompt_key": "write `data.columns`, such as {prompt: problem}",
     "answer_key": "leave it out: a reward function declares the columns that it reads",
-    "image_key": "call the column `image` or `images`",
+    "image_key": "write `data.columns`, such as {image: photo}",
     "format_prompt": "write `data.prompt_template`, with columns in braces",
     "max_response_length": "write `rollout.max_completion_length`",
     "rollout_batch_size": "write `train.prompts_per_step`, and `train.steps_per_generation` for several steps",

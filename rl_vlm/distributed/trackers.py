@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rl_vlm.config.schema import LogConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, text_of
+
+logger = logging.getLogger(__name__)
 
 
 class Trackers:
@@ -34,8 +37,11 @@ class Trackers:
         self.accelerator.init_trackers(run_name, config=plain)
 
     def report(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the metrics of a step."""
-        self.accelerator.log(metrics, step=step)
+        """Send the metrics of a step. An error of a tracker is logged, and does not end the run."""
+        try:
+            self.accelerator.log(metrics, step=step)
+        except Exception as error:
+            logger.warning("the metrics of step %d were not sent to all trackers: %s", step, text_of(error))
 
     def close(self) -> None:
         """Flush and close the trackers."""

@@ -79,11 +79,15 @@ class RunDirectory:
         with disk_errors(self.path):
             self.metrics.append(line)
 
-    def write_nonfinite(self, groups: Sequence[ScoredGroup], step: int, rank: int) -> Path:
-        """Write the groups of a step whose loss or gradient was not finite, and return the file."""
+    def write_nonfinite(self, groups: Sequence[ScoredGroup], step: int, rank: int) -> None:
+        """Write the groups of a step whose loss or gradient was not finite. A full disk is no error here."""
         path = self.path / f"nonfinite-step-{step}-rank-{rank}.pt"
-        torch.save(list(groups), path)
-        return path
+        try:
+            torch.save(list(groups), path)
+            outcome = f"its batch is in {path}"
+        except (OSError, RuntimeError) as error:  # torch's own error for a full disk
+            outcome = f"its batch could not be written: {error}"
+        logger.warning("loss or gradient is not finite; step %d was skipped, and %s", step, outcome)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         with disk_errors(self.path):

@@ -55,9 +55,11 @@ def lock_directory(path: Path) -> TextIO:
         ) from None
     except OSError as error:  # some network file systems
         logger.warning("%s cannot be locked (%s); do not start a second run there", path, error.strerror)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    os.register_at_fork(after_in_child=file.close)  # a child that outlives the run must not hold the lock
+    with disk_errors(path):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     return file
 
 

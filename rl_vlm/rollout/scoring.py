@@ -73,9 +73,10 @@ def check_faults(table: RewardTable, ranks: Ranks, max_fault_fraction: float) ->
     else:
         found = f"none of the {num_completions} completions of a generation window has a reward"
     faults = "\n".join(reversed(first_of_kind.values()))
-    raise RewardError(
-        f"{found}:\n{faults}\nMend the function or the data, and resume with train.resume_from_checkpoint=auto."
-    )
+    with ranks.agree():
+        raise RewardError(
+            f"{found}:\n{faults}\nMend the function or the data, and resume with train.resume_from_checkpoint=auto."
+        )
 
 
 def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) -> None:

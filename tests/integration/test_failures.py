@@ -23,10 +23,12 @@ from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.run import Run, train
+from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch
 from tests.helpers import tiny_run
 from tests.helpers.resuming import assert_same_run, config_of, resumed
 from tests.helpers.tiny_run import make_config, metric_lines
+from tests.helpers.two_processes import launch
 
 
 def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> None:
@@ -94,6 +96,38 @@ def test_an_error_on_one_of_two_ranks_saves_nothing(tiny_checkpoint, tmp_path, m
         raise TrainingError("on all ranks")
     assert checkpoint.complete(tmp_path) == [tmp_path / "checkpoint-1"]
     run.close()
+
+
+def rising_fault(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+    """A reward that fails from the third step on."""
+    if trainer_state.global_step >= 2:
+        raise KeyError("answer")
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+@pytest.mark.ci
+def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
+    settings = {"reward_funcs": [f"{__name__}:rising_fault"], "save_steps": 0}
+    (tmp_path / "run.yaml").write_text(to_yaml(make_config(tiny_checkpoint, tmp_path / "run", **settings)))
+    cpu = ("--config_file", "launch/accelerate/cpu.yaml")
+    done = launch(*cpu, "-m", "launch.train", str(tmp_path / "run.yaml"))
+    assert done.returncode != 0 and "rising_fault/exception: raised KeyError" in done.stderr
+    assert [path.name for path in checkpoint.complete(tmp_path / "run")] == ["checkpoint-2"]
+
+
+def test_a_batch_that_cannot_be_written_changes_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
+    accumulate = Trainer.accumulate_gradients
+
+    def not_a_number(trainer: Trainer, *arguments: Any) -> torch.Tensor:
+        loss = accumulate(trainer, *arguments)
+        return loss * float("nan") if trainer.progress.global_step == 2 else loss
+
+    monkeypatch.setattr(Trainer, "accumulate_gradients", not_a_number)
+    train(config_of("full", tiny_checkpoint, tmp_path / "written"))
+    (tmp_path / "not" / "nonfinite-step-3-rank-0.pt").mkdir(parents=True)  # a directory in the place of the file
+    train(config_of("full", tiny_checkpoint, tmp_path / "not"))
+    assert_same_run(tmp_path / "not", tmp_path / "written")
+    assert "step 3 was skipped, and its batch could not be written" in caplog.text
 
 
 def break_weights(run: Run) -> None:

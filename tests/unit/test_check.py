@@ -202,6 +202,6 @@ def test_what_is_left_out_is_logged(caplog):
 
 
 def test_an_example_has_a_value_in_every_column_that_is_asked_for():
-    rows = load({0: {"solution": None}, 1: {"hint": "a"}})
-    found = [check(rows).example(columns).sample_id for columns in (["solution", "elsewhere"], ["solution", "hint"], [])]
-    assert found == [rows.sample_ids[i] for i in (1, 1, 0)]
+    rows = load({0: {"gold": None}, 1: {"gold": "3"}, 2: {"gold": "4", "hint": "a"}})
+    for columns, row in ((["gold", "elsewhere"], 1), (["gold", "hint"], 2), ([], 0)):
+        assert check(rows).example(columns).sample_id == rows.sample_ids[row]

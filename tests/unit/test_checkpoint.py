@@ -149,3 +149,23 @@ def test_a_copy_of_a_checkpoint_is_left_alone(tmp_path):
     assert names(tmp_path) == ["checkpoint-1-good", "checkpoint-2"]
     assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-2"
     assert checkpoint.find(str(tmp_path / "checkpoint-1-good"), tmp_path) == tmp_path / "checkpoint-1-good"
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "manifest gone", "manifest of sizes", "manifest of a list"])
+def test_auto_names_what_is_wrong_and_never_starts_over_it(damage, tmp_path, caplog):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    if damage == "cut":
+        os.truncate(path / "model.bin", 3)
+    elif damage == "gone":
+        (path / "model.bin").unlink()
+    elif damage == "manifest gone":
+        (path / checkpoint.MANIFEST).unlink()
+    else:
+        (path / checkpoint.MANIFEST).write_text('{"model.bin": 7}' if damage == "manifest of sizes" else "[1]")
+    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-1"
+    file = "manifest.json" if "manifest" in damage else "model.bin"
+    assert "checkpoint-2" in caplog.text and f"{file} is" in caplog.text
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact.*checkpoint-2"):
+        checkpoint.find("auto", tmp_path)

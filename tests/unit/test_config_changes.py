@@ -34,10 +34,15 @@ def test_changes_are_named_with_both_values():
 
 
 @pytest.mark.parametrize(
-    ("within_window", "refused"), [(False, ["train.seed"]), (True, ["train.seed", "algorithm.beta"])]
+    ("within_window", "keeps_best", "refused"),
+    [
+        (False, False, ["train.seed"]),
+        (True, False, ["train.seed", "algorithm.beta"]),
+        (False, True, ["train.seed", "data.eval_dataset_name"]),
+    ],
 )
-def test_changes_of_windows_are_refused_within_one(within_window, refused):
-    changes = {"train.seed": "1 -> 2", "algorithm.beta": "0.0 -> 0.1", "train.learning_rate": "1 -> 2"}
-    lines = refused_changes(changes, within_window)
+def test_changes_that_cannot_be_applied(within_window, keeps_best, refused):
+    names = ("train.seed", "algorithm.beta", "train.learning_rate", "data.eval_dataset_name")
+    lines = refused_changes(dict.fromkeys(names, "1 -> 2"), within_window, keeps_best)
     assert [line.split("`")[1] for line in lines] == refused
     assert lines[0] == "`train.seed` 1 -> 2: rows are drawn in an order that follows from it"
