@@ -91,8 +91,8 @@ class DataConfig(Section):
     """What to do with rows that cannot be used, such as one whose image is missing: end with an error, or leave them
     out and list them in `dropped_prompts.jsonl`. Every row and every image's header is checked before the run."""
     max_prompt_length: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens in a prompt, images included. Rows with longer prompts are dropped before the run and
-    listed; prompts are never truncated. This builds every prompt once."""
+    """Maximum number of tokens in a prompt, images included. Training and held-out rows with longer prompts are
+    dropped before the run and listed; prompts are never truncated. This builds every prompt once."""
     min_pixels: int | None = Field(default=None, ge=1)
     """Enlarge images to at least this many pixels. Needs a processor with this limit."""
     max_pixels: int | None = Field(default=None, ge=1)

@@ -41,6 +41,8 @@ class Finding(NamedTuple):
     problem: str | None
     num_bytes: int
     """Bytes of the prompt's text."""
+    continues: bool
+    """Whether the prompt ends with a message of the assistant."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,21 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
     no row has an image, or if a row cannot be used and `on_bad_row` does not drop it. Images are not decoded: damage
     behind a header is found when the row is drawn.
     """
-    refuse_unread_images(rows.source, rows.config, rows.name, used)
     num, rank, size = len(rows), ranks.rank, ranks.world_size
     share = range(num * rank // size, num * (rank + 1) // size)
-    findings = sorted(ranks.gather(list(find_problems(rows, share))))
+    with ranks.agree():
+        refuse_unread_images(rows.source, rows.config, rows.name, used)
+        mine = list(find_problems(rows, share))
+    findings = sorted(ranks.gather(mine))
+    if ranks.is_main:
+        warn_of_continued(rows, sum(finding.continues for finding in findings))
     text_bytes = {finding.row: finding.num_bytes for finding in findings}
     usable = UsableRows(rows, list(range(num)), [], text_bytes)
     return without_bad(usable, [usable.record(finding.row, finding.problem) for finding in findings if finding.problem])
 
 
 def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
-    """Yield what is noted of rows with a problem or with a long text."""
+    """Yield what is noted of rows with a problem, with a long text, or with a prompt that is continued."""
     columns = {*set().union(*prompt_columns(rows.config.prompt_template)), *IMAGE_COLUMNS, *REFUSED_COLUMNS}
     start = share.start
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -111,15 +117,25 @@ def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
 def check_part(rows: Rows, numbered: Sequence[tuple[int, Row]]) -> list[Finding]:
     """Check some rows, and return what is noted."""
     findings = [check_row(rows, index, row) for index, row in numbered]
-    return [finding for finding in findings if finding.problem or finding.num_bytes > SHORT_TEXT]
+    return [finding for finding in findings if finding.problem or finding.num_bytes > SHORT_TEXT or finding.continues]
 
 
 def check_row(rows: Rows, index: int, row: Row) -> Finding:
     """Read a row, and its images as far as their headers."""
     try:
-        return Finding(index, None, rows.check(index, row).num_bytes)
+        parsed = rows.check(index, row)
+        return Finding(index, None, parsed.num_bytes, parsed.continues)
     except DataError as error:
-        return Finding(index, str(error), 0)
+        return Finding(index, str(error), 0, False)
+
+
+def warn_of_continued(rows: Rows, num_continued: int) -> None:
+    """Log how many prompts end with a message of the assistant, which may be an answer that should not be there."""
+    if num_continued:
+        logger.warning(
+            "%s: the prompts of %d of %d rows end with a message of the assistant, and completions continue it. If it "
+            "is the answer, leave it out of the prompt.", rows.name, num_continued, len(rows),
+        )  # fmt: skip
 
 
 def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> UsableRows:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
+import numpy as np
 from PIL.Image import Image
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.images import BASE64, looks_like_image
 from rl_vlm.data.messages import ends_with_answer
 from rl_vlm.data.sources import Source
-from rl_vlm.data.tables import IMAGE_COLUMNS
+from rl_vlm.data.tables import IMAGE_COLUMNS, is_filled
 from rl_vlm.errors import DataError, did_you_mean, shorten
+
+logger = logging.getLogger(__name__)
 
 
 def choose_columns(source: Source, config: DataConfig, name: str) -> Source:
     """Leave out `ignore_columns`, and rename those of `columns`.
 
-    Raises DataError if a column to rename is not there, or if one of the new names is taken.
+    Raises DataError if a column to leave out is misspelt, if one to rename is not there, or if a new name is taken.
     """
+    check_ignored(source, config, name)
     if set(config.ignore_columns) & set(source.columns):
         source = source.without(config.ignore_columns)
     for role, column in config.columns.items():
@@ -37,6 +42,22 @@ def choose_columns(source: Source, config: DataConfig, name: str) -> Source:
                 f"Leave that one out with data.ignore_columns: [{role}], or give it another name in data.columns."
             )
     return source.renamed({column: role for role, column in config.columns.items()}) if config.columns else source
+
+
+def check_ignored(source: Source, config: DataConfig, name: str) -> None:
+    """Log a warning for each column of `ignore_columns` that is not there, such as one of the held-out data alone.
+
+    Raises DataError if it seems misspelt: if another column has a similar name, and this is the only data.
+    """
+    for column in config.ignore_columns:
+        if column in source.columns:
+            continue
+        hint = did_you_mean(column, source.columns)
+        columns = ", ".join(source.columns)
+        problem = f"{name}: data.ignore_columns names {column!r}, which is not there{hint}; the columns are {columns}."
+        if hint and not (config.dataset_name and config.eval_dataset_name):
+            raise DataError(problem)
+        logger.warning("%s", problem)
 
 
 def prompt_columns(template: str | None) -> list[set[str]]:
@@ -72,10 +93,7 @@ def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Co
     examples = {column: first_image(source, column) for column in source.columns if column not in read}
     unread = {column: found for column, found in examples.items() if found is not None}
     has_images = any(
-        value is not None and value != []
-        for column in IMAGE_COLUMNS
-        if column in source.columns
-        for value in source.values(column)
+        is_filled(value) for column in IMAGE_COLUMNS if column in source.columns for value in source.values(column)
     )
     if unread:
         listed = ", ".join(f"{column} (row {row}: {shown(value)})" for column, (row, value) in unread.items())
@@ -100,10 +118,10 @@ def first_image(source: Source, column: str) -> tuple[int, Any] | None:
 
 def shown(value: Any) -> str:
     """Describe a value that looks like an image, without its content."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"a list with {shown(next(filter(looks_like_image, value)))}"
     if isinstance(value, dict):
         return f"a dict of {', '.join(map(str, value))}"
     if isinstance(value, str | Path):
         return "base64 text" if BASE64.match(str(value)) else shorten(repr(str(value)), 80)
-    return "pixels" if isinstance(value, Image) else "an encoded image"
+    return "pixels" if isinstance(value, Image | np.ndarray) else "an encoded image"

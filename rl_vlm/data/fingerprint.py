@@ -18,14 +18,21 @@ def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
     batches = rows.source.batches(range(len(rows)), rows.source.columns)
     for index, row in enumerate(row for batch in batches for row in batch):
         if index in used:
-            content = [rows.sample_ids[index], text_of(row)]
+            content = [rows.sample_ids[index], with_text_keys(without_pixels(row))]
             digest.update(json.dumps(content, sort_keys=True, default=lambda value: type(value).__name__).encode())
     return f"{len(row_indices)} rows, {digest.hexdigest()[:16]}"
 
 
-def text_of(row: Row) -> Row:
+def without_pixels(row: Row) -> Row:
     """Return the row without the pixels and bytes of images, which are not read."""
     return {str(name): paths_of(value) if name in IMAGE_COLUMNS else value for name, value in row.items()}
+
+
+def with_text_keys(value: Any) -> Any:
+    """Return the value with the keys of its dicts as text, since keys of several types cannot be sorted."""
+    if isinstance(value, dict):
+        return {str(key): with_text_keys(item) for key, item in value.items()}
+    return list(map(with_text_keys, value)) if isinstance(value, list | tuple) else value
 
 
 def paths_of(images: Any) -> list[str | None]:

@@ -6,11 +6,12 @@ import base64
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from rl_vlm.errors import DataError, shorten
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 SENT_FORMATS = ("PNG", "JPEG", "WEBP")
 """Formats that are sent to servers unchanged; images in other formats are sent as PNG."""
-BASE64 = re.compile(r"data:image/[^,\s]{1,99};base64,|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)[A-Za-z0-9+/]{100}")
-"""The start of an image as base64 text: a data URL, or a PNG, JPEG, WEBP or GIF without its address."""
-SUFFIX = re.compile(r"\.(png|jpe?g|webp|bmp|tiff?|gif)(\?\S*)?\Z", re.IGNORECASE)
+BASE64 = re.compile(r"data:image/[^,\s]{1,99};base64,|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)(?:(?:\r?\n)?[A-Za-z0-9+/]){100}")
+"""The start of an image as base64 text: a data URL, or a PNG, JPEG, WEBP or GIF without its address. Lines may be
+broken."""
+SUFFIX = re.compile(r"\.(png|jpe?g|jfif|webp|bmp|tiff?|gif)([?#]\S*)?\Z", re.IGNORECASE)
 KEYS = ("image", "bytes", "path")
 """What a dict may hold an image under. Of several, the first that is filled counts."""
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
@@ -103,8 +105,8 @@ def image_path(value: Any) -> str | Path | None:
     return content if isinstance(content, Path) else None
 
 
-def open_image(value: Any, folder: Path) -> Any:
-    """Open an image's file, or its encoded bytes as a binary file.
+def open_image(value: Any, folder: Path) -> AbstractContextManager[Any]:
+    """Open an image's file, or its encoded bytes as a binary file. A file that is open already stays open.
 
     `value` is a path (relative to `folder`), encoded bytes, an open file, base64 text, or a dict of one of these.
     Raises TypeError for anything else, ValueError for a URL or what is no regular file, OSError for a file that cannot
@@ -119,10 +121,20 @@ def open_image(value: Any, folder: Path) -> Any:
     if isinstance(content, bytes):
         return BytesIO(content)
     if hasattr(content, "read"):
-        return content
+        return rewound(content)
     raise TypeError(
         f"found a {type(content).__name__}, expected a PIL image, a path, bytes, base64 text, or a dict of one of them."
     )
+
+
+@contextmanager
+def rewound(file: Any) -> Iterator[Any]:
+    """Give an open file from its start, and rewind it afterwards, since a row is read more than once."""
+    file.seek(0)
+    try:
+        yield file
+    finally:
+        file.seek(0)
 
 
 def open_regular_file(folder: Path, path: str) -> Any:
@@ -147,7 +159,7 @@ def encoded_image(value: Any, folder: Path) -> bytes:
 
 
 def looks_like_image(value: Any) -> bool:
-    """Return whether a value seems to be an image in a form that `read_image` takes, or a list with one."""
+    """Return whether a value seems to be an image in any usual form, or a list, tuple or dict with one."""
     match value:
         case Image.Image():
             return True
@@ -155,14 +167,17 @@ def looks_like_image(value: Any) -> bool:
             text = str(value)
             is_line = len(text) < 500 and "\n" not in text
             return bool(BASE64.match(text) or (is_line and SUFFIX.search(text)))
-        case list():
+        case np.ndarray():
+            return value.ndim == 3 and value.dtype == np.uint8
+        case list() | tuple():
             return any(map(looks_like_image, value))
         case dict():
-            return any(looks_like_image(value.get(key)) for key in KEYS)
+            return any(map(looks_like_image, value.values()))
     if not isinstance(value, bytes) and not hasattr(value, "read"):
         return False
     try:
-        Image.open(BytesIO(value) if isinstance(value, bytes) else value, formats=FORMATS)
+        with BytesIO(value) if isinstance(value, bytes) else rewound(value) as file:
+            Image.open(file, formats=FORMATS)
         return True
     except Exception:  # whatever a decoder raises, it is no image
         return False

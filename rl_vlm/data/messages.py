@@ -17,16 +17,28 @@ MARKS = re.compile(r"<(image|video|audio)>")
 
 
 def read_conversations(turns: Any, where: str) -> tuple[list[Message], Row]:
-    """Convert turns of `from` and `value` to messages, and a final answer to `{"solution": value}`."""
-    for turn in turns if isinstance(turns, list) else [turns]:
-        if not isinstance(turn, dict) or turn.get("from") not in SPEAKERS or "value" not in turn:
-            found = shorten(repr(turn), 200)
-            raise DataError(f"{where}: found turn {found}, expected `value` and `from` ({', '.join(SPEAKERS)}).")
+    """Convert turns of `from` and `value` to messages, and a final answer to `{"solution": value}`.
+
+    Raises DataError for anything but a list of such turns, or if a value other than the final answer's is not text.
+    """
+    if not isinstance(turns, list):
+        raise DataError(f"{where}: found {shorten(repr(turns), 200)} for `conversations`, expected a list of turns.")
     gold = {}
-    if ends_with_answer(turns):
+    if ends_with_answer(turns) and "value" in turns[-1]:
         gold = {"solution": turns[-1]["value"]}
         turns = turns[:-1]
-    return [{"role": SPEAKERS[turn["from"]], "content": split_marks(str(turn["value"]))} for turn in turns], gold
+    return [read_turn(turn, where) for turn in turns], gold
+
+
+def read_turn(turn: Any, where: str) -> Message:
+    """Convert a turn of `from` and `value` to a message. Raises DataError if one is missing or the value is no text."""
+    match turn:
+        case {"from": str(speaker), "value": str(text)} if speaker in SPEAKERS:
+            return {"role": SPEAKERS[speaker], "content": split_marks(text)}
+    raise DataError(
+        f"{where}: found turn {shorten(repr(turn), 200)}, expected `value`, which is text, and `from` "
+        f"({', '.join(SPEAKERS)})."
+    )
 
 
 def ends_with_answer(turns: Any) -> bool:

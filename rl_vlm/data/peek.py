@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.samples import Rows, load_rows
-from rl_vlm.data.sources import Source, check_rows, open_source
+from rl_vlm.data.sources import Source, as_rows, open_source
 from rl_vlm.data.tables import Row
 from rl_vlm.errors import DataError
 
@@ -55,7 +55,7 @@ def peek_rows(config: DataConfig, split: Literal["train", "eval"]) -> Peek:
             refuse_missing_path(name)
             raise NotOpened(f"{name} is not here and is taken for a name on the hub")
         counts.append(count)
-        return check_rows(rows, name), path if path.is_dir() else path.parent
+        return as_rows(rows, name), path if path.is_dir() else path.parent
 
     return Peek(load_rows(config, split, open_quickly), counts[0])
 

@@ -7,18 +7,22 @@ source ─ load_rows ─► Rows ─ sample(index): parse_row ─► ParsedRow �
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, read_image
 from rl_vlm.data.messages import Message, place_images, read_conversations, to_messages
 from rl_vlm.data.sources import Source, open_source, unique_ids
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row
-from rl_vlm.errors import DataError, shorten
+from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
+from rl_vlm.errors import DataError, shorten, text_of
 
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
@@ -37,6 +41,11 @@ class ParsedRow:
     prompt: Any
     images: list[tuple[str, Any]]
     """Column and value of each image."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the prompt ends with a message of the assistant, which completions continue."""
+        return self.messages[-1]["role"] == "assistant"
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +75,8 @@ class Rows:
         from rl_vlm.types import Sample  # imports torch, which a dry run does not need
 
         where = self.place(index)
-        row = parse_row(self.source[index], self.config, where)
+        with row_errors(where):
+            row = parse_row(self.source[index], self.config, where)
         limit = self.config.max_image_pixels
         found = [read_image(value, self.image_folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
@@ -75,7 +85,9 @@ class Rows:
 
     def check(self, index: int, row: Row) -> ParsedRow:
         """Read `row`, which is row `index`, and its images as far as their headers. Raises DataError like `[]`."""
-        where, parsed = self.place(index), parse_row(row, self.config, self.place(index))
+        where = self.place(index)
+        with row_errors(where):
+            parsed = parse_row(row, self.config, where)
         for name, value in parsed.images:
             check_image(value, self.image_folder, self.config.max_image_pixels, f"{where}, column {name}")
         return parsed
@@ -119,6 +131,17 @@ def load_rows(config: DataConfig, split: Literal["train", "eval"], open_source: 
     return rows
 
 
+@contextmanager
+def row_errors(where: str) -> Iterator[None]:
+    """Raise DataError, whose message begins with `where`, for any error in the block."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # a row of a function or a file can hold anything
+        raise DataError(f"{where}: it cannot be read: {type(error).__name__}: {shorten(text_of(error))}") from error
+
+
 def parse_row(row: Row, config: DataConfig, where: str) -> ParsedRow:
     """Read a row's prompt and place its images. Raises DataError if the row cannot be used; reads no image."""
     prompt, columns = read_prompt(row, config.prompt_template, where)
@@ -142,7 +165,7 @@ def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[
     Rows of VLM-R1 hold `conversations`; their final answer becomes column `solution`. Raises DataError if a row has no
     prompt, or a value in a column of `REFUSED_COLUMNS`.
     """
-    refused = [name for name in REFUSED_COLUMNS if row.get(name) is not None]
+    refused = [name for name in REFUSED_COLUMNS if is_filled(row.get(name))]
     if refused:
         raise DataError(
             f"{where}: column {', '.join(refused)} is filled; video and tool calls are not in this project, and the "
@@ -177,21 +200,26 @@ def refuse_empty(text: str, where: str) -> str:
     return text
 
 
-class NoNulls(Formatter):
-    """Formats as `str.format` does, and raises ValueError for null, which would become the text "None"."""
+class PlainFormatter(Formatter):
+    """Formats text, numbers and booleans as `str.format` does, and raises ValueError for other values.
+
+    Null would become the text "None", the null of pandas "nan", and a list or dict its Python code.
+    """
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         """Return the value of a field and its name."""
         value, used = super().get_field(field_name, args, kwargs)
-        if value is None:
+        if value is None or (isinstance(value, Number) and value != value):
             raise ValueError(f"`{field_name}` is null")
+        if not isinstance(value, str | Number | np.bool_):
+            raise ValueError(f"`{field_name}` is a {type(value).__name__}, neither text nor a number nor a boolean")
         return value, used
 
 
 def fill_template(template: str, row: Row, where: str) -> str:
-    """Fill the template with columns of the row. Raises DataError if one is missing or null."""
+    """Fill the template with columns of the row. Raises DataError if one is missing null, or not plain."""
     try:
-        return NoNulls().vformat(template, (), row)
+        return PlainFormatter().vformat(template, (), row)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"{where}: data.prompt_template {template!r} cannot be filled: {type(error).__name__} {error}. "
@@ -201,7 +229,7 @@ def fill_template(template: str, row: Row, where: str) -> str:
 
 def image_values(row: Row, where: str) -> list[tuple[str, Any]]:
     """Return column and value of each image in column `image` or `images`. The list is empty for a text row."""
-    given = {name: row[name] for name in IMAGE_COLUMNS if row.get(name) is not None}
+    given = {name: row[name] for name in IMAGE_COLUMNS if is_filled(row.get(name))}
     if len(given) > 1:
         raise DataError(
             f"{where}: `image` and `images` are both filled; leave one of them empty, or name it in "

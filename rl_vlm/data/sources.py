@@ -45,12 +45,12 @@ def read_json(path: Path) -> ListRows:
     """Read the rows of a list of objects (.json), or of one object per line (.jsonl), in UTF-8 with or without BOM."""
     try:
         if path.suffix == ".json":
-            return check_rows(parse_json(path.read_bytes(), str(path)), str(path))
+            return as_rows(parse_json(path.read_bytes(), str(path)), str(path))
         with path.open("rb") as file:
             lines = [parse_json(line, f"{path}, line {number}") for number, line in enumerate(file, 1) if line.strip()]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    return check_rows(lines, str(path))
+    return as_rows(lines, str(path))
 
 
 def parse_json(content: bytes, where: str) -> Any:
@@ -70,6 +70,8 @@ def parse_json(content: bytes, where: str) -> Any:
         ) from error
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: its lists and objects are nested too deeply to be read.") from error
 
 
 def open_directory(path: Path, split: str, subset: str | None, asked_by: str | None) -> Source:
@@ -101,10 +103,11 @@ def choose_split(data: Any, name: str, split: str, asked_by: str | None) -> Sour
         data = data[split]
     elif asked_by is not None:
         raise DataError(f"{name} has no splits, so data.{asked_by} {split!r} has no effect; leave it out.")
-    return check_rows(data, name) if isinstance(data, list) else ArrowRows(data, name)
+    return as_rows(data, name) if isinstance(data, list) else ArrowRows(data, name)
 
 
-def check_rows(rows: Any, name: str) -> ListRows:
+def as_rows(rows: Any, name: str) -> ListRows:
+    """Return a list of dicts as rows. Raises DataError for anything else."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{name}: expected a list of objects, one per row (in a .jsonl file: one object per line).")
     return ListRows(rows)

@@ -16,6 +16,11 @@ IMAGE_COLUMNS = ("image", "images")
 BATCH = 1000
 
 
+def is_filled(value: Any) -> bool:
+    """Return whether a column's value is neither null nor an empty list."""
+    return value is not None and not (isinstance(value, list | tuple) and not value)
+
+
 class ListRows(Sequence[Row]):
     """Rows in memory. Each may have columns of its own."""
 

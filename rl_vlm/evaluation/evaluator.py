@@ -62,7 +62,8 @@ class Evaluator:
         self.engine = engine
         self.rewards = rewards
         usable = held_out_rows(config, rewards, ranks) if usable is None else usable
-        self.usable = fitting_rows(usable, builder, None) if isinstance(builder, PromptBuilder) else usable
+        limit = config.data.max_prompt_length
+        self.usable = fitting_rows(usable, builder, limit) if isinstance(builder, PromptBuilder) else usable
         self.rows = usable.rows
         self.sampling = evaluation_sampling(config)
 

@@ -276,6 +276,16 @@ def test_long_prompt_is_dropped_and_listed_and_the_rest_trains(tiny_checkpoint, 
     assert {row["sample_id"] for row in trained} == {f"row-{i}" for i in range(12)} - {"row-3"}
 
 
+def test_long_held_out_prompt_is_dropped_and_listed_too(tiny_checkpoint, tmp_path):
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", eval_dataset_name=reward("long_prompt_rows"), max_prompt_length=60,
+        max_steps=1,
+    )  # fmt: skip
+    train(config)
+    (dropped,) = map(json.loads, (tmp_path / "run" / "dropped_prompts.jsonl").read_text().splitlines())
+    assert (dropped["data"], dropped["row"], dropped["limit"]) == (reward("long_prompt_rows"), 3, 60)
+
+
 @pytest.mark.parametrize(
     ("function", "kind"),
     [("gives_nan", "nan"), ("gives_inf", "inf"), ("gives_1e300", "magnitude"), ("gives_text", "type")],

@@ -13,8 +13,10 @@ from PIL import Image, ImageFile
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.check import UsableRows, check_rows, find_problems, fitting_rows, warn_of_dropped
+from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.data.tables import ListRows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import DataError
 from tests.tiny.build import build_tiny
@@ -125,6 +127,47 @@ def test_images_in_a_table_are_checked_by_their_headers(batch, monkeypatch):
     usable = check(load_rows(DataConfig(dataset_name="rows.parquet", on_bad_row="drop"), "train"))
     assert usable.indices == [0, 1, 3]  # a header is whole in row 1
     assert "row 2, column images, x.png: not an image" in reasons(usable)[2]
+
+
+def test_a_row_that_raises_anything_is_a_finding(monkeypatch):
+    def parse(row: dict, config: DataConfig, where: str) -> Any:
+        raise TypeError("unhashable") if row["id"] == "r3" else DataError(f"{where}: bad")
+
+    monkeypatch.setattr("rl_vlm.data.samples.parse_row", parse)
+    with pytest.raises(DataError, match=r"row 0: bad\. 5 more"):
+        check(load({}))
+    found = {finding.row: finding.problem for finding in find_problems(load({}), range(6))}
+    assert found[3] == "rows.jsonl, row 3: it cannot be read: TypeError: unhashable"
+
+
+def test_an_error_of_the_check_is_agreed_on_by_all_ranks():
+    """Another rank must not wait for the findings of the rank whose check fails."""
+    rows, ranks, gathered = load({}, text_only=True), Ranks(), []
+    ranks.gather = lambda values: gathered.append(values) or values  # type: ignore[method-assign]
+    object.__setattr__(rows, "source", ListRows([{"prompt": "a", "photo": "0.png"}] * 6))
+    with pytest.raises(DataError, match="images that nobody would read") as error:
+        check_rows(rows, [], ranks)
+    assert gathered == [[error.value]]
+    assert error.value.on_all_ranks
+
+
+def test_prompts_that_end_with_the_assistant_are_counted_once(caplog):
+    question, answer = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "7"}
+    assert len(check(load({i: {"prompt": [question, answer]} for i in (1, 4)}))) == 6
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("rows.jsonl: the prompts of 2 of 6 rows end with a message of the assistant")
+    caplog.clear()
+    check(load({1: {"prompt": [question, answer, question]}}))
+    assert caplog.records == []
+
+
+def test_a_fingerprint_takes_keys_of_several_types():
+    def digest(value: Any) -> str:
+        source = ListRows([{"prompt": "a", "scores": value}])
+        return data_fingerprint(Rows("rows", source, ["0"], Path(), DataConfig()), [0])
+
+    assert digest({1: "a", "b": [{None: 2, (1, 2): 3}]}) == digest({"b": [{(1, 2): 3, None: 2}], 1: "a"})
+    assert digest({1: "a", "b": 2}) != digest({1: "a", "b": 3})
 
 
 def test_no_row_left_is_an_error_that_says_why():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -14,6 +15,7 @@ from rl_vlm.config.schema import DataConfig, RewardsConfig, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.images import looks_like_image
 from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import DataError
 from rl_vlm.reward import RewardSuite
 
@@ -118,6 +120,11 @@ FORMS = {
     "struct": {"path": "a.gif", "bytes": None}, "verl": [{"image": "a.png"}],
     "data url": f"data:image/png;base64,{BASE64}", "base64": BASE64, "bytes": png(),
     "struct of bytes": {"bytes": png(), "path": None}, "list of bytes": [png()],
+    "fragment": "https://example.org/a.png#f", "jfif": "a.jfif", "struct of url": {"url": "x.png"},
+    "other key": {"size": 3, "front": "a.png"},
+    "block": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64}"}}],
+    "base64 in lines": base64.encodebytes(png() * 9).decode(),
+    "base64 in lines of Windows": base64.encodebytes(png() * 9).decode().replace("\n", "\r\n"),
 }  # fmt: skip
 
 
@@ -155,7 +162,8 @@ def test_base64_is_not_printed():
 
 
 @pytest.mark.parametrize(
-    "value", ["a text of png", "png", 3, None, ["x"], {"path": None}, "See a.png.\nWhat?", {"a": "b.png"}]
+    "value",
+    ["a text of png", "png", 3, None, ["x"], {"path": None}, "See a.png.\nWhat?", {"a": "b", "path": "notes.txt"}],
 )
 def test_other_columns_are_not_taken_for_images(value):
     refuse(load({"prompt": "a", "image": "a.png", "other": value, "id": "a.png"}))
@@ -191,3 +199,47 @@ def test_rewards_use_the_columns_that_they_name(tmp_path):
     function: Any = {"function": "mine.py:f", "kwargs": {"size": 3}}
     with RewardSuite(RewardsConfig(reward_funcs=[function])) as rewards:
         assert rewards.columns & {"photo", "size", "kwargs"} == {"photo"}
+
+
+# --- names to leave out that are not there
+
+
+def test_a_misspelt_name_to_leave_out_is_refused():
+    with pytest.raises(DataError, match=r"rows.jsonl: data.ignore_columns names 'fotos'.*\(did you mean 'photos'\?\)"):
+        load({"prompt": "a", "photos": "a.png"}, ignore_columns="fotos")
+
+
+@pytest.mark.parametrize(("ignored", "settings"), [("fotos", {"eval_dataset_name": "b.jsonl"}), ("thumbnail", {})])
+def test_a_name_to_leave_out_that_other_data_may_have_is_warned_of(ignored, settings, caplog):
+    load({"prompt": "a", "photos": "a.png"}, ignore_columns=ignored, **settings)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"rows.jsonl: data.ignore_columns names '{ignored}', which is not there")
+    caplog.clear()
+    load({"prompt": "a", "photos": "a.png"}, ignore_columns="photos", **settings)
+    assert caplog.records == []
+
+
+# --- forms of functions
+
+
+@pytest.mark.parametrize("value", [np.zeros((2, 2, 3), np.uint8), ("x", "a.png"), {"pair": ("a", png())}])
+def test_forms_of_functions_that_nobody_reads_are_refused(value):
+    rows = ListRows([{"prompt": "a", "image": "a.png", "other": value}])
+    with pytest.raises(DataError, match=r"in column other \(row 0"):
+        refuse_unread_images(rows, DataConfig(), "rows", [])
+
+
+@pytest.mark.parametrize("value", [np.zeros((2, 2, 3)), np.zeros(3, np.uint8), ("x", 3), {"pair": ("a", b"b")}])
+def test_arrays_and_tuples_without_an_image_pass(value):
+    refuse_unread_images(ListRows([{"prompt": "a", "image": "a.png", "other": value}]), DataConfig(), "rows", [])
+
+
+def test_an_array_is_a_filled_column_of_images():
+    rows = ListRows([{"prompt": "a", "image": np.zeros((2, 2, 3), np.uint8)}])
+    refuse_unread_images(rows, DataConfig(), "rows", [])
+
+
+def test_a_file_that_is_looked_at_can_be_read_again():
+    file = io.BytesIO(png())
+    assert looks_like_image(file)
+    assert file.read() == png()

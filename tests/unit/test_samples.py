@@ -140,6 +140,7 @@ def test_a_byte_that_is_not_utf_8_is_named_with_its_line(name):
         ("missing.parquet", None, "missing.parquet"),
         ("broken.jsonl", '{"prompt": "a"}\n{"prompt": ', "broken.jsonl, line 2"),
         ("object.json", '{"prompt": "a"}', "object.json: expected a list"),
+        ("deep.jsonl", '{"prompt": "a"}\n{"prompt": ' + "[" * 200_000, "deep.jsonl, line 2: .* nested too deeply"),
         ("empty.jsonl", "", "has no rows"),
         ("no_such_module:make", None, "no_such_module"),
         ("json:no_such_function", None, "no_such_function"),
@@ -228,6 +229,27 @@ def test_a_null_in_a_template_does_not_become_text(rows_of, template):
         rows[1]
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (float("nan"), "is null"), (np.float32("nan"), "is null"), (["a"], "is a list, neither text nor a number"),
+        ({"a": 1}, "is a dict"), (b"a", "is a bytes"), (np.zeros(2), "is a ndarray"),
+    ],
+)  # fmt: skip
+def test_a_template_takes_plain_values_alone(rows_of, value, found):
+    rows = rows_of([{"question": value}], prompt_template="{question}?")
+    with pytest.raises(DataError, match=f"row 0: .* cannot be filled: ValueError `question` {found}"):
+        rows[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "filled"),
+    [("", "?"), (7, "7?"), (0.5, "0.5?"), (True, "True?"), (np.int64(7), "7?"), (np.True_, "True?")],
+)
+def test_a_template_is_filled_with_text_numbers_and_booleans(rows_of, value, filled):
+    assert rows_of([{"question": value}], prompt_template="{question}?")[0].prompt == filled
+
+
 @pytest.mark.parametrize("image", [None, picture()])
 @pytest.mark.parametrize(
     "prompt",
@@ -292,6 +314,20 @@ def test_an_image_pasted_into_a_text_is_refused_and_not_printed(rows_of, prefix)
         assert len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_base64_in_lines_is_found_in_a_text_and_read_as_an_image(rows_of, line_break):
+    pasted = base64.encodebytes(encoded(NOISE)).decode().replace("\n", line_break)
+    with pytest.raises(DataError, match=r"row 0: the text holds an image as base64"):
+        rows_of([{"prompt": f"What is {pasted}?"}])[0]
+    (image,) = rows_of([{"prompt": "What?", "image": pasted}])[0].images
+    assert image.tobytes() == NOISE.convert("RGB").tobytes()
+
+
+def test_words_behind_the_letters_of_a_format_are_no_image(rows_of):
+    words = "R0lGOD " + "as in a word and another " * 4000
+    assert rows_of([{"prompt": words}])[0].prompt == words
+
+
 @pytest.mark.parametrize(
     ("message", "found"),
     [
@@ -345,11 +381,31 @@ def test_vlm_r1_rows_are_read_as_they_are():
         ({"from": "robot", "value": "Hi"}, "robot"),
         ({"from": "human"}, "value"),
         ("human", "found turn 'human'"),
+        ({"from": "human", "value": None}, "None.*expected `value`, which is text"),
+        ({"from": "human", "value": ["a", "b"]}, "'a', 'b'.*expected `value`, which is text"),
+        ({"from": ["human"], "value": "a"}, "found turn"),
     ],
 )
 def test_a_turn_that_cannot_be_read_is_named(rows_of, turn: Any, found: str):
     with pytest.raises(DataError, match=f"row 0.*{found}"):
         rows_of([{"conversations": [turn, {"from": "gpt", "value": "7"}]}])[0]
+
+
+@pytest.mark.parametrize(
+    "turns", [{"from": ["human", "gpt"], "value": ["Hi", "7"]}, {"from": "human", "value": "Hi"}, "Hi"]
+)
+def test_conversations_that_are_no_list_are_refused(rows_of, turns):
+    with pytest.raises(DataError, match=r"row 0: found .* for `conversations`, expected a list of turns"):
+        rows_of([{"conversations": turns}])[0]
+
+
+def test_a_row_that_raises_anything_is_named(rows_of):
+    class Broken(list):
+        def __iter__(self) -> Any:
+            raise RuntimeError("broken")
+
+    with pytest.raises(DataError, match=r"rows_module:make, row 1: it cannot be read: RuntimeError: broken"):
+        rows_of([{"prompt": "a"}, {"prompt": Broken([1])}])[1]
 
 
 # --- images
@@ -386,6 +442,21 @@ def test_columns_that_the_model_would_not_be_given_are_refused_by_name(rows_of, 
     assert rows[0].prompt == "a"
     with pytest.raises(DataError, match=rf"row 1: column {column} is filled; .* not in this project"):
         rows[1]
+
+
+def test_an_empty_list_is_not_filled(rows_of):
+    empty = {"video": [], "videos": [], "tools": []}
+    red, blue = {"image": picture(RED), "images": []}, {"image": [], "images": [picture(BLUE)]}
+    one, other = rows_of([{"prompt": "a"} | red | empty, {"prompt": "b"} | blue])
+    assert colors(one.images + other.images) == [RED, BLUE]
+
+
+def test_an_open_file_is_read_again_after_the_check(rows_of):
+    file = io.BytesIO(encoded(picture(BLUE)))
+    rows = rows_of([{"prompt": "a", "image": file}])
+    for _ in range(2):
+        rows.check(0, rows.source[0])
+        assert colors(rows[0].images) == [BLUE]
 
 
 def test_both_image_columns_filled_is_refused(rows_of):
