@@ -103,7 +103,7 @@ def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_p
         rank_file = tmp_path / field / "checkpoint-3" / "rank_0.pt"
         state = torch.load(rank_file, weights_only=True)
         size = rank_file.stat().st_size
-        torch.save({name: part | parts.get(name, {}) for name, part in state.items()}, rank_file)
+        torch.save(state | {name: state[name] | part for name, part in parts.items()}, rank_file)
         amend_manifest(rank_file, size)
         train(resumed(killed))
         with pytest.raises(AssertionError):
