@@ -19,7 +19,7 @@ from rl_vlm import checkpoint
 from rl_vlm.config.batches import plan_batches, total_optimizer_steps
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import check_rows, fitting_rows, warn_of_dropped
+from rl_vlm.data.check import UsableRows, check_rows, fitting_rows, warn_of_dropped
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, load_processor
@@ -83,29 +83,15 @@ class Run:
             self.trackers = Trackers(config.log, train.output_dir)
             opened.callback(self.trackers.close)
             checkpoint.seed_random_generators(train.seed)
-
-            logger.info("loading the training data %s", config.data.dataset_name)
-            rows = load_rows(config.data, "train")
             self.rewards = opened.enter_context(RewardSuite(config.rewards))
-            self.rewards.check_columns(rows.columns)
-            usable = check_rows(rows, self.rewards.columns, self.ranks)
-            initial = initial_checkpoint(config, self.ranks)
-            self.processor = load_processor(initial, config.model, config.data)
-            builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
-            usable = fitting_rows(usable, builder, config.data.max_prompt_length)
-            self.check_fingerprints(saved, rows, usable.indices, initial)
-            if saved is None or saved.changes("rewards.reward_funcs", config):
-                choose_forms(self.rewards, usable, self.ranks)
-            else:
-                self.rewards.use_forms(saved.own_state["reward_forms"])
+            initial, builder, usable = self.load_data(saved)
             policy, reference = self.load_models(initial, saved, builder)
-            logger.info(rows_line(len(usable), len(usable.dropped)))
             self.progress = Progress(total_optimizer_steps(config, self.plan, len(usable)))
             logger.info(batch_line(self.plan, self.progress.max_steps))
             optimizer = Optimizer(self.ranks, policy.train(), train, self.progress.max_steps)
             weights = PolicyWeights(policy, config.rollout.lora_sync)
             engine = SyncedEngine(training_engine(config, initial, weights, builder, self.ranks), weights, self.ranks)
-            self.collector = self.build_collector(PromptSource(rows, usable.indices, builder), engine)
+            self.collector = self.build_collector(PromptSource(usable.rows, usable.indices, builder), engine)
             opened.callback(self.collector.close)
             self.evaluator = self.build_evaluator(builder, engine)
             self.trainer = Trainer(config, self.ranks, policy, reference, optimizer, self.collector, self.progress)
@@ -128,6 +114,25 @@ class Run:
         resumed = self.ranks.gather([resumed])[0]
         with self.ranks.agree():
             return resumed and SavedRun.load(resumed, self.config, self.ranks.rank, self.ranks.world_size)
+
+    def load_data(self, saved: SavedRun | None) -> tuple[str, PromptBuilder, UsableRows]:
+        """Load and check the training rows. Returns the initial checkpoint and the builder of prompts as well."""
+        config = self.config
+        logger.info("loading the training data %s", config.data.dataset_name)
+        rows = load_rows(config.data, "train")
+        self.rewards.check_columns(rows.columns)
+        usable = check_rows(rows, self.rewards.columns, self.ranks)
+        initial = initial_checkpoint(config, self.ranks)
+        self.processor = load_processor(initial, config.model, config.data)
+        builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
+        usable = fitting_rows(usable, builder, config.data.max_prompt_length)
+        self.check_fingerprints(saved, rows, usable.indices, initial)
+        if saved is None or saved.changes("rewards.reward_funcs", config):
+            choose_forms(self.rewards, usable, self.ranks)
+        else:
+            self.rewards.use_forms(saved.own_state["reward_forms"])
+        logger.info(rows_line(len(usable), len(usable.dropped)))
+        return initial, builder, usable
 
     def check_fingerprints(self, saved: SavedRun | None, rows: Rows, row_indices: Sequence[int], initial: str) -> None:
         """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""

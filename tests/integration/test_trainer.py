@@ -270,9 +270,9 @@ def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     loading = [
         f"loading the training data {tiny_run.ROWS}",
+        "12 rows of training data",
         f"loading the model {tiny_checkpoint} (float32, cpu)",
         "286K parameters, 8.83K of them trained",  # rank 4 × 2 layers × (4 × 96 + 3 × 240) sizes of matrices
-        "12 rows of training data",
     ]
     assert cli.main(["train", str(tmp_path / "run.yaml")]) == 0
     assert shown(capsys) == [
