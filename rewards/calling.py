@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import os
 import threading
 import traceback
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import chdir
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> di
 class Call:
     """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later.
 
-    A sync function leaves the working directory as it was; around an async one use `working_directory_kept`.
+    A sync function leaves the working directory as it was; around an async one use `contextlib.chdir(".")`.
     """
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], count: int) -> None:
@@ -56,7 +55,7 @@ class Call:
         self.returned: Future[Any] = Future()
         loggers = select_arguments(function, {"log_extra": self.log_extra, "log_metric": self.log_metric})
         try:
-            with working_directory_kept():
+            with chdir("."):
                 returned = function(**arguments, **loggers)
             if inspect.isawaitable(returned):
                 self.returned = asyncio.run_coroutine_threadsafe(_wait(returned), background_loop())
@@ -103,17 +102,6 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
     except SystemExit as error:  # would end the event loop, and with it every other call
         raise RuntimeError(f"sys.exit({error})").with_traceback(error.__traceback__) from None
-
-
-@contextmanager
-def working_directory_kept() -> Iterator[None]:
-    """Return to the working directory after a block that may change it: relative paths of the run depend on it."""
-    before = os.open(".", os.O_RDONLY)
-    try:
-        yield
-    finally:
-        os.fchdir(before)
-        os.close(before)
 
 
 @functools.cache

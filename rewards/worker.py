@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rewards.calling import Call, describe, text_of, working_directory_kept
+from rewards.calling import Call, describe, text_of
 from rewards.contract import Answer, Fault, RewardFunction, failed
 
 LOAD_SECONDS = 300.0
@@ -137,7 +137,7 @@ def serve(connection: Connection, load: Callable[[], RewardFunction]) -> None:
     with contextlib.suppress(EOFError):
         while True:
             for arguments, count in pickle.loads(connection.recv_bytes()):
-                with working_directory_kept():
+                with contextlib.chdir("."):
                     answer = Call(function, arguments, count).answer()
                 connection.send_bytes(_pickled(answer, count))
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rl_vlm.errors import CheckpointError
 
@@ -111,14 +110,16 @@ def read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
         ) from error
 
 
-def check_sizes(checkpoint: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest exists with its size."""
-    for name, (size, _) in read_manifest(checkpoint).items():
+def check_sizes(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file. Raises CheckpointError unless all exist with the sizes of the manifest."""
+    files = read_manifest(checkpoint)
+    for name, (size, _) in files.items():
         file = checkpoint / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             state = "missing" if found is None else f"of {found} bytes instead of {size}"
             raise CheckpointError(f"{checkpoint} is not a complete checkpoint: {name} is {state}")
+    return {name: digest for name, (_, digest) in files.items()}
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -132,13 +133,12 @@ def is_complete(checkpoint: Path) -> bool:
 
 def check(checkpoint: Path) -> Path:
     """Return the checkpoint if its files are those that were written, else raise CheckpointError."""
-    check_sizes(checkpoint)
-    files = read_manifest(checkpoint)
+    files = check_sizes(checkpoint)
     try:
         found = list(digests([checkpoint / name for name in files]))
     except OSError as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {error}") from error
-    changed = [name for (name, (_, digest)), other in zip(files.items(), found, strict=True) if digest != other]
+    changed = [name for (name, digest), other in zip(files.items(), found, strict=True) if digest != other]
     if changed:
         raise CheckpointError(
             f"{checkpoint}: the contents of {', '.join(changed)} are not those that were written (other SHA-256 than "
@@ -211,6 +211,8 @@ def prune(output_dir: Path, limit: int | None, keep: Path | None) -> None:
 
 def seed_random_generators(seed: int) -> None:
     """Seed the global generators, which initialise adapters and which reward functions may use."""
+    import torch  # not at the top: a dry run looks for checkpoints and does not need torch
+
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -218,6 +220,8 @@ def seed_random_generators(seed: int) -> None:
 
 def random_states() -> dict[str, Any]:
     """Return global generator states, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
+    import torch
+
     name, keys, *position = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -227,6 +231,9 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
+    """Restore what `random_states` returned."""
+    import torch
+
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rl_vlm.checkpoint import directories
 from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
@@ -143,14 +144,11 @@ def check_output_dir(path: Path) -> None:
 
 def check_resumed(config: RunConfig) -> None:
     """Raise CheckpointError if the checkpoint to resume cannot be read, or was written with settings that must hold."""
-    setting, output_dir = config.train.resume_from_checkpoint, Path(config.train.output_dir)
-    if setting == "auto":
-        steps = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-        newest = max(steps, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
-    else:
-        newest = Path(setting) if setting else None
-    if newest is None:
+    setting = config.train.resume_from_checkpoint
+    found = directories(Path(config.train.output_dir)) if setting == "auto" else [Path(setting)] if setting else []
+    if not found:
         return
+    newest = found[-1]
     if not newest.is_dir():
         raise CheckpointError(f"train.resume_from_checkpoint {newest} is not a directory")
     try:

@@ -50,6 +50,8 @@ class SavedRun:
     """Content of `trainer_state.json`."""
     own_state: dict[str, Any]
     """The rank's random states, the state of its collector, and the forms of the reward functions."""
+    changes: dict[str, str]
+    """The settings that the run has changed, as `old -> new`."""
 
     @classmethod
     def load(cls, path: Path, config: RunConfig, rank: int, world_size: int) -> SavedRun:
@@ -66,8 +68,9 @@ class SavedRun:
                 f"{path} was written by {state['world_size']} processes and this run has {world_size}; "
                 "resume with as many"
             )
-        saved = cls(path, state, torch.load(path / f"rank_{rank}.pt", weights_only=True))
-        saved.check_settings(config)
+        own_state = torch.load(path / f"rank_{rank}.pt", weights_only=True)
+        saved = cls(path, state, own_state, changed_settings(state["settings"], config))
+        saved.check_settings(keeps_best=config.train.load_best_model_at_end)
         return saved
 
     @property
@@ -85,27 +88,21 @@ class SavedRun:
         collector = self.own_state["collector"]
         return any(collector[part] for part in ("window", "next_window", "in_flight"))
 
-    def changes(self, setting: str, config: RunConfig) -> bool:
-        """Return whether the run has another value of a setting than the checkpoint."""
-        return setting in changed_settings(self.state["settings"], config)
-
-    def check_settings(self, config: RunConfig) -> None:
+    def check_settings(self, keeps_best: bool) -> None:
         """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot."""
-        changes = changed_settings(self.state["settings"], config)
-        if refused := refused_changes(changes, self.holds_completions, config.train.load_best_model_at_end):
+        if refused := refused_changes(self.changes, self.holds_completions, keeps_best):
             between = " Checkpoints between two windows hold no completions." if self.holds_completions else ""
             lines = "\n".join(refused)
             raise CheckpointError(
                 f"{self.path} cannot be resumed with changed settings:\n{lines}\nSet them back, or start a new run "
                 f"with model.model_name_or_path={self.path} and a new train.output_dir.{between}"
             )
-        for name, change in changes.items():
+        for name, change in self.changes.items():
             logger.warning("resumed with a changed setting: %s %s", name, change)
 
-    def check_fingerprints(self, present: Mapping[str, str], config: RunConfig) -> None:
+    def check_fingerprints(self, present: Mapping[str, str]) -> None:
         """Raise CheckpointError if the training data or the initial model are others than the run began with."""
-        changes = changed_settings(self.state["settings"], config)
-        changed = [name for name in changes if name.startswith(("data.", "model."))]
+        changed = [name for name in self.changes if name.startswith(("data.", "model."))]
         settings = f" These settings have changed: {', '.join(changed)}." if changed else ""
         for name, saved in self.state["fingerprints"].items():
             if present[name] != saved:

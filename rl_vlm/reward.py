@@ -14,7 +14,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +52,6 @@ from rewards.calling import (
     parameters,
     select_arguments,
     takes_anything,
-    working_directory_kept,
 )
 from rewards.contract import Answer, Fault, Score, failed, join
 from rewards.forms import OTHER, Form, completion_in, form_of, made_up_completion, prompt_in
@@ -101,7 +100,7 @@ class RewardSuite:
         on that, in the other one. None leaves every row in its own form. The calls leave nothing in logs or metrics,
         and the global random states as they were.
         """
-        with random_states_kept(), working_directory_kept():
+        with random_states_kept(), chdir("."):
             return [reward.find_form(example) for reward in self._rewards]
 
     @property
@@ -121,7 +120,7 @@ class RewardSuite:
         """
         if not groups:
             return self._table(groups, [Answer([]) for _ in self._rewards])
-        with working_directory_kept():
+        with chdir("."):
             waiting = [reward.start(groups, state, reward.form, self.data_columns) for reward in self._rewards]
             answers = [wait() for wait in waiting]
         return self._table(groups, answers)
@@ -188,7 +187,7 @@ class _Reward:
     def __init__(self, spec: RewardSpec) -> None:
         load = partial(load_callable, spec.function, BUILT_INS, ENTRY_POINT_GROUP)
         try:
-            with working_directory_kept():
+            with chdir("."):
                 self.function = load()
         except LoadError as error:
             raise RewardError(f"reward function {spec.function!r}: {error}") from error

@@ -19,12 +19,11 @@ from rl_vlm import checkpoint
 from rl_vlm.config.batches import plan_batches, total_optimizer_steps
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, check_rows, fitting_rows, warn_of_dropped
+from rl_vlm.data.check import UsableRows, fitting_rows, warn_of_dropped
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.sampler import PromptSampler
-from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import Trackers
@@ -48,7 +47,7 @@ from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
-from rl_vlm.rollout.scoring import choose_forms
+from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress
@@ -119,32 +118,30 @@ class Run:
         """Load and check the training rows. Returns the initial checkpoint and the builder of prompts as well."""
         config = self.config
         logger.info("loading the training data %s", config.data.dataset_name)
-        rows = load_rows(config.data, "train")
-        self.rewards.check_columns(rows.columns)
-        usable = check_rows(rows, self.rewards.columns, self.ranks)
+        usable = checked_rows(config, "train", self.rewards, self.ranks)
         initial = initial_checkpoint(config, self.ranks)
         self.processor = load_processor(initial, config.model, config.data)
         builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
         usable = fitting_rows(usable, builder, config.data.max_prompt_length)
-        self.check_fingerprints(saved, rows, usable.indices, initial)
-        if saved is None or saved.changes("rewards.reward_funcs", config):
+        self.check_fingerprints(saved, usable, initial)
+        if saved is None or "rewards.reward_funcs" in saved.changes:
             choose_forms(self.rewards, usable, self.ranks)
         else:
             self.rewards.use_forms(saved.own_state["reward_forms"])
         logger.info(rows_line(len(usable), len(usable.dropped)))
         return initial, builder, usable
 
-    def check_fingerprints(self, saved: SavedRun | None, rows: Rows, row_indices: Sequence[int], initial: str) -> None:
+    def check_fingerprints(self, saved: SavedRun | None, usable: UsableRows, initial: str) -> None:
         """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""
         self.fingerprints: dict[str, str] = {}
         with self.ranks.agree():
             if self.ranks.is_main:
                 self.fingerprints = {
-                    "training data": data_fingerprint(rows, row_indices),
+                    "training data": data_fingerprint(usable.rows, usable.indices),
                     "initial model": model_fingerprint(initial, self.config.model),
                 }
                 if saved:
-                    saved.check_fingerprints(self.fingerprints, self.config)
+                    saved.check_fingerprints(self.fingerprints)
 
     def load_models(
         self, initial: str, saved: SavedRun | None, builder: PromptBuilder

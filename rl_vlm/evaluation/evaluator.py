@@ -12,9 +12,8 @@ import torch
 
 from rl_vlm.algorithm.advantages import Advantages
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, check_rows, fitting_rows
+from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt
-from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
@@ -26,7 +25,7 @@ from rl_vlm.reward import NOT_APPLICABLE, RewardSuite
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.sampling import sampling_params
-from rl_vlm.rollout.scoring import score_groups, weighted_rewards
+from rl_vlm.rollout.scoring import checked_rows, score_groups, weighted_rewards
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
@@ -61,7 +60,7 @@ class Evaluator:
         self.builder = builder
         self.engine = engine
         self.rewards = rewards
-        usable = held_out_rows(config, rewards, ranks) if usable is None else usable
+        usable = checked_rows(config, "eval", rewards, ranks) if usable is None else usable
         limit = config.data.max_prompt_length
         self.usable = fitting_rows(usable, builder, limit) if isinstance(builder, PromptBuilder) else usable
         self.rows = usable.rows
@@ -148,13 +147,6 @@ class Evaluator:
             images = directory.image_references(self.rows.source[index], sample.images, self.rows.image_folder)
             columns["images"] = images
         return columns
-
-
-def held_out_rows(config: RunConfig, rewards: RewardSuite, ranks: Ranks) -> UsableRows:
-    """Load and check the held-out rows. Raises DataError or RewardError if they cannot be used."""
-    rows = load_rows(config.data, "eval")
-    rewards.check_columns(rows.columns)
-    return check_rows(rows, rewards.columns, ranks)
 
 
 def check_rewarded(metrics: Mapping[str, float]) -> None:

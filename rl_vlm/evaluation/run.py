@@ -26,7 +26,6 @@ from rl_vlm.evaluation.evaluator import (
     Evaluator,
     check_rewarded,
     evaluation_sampling,
-    held_out_rows,
     is_plain,
 )
 from rl_vlm.evaluation.figures import summarise_by
@@ -36,7 +35,7 @@ from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
-from rl_vlm.rollout.scoring import choose_forms
+from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.types import TrainerState
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ def evaluate_in(
     directories = {name: EvaluationDirectory(folder, root / "images") for name, folder in folders.items()}
     summaries = {}
     with RewardSuite(config.rewards) as rewards:
-        usable = held_out_rows(config, rewards, ranks)
+        usable = checked_rows(config, "eval", rewards, ranks)
         kept = check_options(options, usable.rows, rewards, config.rollout.num_generations_eval)
         choose_forms(rewards, usable, ranks)
         for name, config in configs.items():

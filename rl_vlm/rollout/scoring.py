@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rl_vlm.algorithm.advantages import Advantages, compute_advantages, total_rewards
-from rl_vlm.data.check import UsableRows
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.check import UsableRows, check_rows
+from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
 from rl_vlm.reward import RewardSuite
 from rl_vlm.types import Group, RewardTable, ScoredGroup
+
+
+def checked_rows(config: RunConfig, split: Literal["train", "eval"], rewards: RewardSuite, ranks: Ranks) -> UsableRows:
+    """Load and check the training or held-out rows. Raises DataError or RewardError if they cannot be used."""
+    rows = load_rows(config.data, split)
+    rewards.check_columns(rows.columns)
+    return check_rows(rows, rewards.columns, ranks)
 
 
 def choose_forms(rewards: RewardSuite, usable: UsableRows, ranks: Ranks) -> None:
