@@ -287,7 +287,7 @@ class Run:
         states = checkpoint.random_states()
         try:
             state = self.collector.state_at(self.progress)
-            with self.collector.engine.awake():
+            with self.collector.engine.gathered():
                 metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
             with self.ranks.agree():
                 check_rewarded(metrics)

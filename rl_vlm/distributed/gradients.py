@@ -21,7 +21,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
 def clip_and_update(
     ranks: Ranks, adamw: torch.optim.AdamW, max_norm: float, loss_is_finite: bool
 ) -> tuple[float, bool]:
-    """Clip the gradients, and update the weights if loss and gradients are finite on all ranks, as `Strategy.update`."""
+    """Clip the gradients, and update the weights if all ranks' loss and gradients are finite: `Strategy.update`."""
     norm = clip_gradients([p for group in adamw.param_groups for p in group["params"]], max_norm)
     num_nonfinite = ranks.sum([float(not math.isfinite(norm))])[0]
     is_finite = loss_is_finite and not num_nonfinite

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rl_vlm.distributed.zero import ZeRO
 from rl_vlm.errors import LaunchError
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """How weights, gradients and optimizer state are held by the ranks, which call each method together."""
 

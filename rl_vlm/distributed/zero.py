@@ -61,7 +61,7 @@ class ZeRO:
             share_head(policy)
             policy.eval()
 
-    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+    def prepare(self, policy: Any, adamw: Any) -> nn.Module:
         """Return DeepSpeed's engine around the policy and its optimizer."""
         import deepspeed
         from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
@@ -130,7 +130,7 @@ class ZeRO:
         if self.num_updates == 0:
             return {}
         self.link_states()
-        moments = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+        moments: dict[str, Any] = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
         return {"step": torch.tensor(float(self.num_updates)), **moments}
 
     def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
