@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,14 @@ from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.model.fingerprint import model_fingerprint
-from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
+from rl_vlm.model.loading import initial_checkpoint, load_policy, load_weights, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun, write_states
 from rl_vlm.reward import RewardSuite
-from rl_vlm.rollout.build import training_engine
+from rl_vlm.rollout.build import gathering, training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
@@ -91,7 +91,7 @@ class Run:
             optimizer = Optimizer(self.strategy, policy.train(), train, self.progress.max_steps)
             weights = PolicyWeights(policy, config.rollout.lora_sync)
             engine = training_engine(config, initial, weights, builder, self.ranks)
-            gathered = self.strategy.gathered if config.rollout.engine == "hf" else nullcontext
+            gathered = gathering(config, engine, self.strategy, self.ranks)
             engine = SyncedEngine(engine, weights, self.ranks, gathered)
             self.collector = self.build_collector(PromptSource(usable.rows, usable.indices, builder), engine)
             opened.callback(self.collector.close)
@@ -178,7 +178,7 @@ class Run:
         """Build the evaluator of the held-out rows, if there are any."""
         if self.config.data.eval_dataset_name is None:
             return None
-        return Evaluator(self.config, self.ranks, builder, engine.engine, self.rewards)
+        return Evaluator(self.config, self.ranks, builder, engine.engine, self.rewards, gathered=engine.gathered)
 
     def prepare_directory(self, saved: SavedRun | None, dropped: Sequence[dict[str, Any]]) -> None:
         """Prepare the run directory. Called last, since it may delete an earlier run."""
@@ -287,8 +287,7 @@ class Run:
         states = checkpoint.random_states()
         try:
             state = self.collector.state_at(self.progress)
-            with self.collector.engine.gathered():
-                metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
+            metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
             with self.ranks.agree():
                 check_rewarded(metrics)
                 self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
@@ -376,7 +375,7 @@ class Run:
         checkpoint.restore_random_states(saved.own_state["random"])
 
     def finish(self) -> dict[str, Any]:
-        """Write the summary and the curve. With `load_best_model_at_end`, the summary names the best checkpoint."""
+        """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""
         record, last = self.record, self.progress.global_step
         summary = {
             "optimizer_steps": last,
@@ -387,6 +386,9 @@ class Run:
         }
         if record.best_step is not None:
             summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, record.best_step))
+            load_weights(
+                self.trainer.policy, summary["checkpoint"], self.config.model, self.strategy.loads_empty, self.ranks
+            )
             summary["eval_after"] = record.eval_best
         if self.ranks.is_main:
             lines = self.directory.metrics.read()

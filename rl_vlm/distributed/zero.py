@@ -123,6 +123,16 @@ class ZeRO:
             finally:
                 offload._register_deepspeed_module(offload.module)
 
+    @contextmanager
+    def gathered_by_layer(self) -> Iterator[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
+        offload: Any = self.engine.optimizer.parameter_offload
+        offload.get_param_coordinator().reset_step()
+        try:
+            yield
+        finally:
+            offload.get_param_coordinator().reset_step()
+
     def optimizer_state(self, parameter: Any) -> dict[str, Tensor]:
         """Return a parameter's all-gathered optimizer state, or nothing before the first update."""
         from deepspeed.utils import safe_get_full_optimizer_state

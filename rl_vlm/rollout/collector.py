@@ -128,7 +128,7 @@ class Collector:
         state, draws = self.state_at(progress), self.draw()
         with self.ranks.agree():
             requests = self.requests(draws, state, metrics)
-        with self.engine.gathered(), self.ranks.agree():
+        with self.ranks.agree(), self.engine.gathered():
             rollout = self.generate_and_reward(requests, state, metrics)
         return self.make_window(rollout, state, metrics)
 
