@@ -133,7 +133,7 @@ def make_collector(
     sampler = PromptSampler(3, 3, seed=0, shuffle=False)
     loader = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data)
     engine, log = SyncedEngine(script, NO_WEIGHTS, ranks), CompletionsLog(folder or Path(), ranks, config.log)
-    return Collector(config, ranks, loader, engine, RewardSuite(config.rewards), log)
+    return Collector(config, ranks, loader, engine, RewardSuite(config.rewards), log, cost=lambda group: 1)
 
 
 def collect(script: Script, **settings: Any) -> tuple[list[list[str]], dict[str, float], Collector]:

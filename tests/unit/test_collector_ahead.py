@@ -34,7 +34,7 @@ class Held(Script):
 def in_training(script: Script, folder: Path | None = None) -> Collector:
     """A collector whose window in training has one update left."""
     collector = make_collector(script, rounds=0, folder=folder)
-    collector.window = Window([], [], steps_per_window=1, num_iterations=1)
+    collector.window = Window([[]], num_iterations=1)
     return collector
 
 
