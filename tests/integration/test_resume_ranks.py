@@ -104,6 +104,22 @@ def test_every_prompt_is_trained_on_once(
     assert max((start[name] - tensor).abs().max() for name, tensor in expected.items()) > 1e-2
 
 
+def test_the_same_number_of_processes_repeats_the_run_bit_for_bit(
+    saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also a window whose groups were dealt before it was saved."""
+    run, straight = tmp_path / "run", saved[2]
+    stopped_at(3, straight, run)
+    train_on_processes(2, resumed(make_config(tiny_checkpoint, run)), tmp_path / "run.yaml")
+    assert metric_lines(run) == metric_lines(straight)
+    assert completions(run) == completions(straight)
+    found, expected = (weights(path / f"checkpoint-{NUM_STEPS}") for path in (run, straight))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    sizes = [[len(step) for step in state["window"]["steps"]] for state in own_states(straight / "checkpoint-3")]
+    assert [sum(both) for both in zip(*sizes, strict=True)] == [8, 8]
+    assert sizes[0] != [4, 4]  # as they were drawn
+
+
 def test_sizes_per_device_must_make_the_same_batch(
     saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
