@@ -1,6 +1,7 @@
 """Groups dealt to ranks: which rank trains on which, by their tokens; and windows after the groups have moved."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, product
 from threading import Barrier
 from typing import Any
 
@@ -48,25 +49,34 @@ def test_groups_are_kept_as_far_as_that_is_even_enough() -> None:
     assert deal([[3, 3], [2, 2], [0]]) == [[0, 2], [1, 1], [2]]
 
 
-sizes = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=6), min_size=1, max_size=5)
+def loads(costs: list[list[int]], owners: list[list[int]]) -> list[int]:
+    """The tokens of each rank."""
+    flat = list(zip(chain(*owners), chain(*costs), strict=True))
+    return [sum(cost for owner, cost in flat if owner == rank) for rank in range(len(costs))]
 
 
-@given(sizes)
-def test_every_rank_has_a_group_and_none_has_much_more_than_it_must(costs: list[list[int]]) -> None:
+def lists(num_ranks: int, num_groups: int) -> st.SearchStrategy[list[list[int]]]:
+    """Costs of up to so many groups on each of up to so many ranks."""
+    return st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=num_groups), min_size=1, max_size=num_ranks)
+
+
+@given(lists(num_ranks=5, num_groups=6))
+def test_every_rank_has_a_group_and_none_moves_in_vain(costs: list[list[int]]) -> None:
     owners = deal(costs)
-    flat = [
-        (owner, cost) for own, ranks in zip(costs, owners, strict=True) for owner, cost in zip(ranks, own, strict=True)
-    ]
-    assert {owner for owner, _ in flat} == set(range(len(costs)))
-    loads = [sum(cost for owner, cost in flat if owner == rank) for rank in range(len(costs))]
-    lower_bound = max(sum(loads) / len(loads), max(cost for _, cost in flat))
-    assert max(loads) <= EVEN_ENOUGH * (4 / 3) * lower_bound + 1e-9  # Graham's bound of longest-first dealing
-    assert max(loads) <= EVEN_ENOUGH * max(map(sum, costs))
-    homes = [own == [rank] * len(own) for rank, own in enumerate(owners)]
-    assert all(homes) or max(loads) < max(map(sum, costs))  # nothing moves in vain
+    assert set(chain(*owners)) == set(range(len(costs)))
+    stays = owners == [[rank] * len(own) for rank, own in enumerate(costs)]
+    assert stays or max(loads(costs, owners)) < max(map(sum, costs))
 
 
-@given(sizes)
+@given(lists(num_ranks=3, num_groups=2))
+def test_the_fullest_rank_is_close_to_that_of_the_best_deal(costs: list[list[int]]) -> None:
+    num_groups = len(list(chain(*costs)))
+    flat = [list(chain(*costs)), *([[]] * (len(costs) - 1))]
+    best = min(max(loads(flat, [list(owners)])) for owners in product(range(len(costs)), repeat=num_groups))
+    assert max(loads(costs, deal(costs))) <= EVEN_ENOUGH * 4 / 3 * best + 1e-9  # Graham's bound, from scratch
+
+
+@given(lists(num_ranks=5, num_groups=6))
 def test_groups_that_are_dealt_stay(costs: list[list[int]]) -> None:
     """So a resumed run keeps them on the ranks that they were saved on."""
     owners = deal(costs)
