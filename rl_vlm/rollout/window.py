@@ -33,9 +33,9 @@ class DrawnGroup(NamedTuple):
     @classmethod
     def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> DrawnGroup:
         """Restore `state_dict`. `build` makes the prompt of its draw."""
-        scored = {name: value for name, value in state.items() if name != "draw"}
         draw = Draw(*state["draw"])
-        return cls(draw, ScoredGroup(**scored | {"group": group_from_state(state["group"], build(draw))}))
+        scored = {name: value for name, value in state.items() if name not in ("draw", "group")}
+        return cls(draw, ScoredGroup(group_from_state(state["group"], build(draw)), **scored))
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Window:
     def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> Window:
         """Restore `state_dict`. `build` makes the prompts of its draws."""
         steps = [[DrawnGroup.from_state(group, build) for group in step] for step in state["steps"]]
-        return cls(**state | {"steps": steps})
+        return cls(**{**state, "steps": steps})
 
 
 def group_state(group: Group) -> dict[str, Any]:

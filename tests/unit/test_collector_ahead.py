@@ -205,7 +205,7 @@ def test_windows_that_two_ranks_have_saved_are_resumed_on_one() -> None:
     alone.load_state_dict(redistributed(states, rank=0, num_ranks=1), NOW)
     assert alone.window is not None and alone.next_window is not None
     assert [g.group.group_id for g in alone.window.groups] == ["7/0/a", "7/0/b", "7/0/c"] * 2
-    assert [g.group.group_id for g in alone.next_window.window.groups] == ["8/0/a", "8/0/b", "8/0/c"] * 2
+    assert [g.group.group_id for g in alone.next_window.window.groups] == ["8/1/a", "8/1/b", "8/1/c"] * 2
     assert alone.next_window.metrics.means["answers"] == [6 + 6, 2]
     alone.close()
 
