@@ -117,14 +117,14 @@ class SavedRun:
             return
         settings = settings_that_keep(prompts, steps, config, world_size)
         way_out = (
-            f"Set {', '.join(f'train.{name}: {value}' for name, value in settings.items())} to keep it"
+            f"Set {', '.join(f'train.{name}: {value}' for name, value in settings.items())} to keep the batch"
             if settings
             else f"Choose a number of processes that divides {prompts}"
         )
         raise CheckpointError(
             f"{self.path} was written by {self.state['world_size']} processes, with {prompts} prompts per optimizer "
-            f"step and {steps} steps per generation window. On {world_size} processes the settings make "
-            f"{plan.prompts_per_step} and {plan.steps_per_window}, and the batch must stay the same. {way_out}."
+            f"step and {steps} steps per generation window. The settings and this run's number of processes, "
+            f"{world_size}, make {plan.prompts_per_step} and {plan.steps_per_window}. {way_out}."
         )
 
     def check_fingerprints(self, present: Mapping[str, str]) -> None:
