@@ -3,7 +3,7 @@
 checkpoint-40/
     model.safetensors, config.json, … or adapter_model.safetensors, …     as `save_pretrained` writes them
     trainer_state.json      step, versions of the weights, evaluations, settings, fingerprints of data and model
-    optimizer.pt            optimizer and learning-rate schedule
+    optimizer/              moments by the names of the weights, one file per rank of a sharded run
     rank_0.pt               random states, position in the data and generation windows of each rank
     manifest.json           every file with its size and SHA-256; a checkpoint without one is ignored
 """
@@ -19,12 +19,16 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_vlm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rl_vlm.distributed.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +39,14 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
-def begin(output_dir: Path, step: int) -> Path:
+def unfinished_path(output_dir: Path, step: int) -> Path:
+    return output_dir / f"unfinished-checkpoint-{step}"
+
+
+def begin(unfinished: Path) -> None:
     """Create an empty directory for the files of a checkpoint."""
-    unfinished = output_dir / f"unfinished-checkpoint-{step}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    return unfinished
 
 
 def commit(unfinished: Path) -> Path:
@@ -79,20 +85,38 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> Path:
-    """Write a checkpoint unless that step has a complete one. Only one process may call this.
+def write(output_dir: Path, step: int, write_files: Callable[[Path], None], ranks: Ranks) -> None:
+    """Write a checkpoint unless that step has a complete one. All ranks call this together.
 
-    Raises CheckpointError if writing fails, for instance on a full disk; earlier checkpoints are kept.
+    `write_files` writes a rank's share of the files, without communication. Raises CheckpointError on every rank if
+    writing fails on one, for instance on a full disk; earlier checkpoints are kept.
     """
-    if is_complete(checkpoint_path(output_dir, step)):
-        return checkpoint_path(output_dir, step)
-    unfinished = begin(output_dir, step)
+    unfinished = unfinished_path(output_dir, step)
+    (exists,) = ranks.gather([is_complete(checkpoint_path(output_dir, step))] if ranks.is_main else [])
+    if exists:
+        return
     try:
-        write_files(unfinished)
-        return commit(unfinished)
+        with ranks.agree(), named_errors(output_dir, step):
+            if ranks.is_main:
+                begin(unfinished)
+        with ranks.agree(), named_errors(output_dir, step):
+            write_files(unfinished)
+        with ranks.agree(), named_errors(output_dir, step):
+            if ranks.is_main:
+                commit(unfinished)
+    except CheckpointError:
+        if ranks.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def named_errors(output_dir: Path, step: int) -> Iterator[None]:
+    """Raise errors of the block as CheckpointError."""
+    try:
+        yield
     except Exception as error:  # a full disk is an OSError, a RuntimeError of torch, or safetensors' own
-        shutil.rmtree(unfinished, ignore_errors=True)
-        free = shutil.disk_usage(output_dir).free // 2**20
+        free = shutil.disk_usage(output_dir).free // 2**20 if output_dir.is_dir() else 0
         raise CheckpointError(
             f"could not write checkpoint-{step} in {output_dir} ({error}; {free} MiB free); "
             f"complete checkpoints: {names(output_dir)}"

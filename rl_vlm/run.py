@@ -7,13 +7,10 @@ Run.run         evaluate ─ step ─ step … evaluate ─ save … ─► summ
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rl_vlm import checkpoint
 from rl_vlm.config.batches import plan_batches, total_optimizer_steps
@@ -25,7 +22,9 @@ from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import CheckpointError, TrainingError, text_of
 from rl_vlm.evaluation import Evaluator, check_rewarded
@@ -38,9 +37,10 @@ from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.model.fingerprint import model_fingerprint
-from rl_vlm.model.loading import initial_checkpoint, load_policy, load_weights, longest_prompt, save_policy
+from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.reference import Reference, load_reference
+from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
+from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun, write_states
 from rl_vlm.reward import RewardSuite
@@ -74,6 +74,7 @@ class Run:
         train = config.train
         self.config = config
         self.ranks = Ranks()
+        self.strategy = select_strategy(self.ranks, config)
         self.plan = plan_batches(config, self.ranks.world_size)
         self.directory = RunDirectory(Path(train.output_dir).absolute())  # a function may change the working directory
         self.record = Record()
@@ -88,9 +89,11 @@ class Run:
             policy, reference = self.load_models(initial, saved, builder)
             self.progress = Progress(total_optimizer_steps(config, self.plan, len(usable)))
             logger.info(batch_line(self.plan, self.progress.max_steps))
-            optimizer = Optimizer(self.ranks, policy.train(), train, self.progress.max_steps)
+            optimizer = Optimizer(self.strategy, policy.train(), train, self.progress.max_steps)
             weights = PolicyWeights(policy, config.rollout.lora_sync)
-            engine = SyncedEngine(training_engine(config, initial, weights, builder, self.ranks), weights, self.ranks)
+            engine = training_engine(config, initial, weights, builder, self.ranks)
+            gathered = self.strategy.gathered if config.rollout.engine == "hf" else nullcontext
+            engine = SyncedEngine(engine, weights, self.ranks, gathered)
             source = PromptSource(usable.rows, usable.indices, builder)
             cost = cost_of_groups(policy, config.memory.prefix_sharing, has_reference=reference is not None)
             self.collector = self.build_collector(source, engine, cost)
@@ -153,9 +156,15 @@ class Run:
         resumed = saved.path if saved else None
         idle_prompt = builder.build(idle_sample()) if self.ranks.world_size > 1 else None
         logger.info(loading_line(self.config, self.ranks.device))
-        policy = load_policy(self.config, initial, resumed, idle_prompt).to(self.ranks.device)
+        empty = self.strategy.loads_empty
+        policy = load_policy(self.config, initial, resumed, idle_prompt, empty=empty)
+        add_initial_adapter(self.config, initial, policy)
         logger.info(parameters_line(policy))
-        return policy, load_reference(self.config, initial, policy, resumed)
+        self.strategy.place(policy)
+        reference = load_reference(self.config, initial, policy, resumed, empty)
+        if reference is not None and reference.frozen is not None:
+            self.strategy.place_frozen(reference.frozen)
+        return policy, reference
 
     def build_collector(self, source: PromptSource, engine: SyncedEngine, cost: Cost) -> Collector:
         """Build the collector, with its sampler, loader and log."""
@@ -281,7 +290,8 @@ class Run:
         states = checkpoint.random_states()
         try:
             state = self.collector.state_at(self.progress)
-            metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
+            with self.collector.engine.awake():
+                metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
             with self.ranks.agree():
                 check_rewarded(metrics)
                 self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
@@ -316,13 +326,11 @@ class Run:
         }
         states, path, best = self.ranks.gather([own_state]), self.directory.path, self.record.best_step
         self.progress.saved_version = self.progress.policy_version
+        checkpoint.write(path, self.progress.global_step, self.checkpoint_files(states), self.ranks)
         with self.ranks.agree():
-            if self.ranks.is_main:
-                write_files = partial(self.write_files, states)
-                checkpoint.write(path, self.progress.global_step, write_files)
+            if self.ranks.is_main and not self.progress.nonfinite_in_a_row:
                 keep = None if best is None else checkpoint.checkpoint_path(path, best)
-                if not self.progress.nonfinite_in_a_row:
-                    checkpoint.prune(path, self.config.train.save_total_limit, keep)
+                checkpoint.prune(path, self.config.train.save_total_limit, keep)
 
     def refuse_nonfinite_weights(self) -> None:
         """Raise TrainingError if a trained weight is not finite."""
@@ -333,14 +341,27 @@ class Run:
                 f"({checkpoint.names(self.directory.path)}) with a lower learning_rate."
             )
 
-    def write_files(self, states: Sequence[dict[str, Any]], directory: Path) -> None:
-        """Write all files of a checkpoint, with the states of all ranks."""
-        policy, reference = self.trainer.policy, self.trainer.reference
-        save_policy(policy, self.processor, directory)
+    def checkpoint_files(self, states: Sequence[dict[str, Any]]) -> Callable[[Path], None]:
+        """Gather this rank's share of a checkpoint's files. Returns the function that writes it.
+
+        `states` are those of all ranks.
+        """
+        reference = self.trainer.reference
+        policy_files = PolicyFiles(self.trainer.policy, self.processor, self.ranks)
+        optimizer_files = OptimizerFiles(self.trainer.optimizer, self.ranks)
+        reference_files = None
         if self.config.algorithm.sync_ref_model and reference and reference.frozen:
-            save_policy(reference.frozen, self.processor, directory / "reference")
-        torch.save(self.trainer.optimizer.state_dict(), directory / "optimizer.pt")
-        write_states(directory, self.config, self.progress, self.record, self.fingerprints, states)
+            reference_files = PolicyFiles(reference.frozen, self.processor, self.ranks)
+
+        def write_files(directory: Path) -> None:
+            policy_files.write(directory)
+            optimizer_files.write(directory)
+            if reference_files:
+                reference_files.write(directory / "reference")
+            if self.ranks.is_main:
+                write_states(directory, self.config, self.progress, self.record, self.fingerprints, states)
+
+        return write_files
 
     def restore(self, saved: SavedRun) -> None:
         """Restore a checkpoint, which can be within a generation window. The policy's weights are loaded already.
@@ -349,7 +370,8 @@ class Run:
         """
         vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
         self.record = Record(**saved.state["record"])
-        self.trainer.optimizer.load_state_dict(torch.load(saved.path / "optimizer.pt", weights_only=True))
+        load_optimizer(self.trainer.optimizer, saved.path)
+        self.trainer.optimizer.set_step(saved.step)
         try:
             self.collector.load_state_dict(saved.own_state["collector"], self.progress)
         except CheckpointError as error:
@@ -358,7 +380,7 @@ class Run:
             checkpoint.restore_random_states(saved.own_state["random"])
 
     def finish(self) -> dict[str, Any]:
-        """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""
+        """Write the summary and the curve. With `load_best_model_at_end`, the summary names the best checkpoint."""
         record, last = self.record, self.progress.global_step
         summary = {
             "optimizer_steps": last,
@@ -369,7 +391,6 @@ class Run:
         }
         if record.best_step is not None:
             summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, record.best_step))
-            load_weights(self.trainer.policy, summary["checkpoint"], self.config.model)
             summary["eval_after"] = record.eval_best
         if self.ranks.is_main:
             lines = self.directory.metrics.read()

@@ -67,7 +67,8 @@ class Trainer:
         self.progress = progress
         self.engine_checked = config.rollout.engine == "hf"  # hf samples from the policy itself
         self.sharing: Sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
-        by_cache = policy.family.hybrid  # without gradients hybrid families share prompts by their cache
+        # Without gradients hybrid families share prompts by their cache, in one forward per prompt.
+        by_cache = policy.family.hybrid and not optimizer.strategy.equal_calls
         self.logprob_sharing: Sharing = config.memory.prefix_sharing if by_cache else self.sharing
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
@@ -159,13 +160,13 @@ class Trainer:
         start = time.perf_counter()
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
-            with self.optimizer.accumulating(last):
+            with self.optimizer.strategy.accumulating(last):
                 output = self.optimizer.policy(batch, vision_calls[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
                 if last:  # its backward waits for the other ranks
                     seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
                     metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
-                self.optimizer.backward(loss)
+                self.optimizer.strategy.backward(loss)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
             if window.is_new and window.outlives_update and not batch.is_dummy:
@@ -229,9 +230,12 @@ class Trainer:
 
     def update(self, loss: Tensor, batches: Sequence[MicroBatch], metrics: StepMetrics) -> None:
         """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""
-        norm = self.optimizer.clip_gradients() if batches else 0.0
-        loss_sum, num_nonfinite = self.ranks.sum([loss.item(), float(not math.isfinite(norm))])
-        finite = math.isfinite(loss_sum) and not num_nonfinite
+        loss_sum = self.ranks.sum([loss.item()])[0]
+        norm, finite = 0.0, True
+        if batches:
+            self.is_updating = True
+            norm, finite = self.optimizer.strategy.update(math.isfinite(loss_sum))
+            self.is_updating = finite
         metrics.add_mean("loss", loss_sum, 1)
         metrics.add_mean("grad_norm", norm, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
@@ -239,10 +243,8 @@ class Trainer:
         metrics.add_mean("skipped_updates/nonfinite", float(not finite), 1)
         self.stop_if_nonfinite(finite, batches)
         self.is_updating = True
-        if batches and finite:
-            self.optimizer.update()
-            self.progress.policy_version += 1
-        self.optimizer.clear_gradients()
+        self.progress.policy_version += bool(batches and finite)
+        self.optimizer.strategy.clear_gradients()
         self.optimizer.advance_schedule()
         self.move_reference()
 

@@ -1,35 +1,33 @@
-"""Updates of the policy: its wrapper for several ranks, AdamW and the learning-rate schedule."""
+"""Updates of the policy: AdamW and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl_vlm.config.schema import TrainConfig
-from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import whole_shape
+from rl_vlm.distributed.strategy import Strategy
 
 
 class Optimizer:
     """AdamW over a policy's trainable weights, with its learning-rate schedule.
 
-    `policy` is the wrapped policy: gradients of its forward are added up over ranks by `backward`.
+    `policy` is the module to call for training: gradients of its forward are added up over ranks by `backward`.
     """
 
-    def __init__(self, ranks: Ranks, policy: nn.Module, train: TrainConfig, num_steps: int) -> None:
-        """Prepare the policy, which must be on the rank's device, for `num_steps` optimizer steps."""
+    def __init__(self, strategy: Strategy, policy: nn.Module, train: TrainConfig, num_steps: int) -> None:
+        """Prepare a policy that `strategy` has placed, for `num_steps` optimizer steps."""
         from transformers import get_scheduler
 
-        self.ranks = ranks
-        self.max_grad_norm = train.max_grad_norm
-        self.trainable = [p for p in policy.parameters() if p.requires_grad]
-        self.adamw = build_adamw(self.trainable, train)
-        self.policy, self.prepared = ranks.accelerator.prepare(policy, self.adamw)
+        self.strategy = strategy
+        self.trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        self.adamw = build_adamw(list(self.trainable.values()), train)
+        self.policy = strategy.prepare(policy, self.adamw)
         self.scheduler = get_scheduler(
             train.lr_scheduler_type,
             self.adamw,
@@ -37,28 +35,6 @@ class Optimizer:
             num_training_steps=num_steps,
             scheduler_specific_kwargs=train.lr_scheduler_kwargs,
         )
-
-    @contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
-        """Run one micro-batch's forward and backward inside. Ranks exchange gradients only in the step's `last` one."""
-        with nullcontext() if last else self.ranks.accelerator.no_sync(self.policy):
-            yield
-
-    def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradients. Losses are shares of a sum over ranks; they are scaled, since DDP averages."""
-        self.ranks.accelerator.backward(loss * self.ranks.world_size)
-
-    def clip_gradients(self) -> float:
-        """Clip the gradients and return their global norm before that. A `max_grad_norm` of 0 does not clip."""
-        return float(self.ranks.accelerator.clip_grad_norm_(self.trainable, self.max_grad_norm or float("inf")))
-
-    def update(self) -> None:
-        """Update the weights by the gradients."""
-        self.prepared.step()
-
-    def clear_gradients(self) -> None:
-        """Drop the gradients, after an update or instead of one."""
-        self.adamw.zero_grad()
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step. It depends on the step count, which includes skipped updates."""
@@ -70,20 +46,16 @@ class Optimizer:
     def learning_rate(self) -> float:
         return float(self.scheduler.get_last_lr()[0])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer and schedule, for a checkpoint."""
-        return {"optimizer": self.adamw.state_dict(), "scheduler": self.scheduler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the moments and the step count that `state_dict` returned. Settings are those of this run."""
-        own = [{key: value for key, value in group.items() if key != "params"} for group in self.adamw.param_groups]
+    def set_step(self, num_steps: int) -> None:
+        """Set the learning rate of the step after `num_steps`, for a resumed run."""
         scheduler: Any = self.scheduler  # a LambdaLR for every schedule that the settings allow
-        base_lrs, factors = scheduler.base_lrs, scheduler.lr_lambdas
-        self.adamw.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"] | {"base_lrs": base_lrs})
-        for group, settings, base_lr, factor in zip(self.adamw.param_groups, own, base_lrs, factors, strict=True):
-            group.update(settings, lr=base_lr * factor(scheduler.last_epoch))
-        scheduler._last_lr = [group["lr"] for group in self.adamw.param_groups]
+        scheduler.last_epoch = num_steps
+        rates = [
+            rate * factor(num_steps) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.adamw.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
 
 
 def warmup_steps(setting: float, num_steps: int) -> int:
@@ -97,8 +69,8 @@ def warmup_steps(setting: float, num_steps: int) -> int:
 def build_adamw(trainable: list[nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
     """Build AdamW. Vectors, such as biases and norms, have no weight decay."""
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if len(whole_shape(p)) >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trainable if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl_vlm.distributed.environment import take_launch
 from rl_vlm.errors import LaunchError, RLVLMError
 
 T = TypeVar("T")
@@ -20,9 +21,12 @@ class Ranks:
     def __init__(self) -> None:
         """Join the processes that the launcher started.
 
-        Raises LaunchError if accelerate sees another number of them, or if the launcher asks for mixed precision.
+        Raises LaunchError if accelerate sees another number of them, or if the launcher asks for something that has no
+        effect.
         """
         from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        self.launch = take_launch()
 
         # A micro-batch of text alone leaves the vision tower without gradients.
         ddp = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
@@ -79,13 +83,18 @@ class Ranks:
                 failure.on_all_ranks = True
                 raise failure
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor's values by those of rank 0."""
+        if self.world_size > 1:
+            torch.distributed.broadcast(tensor, src=0)
+
     def close(self) -> None:
         """Leave the process group."""
         self.accelerator.end_training()
 
 
 def check_launch(seen: int) -> None:
-    """Raise LaunchError if the launcher asked for other than `seen` processes, or for mixed precision.
+    """Raise LaunchError if the launcher asked for other than `seen` processes.
 
     `accelerate launch --cpu --num_processes 2` starts one process, with a rendezvous address and no world size.
     """
@@ -98,5 +107,3 @@ def check_launch(seen: int) -> None:
             f"the launcher was asked for {launched} processes, but this one sees {seen} and would train alone. "
             "On CPUs use: accelerate launch --config_file launch/accelerate/cpu.yaml"
         )
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
-        raise LaunchError("the launcher asks for mixed precision; leave that to model.dtype: bfloat16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -13,15 +14,30 @@ def is_shard(parameter: Tensor) -> bool:
     return hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id")
 
 
+def whole_shape(parameter: Any) -> torch.Size:
+    """Return the shape of the unsharded parameter."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def local_part(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter, without gradients; changing it changes the parameter.
+
+    Parts of two parameters of equal shapes, sharded by the same strategy, correspond.
+    """
+    if hasattr(parameter, "to_local"):
+        return parameter.detach().to_local()
+    return getattr(parameter, "ds_tensor", parameter).detach()
+
+
 def whole(parameter: Any) -> Tensor:
     """Return the parameter, or an all-gathered copy if it is sharded; all ranks must call this together."""
     if hasattr(parameter, "full_tensor"):
         return parameter.detach().full_tensor()
     if hasattr(parameter, "ds_id"):
-        parameter.all_gather()
-        gathered = parameter.detach().clone()
-        parameter.partition()
-        return gathered
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
     return parameter.detach()
 
 

@@ -1,4 +1,4 @@
-"""Load and save models: the policy with its trainable weights, and the checkpoint that it starts from.
+"""Load models: the policy with its trainable weights, and the checkpoint that it starts from.
 
 A checkpoint is a transformers model, or a PEFT adapter that names one. Weights are loaded strictly: a missing or
 unexpected tensor is an error, since a model with random weights would only look like one that does not learn.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
+from rl_vlm.distributed.layers import parameters_without_storage
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.dropout import disable_dropout
@@ -29,9 +31,7 @@ from rl_vlm.types import Prompt, Sharing
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
-    from transformers import PreTrainedModel, ProcessorMixin
-
-    from rl_vlm.distributed.ranks import Ranks
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,15 @@ def load_policy(
     weights: Path | None = None,
     idle_prompt: Prompt | None = None,
     features: FeatureCache | None = None,
+    empty: bool = False,
 ) -> Policy:
     """Load the policy and mark its trainable parameters.
 
-    `initial` is the checkpoint that the run starts from; `weights` is the run's own checkpoint if it is resumed. The
-    other arguments are those of `Policy`.
+    `initial` is the checkpoint that the run starts from; `weights` is the run's own checkpoint if it is resumed. With
+    `empty`, weights are on the meta device, and another rank sends them. The other arguments are those of `Policy`.
     Raises ModelError if weights are missing or unexpected, or if the family is not supported.
     """
-    model = load_model(initial, weights, config.model)
+    model = load_model(initial, weights, config.model, empty)
     disable_dropout(model)
     transformer = base_model(model)
     family = family_of(transformer.config)
@@ -88,14 +89,16 @@ def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
     return None if context is None else context - config.rollout.max_completion_length
 
 
-def load_model(initial: str, weights: Path | None, config: ModelConfig) -> PreTrainedModel | PeftModel:
+def load_model(
+    initial: str, weights: Path | None, config: ModelConfig, empty: bool = False
+) -> PreTrainedModel | PeftModel:
     """Load the transformers or PEFT model from `weights` if given (a resumed run), else from `initial`."""
-    source = str(weights or initial)
+    source, load = str(weights or initial), empty_transformer if empty else load_transformer
     if is_adapter(source):
-        model = load_adapter(load_transformer(base_of(source), config), source)
+        model = load_adapter(load(base_of(source), config), source)
         check_adapter_settings(model.peft_config["default"], config, source)
         return model
-    model = load_transformer(source, config)
+    model = load(source, config)
     return add_lora(model, config) if config.use_peft else model
 
 
@@ -120,19 +123,34 @@ def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     """Load a transformers model in float32. Raises ModelError if its weights do not match."""
     from transformers import AutoModelForImageTextToText
 
-    # By default a model uses sdpa in every part that supports it; GOT-OCR2 raises an error if it is named.
-    attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
-        source,
-        revision=config.model_revision,
-        trust_remote_code=config.trust_remote_code,
-        attn_implementation=attention,
-        dtype=torch.float32,
-        output_loading_info=True,
+        source, revision=config.model_revision, output_loading_info=True, **creation(config)
     )
     model, info = loaded
     check_keys(source, info["missing_keys"], info["unexpected_keys"] | set(info["mismatched_keys"]))
     return model
+
+
+def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
+    """Create the model of `load_transformer` with its parameters on the meta device, which needs no memory."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+
+    origin = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    settings = AutoConfig.from_pretrained(source, **origin)
+    with parameters_without_storage():
+        model = AutoModelForImageTextToText.from_config(settings, **creation(config))
+    with suppress(OSError):  # a checkpoint without one
+        model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)
+    return model
+
+
+def creation(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments with which models are created."""
+    # By default a model uses sdpa in every part that supports it; GOT-OCR2 raises an error if it is named.
+    attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
+    return {
+        "trust_remote_code": config.trust_remote_code, "attn_implementation": attention, "dtype": torch.float32,
+    }  # fmt: skip
 
 
 def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
@@ -248,20 +266,3 @@ def make_initial_model(name: str, seed: int, directory: Path) -> None:
         function(unfinished, seed)
     (unfinished / origin.name).write_text(json.dumps(maker))
     unfinished.rename(directory)
-
-
-def save_policy(policy: Policy, processor: ProcessorMixin, directory: Path) -> None:
-    """Save the model, or only the trained adapter, and the processor, in the format of `from_pretrained`."""
-    if policy.model is policy.transformer:
-        policy.model.save_pretrained(directory)
-    else:
-        policy.model.save_pretrained(directory, selected_adapters=["default"])
-    processor.save_pretrained(directory)
-
-
-def load_weights(policy: Policy, source: str, config: ModelConfig) -> None:
-    """Load the weights of an earlier checkpoint of the same run into the policy."""
-    weights = load_model(source, None, config).state_dict()
-    result = policy.model.load_state_dict(weights, strict=False)
-    missing = {name for name in result.missing_keys if f".{INITIAL_ADAPTER}." not in name}
-    check_keys(source, missing, set(result.unexpected_keys))

@@ -14,10 +14,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rl_vlm.distributed.shards import local_part
 from rl_vlm.model.families import Family
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.shared_prefix import shared_row
@@ -68,16 +70,19 @@ class Policy(nn.Module):
         return self.transformer.device
 
     def nonfinite_weights(self) -> list[str]:
-        """Return the names of the trained weights that have a value which is not finite."""
+        """Return the names of the trained weights that have a value which is not finite, in this rank's part."""
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-        finite = torch.stack([weight.isfinite().all() for weight in trained.values()]).tolist()
+        finite = torch.stack([local_part(weight).isfinite().all() for weight in trained.values()]).tolist()
         return [name for name, is_finite in zip(trained, finite, strict=True) if not is_finite]
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Run the block under autocast to `compute_dtype`; weights keep their dtype."""
+    def autocast(self, keeps_casts: bool = True) -> Iterator[None]:
+        """Run the block under autocast to `compute_dtype`; weights keep their dtype.
+
+        `keeps_casts` holds the cast copies of all weights until the end of the block, for blocks of many forwards.
+        """
         enabled = self.compute_dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=enabled):
+        with torch.autocast(self.device.type, self.compute_dtype, enabled, cache_enabled=keeps_casts):
             yield
 
     def start_step(self) -> None:
@@ -94,10 +99,11 @@ class Policy(nn.Module):
         check_completions(batch, self.banned_token_ids)
         num_idle = num_vision_calls - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
         by_cache = batch.shared and self.family.hybrid
-        with self.autocast():
+        with self.autocast(keeps_casts=False):
+            # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
+            idle = self.vision.idle(num_idle) if num_idle > 0 else None
             hidden = self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)
-            if num_idle > 0:
-                hidden = hidden + self.vision.idle(num_idle)
+            hidden = hidden if idle is None else hidden + idle
         self.count(batch)
         targets = torch.cat([c.token_ids for c in batch.completions]).to(self.device)
         logprobs, entropies = self.logprobs(hidden, targets)
@@ -159,7 +165,7 @@ class Policy(nn.Module):
     def chunk_logprobs(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropies under the sampling distribution: after temperature and token bans."""
         with self.autocast():
-            logits = self.family.final_logits(head(hidden), self.transformer.config)
+            logits = self.family.final_logits(head_logits(head, hidden), self.transformer.config)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.temperature == 1 else logits / self.temperature
         banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=logits.device)
@@ -180,6 +186,15 @@ class Policy(nn.Module):
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
         self.counters["unique_tokens"] += unique
         self.counters["dense_tokens"] += dense
+
+
+def head_logits(head: Any, hidden: Tensor) -> Tensor:
+    """Apply the LM head.
+
+    A plain one is not called as a module: ranks that shard it have unlike numbers of chunks, and must call modules
+    equally often.
+    """
+    return F.linear(hidden, head.weight, head.bias) if type(head) is nn.Linear else head(hidden)
 
 
 def base_model(model: Any) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shards import local_part
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
@@ -70,25 +71,39 @@ class Reference:
         """Set `reference = alpha * policy + (1 - alpha) * reference` (TR-DPO, arXiv:2404.09656)."""
         assert self.frozen is not None, "the config refuses sync_ref_model with adapters"
         for frozen, trained in zip(self.frozen.parameters(), self.policy.parameters(), strict=True):
-            frozen.lerp_(trained.to(frozen.dtype), alpha)
+            part = local_part(frozen)
+            part.lerp_(local_part(trained).to(part.dtype), alpha)
 
 
-def load_reference(config: RunConfig, initial: str, policy: Policy, resumed: Path | None) -> Reference | None:
-    """Load the reference; return None if `beta` is 0. One that has moved is loaded from the resumed checkpoint."""
-    if config.algorithm.beta == 0:
-        return None
-    if config.algorithm.sync_ref_model and is_adapter(initial):
+def add_initial_adapter(config: RunConfig, initial: str, policy: Policy) -> None:
+    """Add the adapter that a run begins with, frozen, if it is the reference of the KL term.
+
+    Raises ConfigError if `sync_ref_model` is set, since this reference cannot move.
+    """
+    if config.algorithm.beta == 0 or not is_adapter(initial):
+        return
+    if config.algorithm.sync_ref_model:
         raise ConfigError(
             f"algorithm.sync_ref_model: the reference of an adapter ({initial}) cannot move; set it to false"
         )
-    if is_adapter(initial):
-        policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
-        disable_dropout(policy.model)
+    policy.model.load_adapter(initial, adapter_name=INITIAL_ADAPTER, is_trainable=False)
+    disable_dropout(policy.model)
+
+
+def load_reference(
+    config: RunConfig, initial: str, policy: Policy, resumed: Path | None, empty: bool = False
+) -> Reference | None:
+    """Load the reference, in host memory; return None if `beta` is 0.
+
+    One that has moved is loaded from the resumed checkpoint. `empty` is that of `load_policy`.
+    """
+    if config.algorithm.beta == 0:
+        return None
     if config.model.use_peft or is_adapter(initial):
         return Reference(policy, frozen=None)
     moved = resumed / "reference" if resumed else None
     weights = moved if moved and moved.is_dir() else None
     features = policy.vision.features if policy.vision.is_frozen else None
     logger.info("loading the reference model")
-    frozen = load_policy(config, initial, weights, policy.vision.idle_prompt, features)
-    return Reference(policy, frozen.requires_grad_(False).eval().to(policy.device))
+    frozen = load_policy(config, initial, weights, policy.vision.idle_prompt, features, empty)
+    return Reference(policy, frozen.requires_grad_(False).eval())

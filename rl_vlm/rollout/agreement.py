@@ -40,7 +40,7 @@ def check_agreement(
         max_completion_length=min(rollout.max_completion_length, MAX_CHECKED_TOKENS),
     )
     requests = [RolloutRequest(f"check/{g.group.group_id}", g.group.prompt) for g in groups[:NUM_CHECKED_GROUPS]]
-    with ranks.agree():
+    with engine.awake(), ranks.agree():
         generated = engine.generate(requests, sampling)
     fresh = [replace(scored, group=group) for scored, group in zip(groups, generated, strict=False)]
     policy.eval()

@@ -131,7 +131,7 @@ class Collector:
         state, draws = self.state_at(progress), self.draw()
         with self.ranks.agree():
             requests = self.requests(draws, state, metrics)
-        with self.ranks.agree():
+        with self.engine.awake(), self.ranks.agree():
             rollout = self.generate_and_reward(requests, state, metrics)
         return self.make_window(rollout, state, metrics)
 

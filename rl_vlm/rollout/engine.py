@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -60,8 +61,16 @@ class RolloutEngine(Protocol):
 class SyncedEngine:
     """A rollout engine with the policy's weights that it is sent, over all ranks."""
 
-    def __init__(self, engine: RolloutEngine, weights: WeightSource, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        weights: WeightSource,
+        ranks: Ranks,
+        awake: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.engine = engine
+        self.awake = awake
+        """Generate in this context. All ranks open and close it together; inside, each generates as often as it needs."""
         self.weights = weights
         self.ranks = ranks
         self.sent_version = -1

@@ -8,19 +8,17 @@ If ranks hold shards (ZeRO-3, FSDP2), all ranks join an all-gather of one weight
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from rl_vlm.distributed.shards import is_shard, whole, whole_copy
 from rl_vlm.errors import ConfigError
+from rl_vlm.model.blocks import by_block, untied
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.vllm.arguments import read_weights
 
@@ -73,15 +71,14 @@ class PolicyWeights:
         """Yield all weights but those of a frozen vision tower, by their names in checkpoints, in compute precision.
 
         Other frozen weights are included: vLLM fuses layers (query, key and value become one), and loads a fused layer
-        completely or not at all. Weights are gathered and merged for one block of the model at a time. A tensor in
-        checkpoints can join several weights, which are always in one block.
+        completely or not at all. Weights are gathered and merged for one block of the model at a time.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
         model = self.policy.transformer
         frozen = self.policy.family.vision_prefixes if self.policy.vision.is_frozen else ()
         moved = ((name, weight) for name, weight in untied(merged_weights(model)) if not name.startswith(frozen))
-        for _, block in groupby(moved, key=lambda named: block_of(named[0])):
+        for block in by_block(moved):
             weights = {name: whole(weight) for name, weight in block}
             for name, weight in revert_weight_conversion(model, weights).items():
                 yield name, weight.to(self.policy.compute_dtype)
@@ -130,21 +127,6 @@ def merged_weights(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
         yield from merged_weights(module, f"{prefix}{name}.")
     for name, parameter in model.named_parameters(recurse=False):
         yield f"{prefix}{name}", parameter
-
-
-def untied(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight once, under the first of its names."""
-    seen = WeakTensorKeyDictionary()  # drops freed merged copies, whose addresses are reused
-    for name, weight in weights:
-        if weight not in seen:
-            seen[weight] = name
-            yield name, weight
-
-
-def block_of(name: str) -> str:
-    """Return the prefix up to the first number, or "": `model.layers.3.` of `model.layers.3.mlp.up_proj.weight`."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else ""
 
 
 def why_not_an_adapter(policy: Policy) -> str | None:

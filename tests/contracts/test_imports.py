@@ -16,7 +16,8 @@ OURS = ("rl_vlm", "rewards", "launch")
 LAYERS = [
     "errors types",
     "config functions names tiny",
-    "data model algorithm memory distributed reward checkpoint",
+    "distributed",
+    "data model algorithm memory reward checkpoint",
     "log",
     "rollout",
     "evaluation trainer dry_run",
@@ -34,7 +35,7 @@ ONLY_IN = {
     "peft": "rl_vlm/model/",
     "trl": None,
     "vllm": "rl_vlm/rollout/vllm/",
-    "deepspeed": None,
+    "deepspeed": "rl_vlm/distributed/",
 }
 """Beginning of the paths of the files that may import a package, inside of functions or not; None: none may."""
 

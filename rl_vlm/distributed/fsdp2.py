@@ -1,0 +1,112 @@
+"""FSDP2 (torch's `fully_shard`): every rank holds a part of each weight, gradient and moment, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.gradients import clip_and_update
+from rl_vlm.distributed.layers import layers_of, receive_weights
+from rl_vlm.distributed.ranks import Ranks
+
+
+class FSDP2:
+    """A `Strategy` that gathers each layer's weights for its forward and its backward.
+
+    accelerate ignores its own FSDP plugin on CPUs, so this one calls `fully_shard` on CPUs and GPUs alike.
+    """
+
+    name = "FSDP2"
+    equal_calls = True
+    is_sharded = True
+
+    def __init__(self, ranks: Ranks, config: RunConfig) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.ranks = ranks
+        self.max_grad_norm = config.train.max_grad_norm
+        self.loads_empty = not ranks.is_main
+        self.mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+
+    def place(self, policy: Any) -> None:
+        """Shard the policy, one layer after the other, with the weights of rank 0."""
+        self.shard(policy, frees_root=False)
+
+    def place_frozen(self, policy: Any) -> None:
+        """Shard a policy that is not trained."""
+        self.shard(policy, frees_root=True)
+
+    def shard(self, policy: Any, frees_root: bool) -> None:
+        """Shard a policy. Weights outside of layers, such as embeddings, stay gathered until backward by default."""
+        from torch.distributed.fsdp import fully_shard
+
+        reshard = self.ranks.launch.reshard_after_forward
+        for layer in layers_of(policy, self.ranks.launch.layers):
+            receive_weights(layer, self.ranks)
+            fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard)
+        receive_weights(policy, self.ranks)
+        fully_shard(policy, mesh=self.mesh, reshard_after_forward=frees_root)
+        policy.to(self.ranks.device)  # buffers
+
+    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+        """Return the policy, which computes gradients of its shards."""
+        self.policy, self.adamw = policy, adamw
+        return policy
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Do nothing: gradients are reduced to shards in every micro-batch, since whole ones would need the memory."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradients."""
+        (loss * self.ranks.world_size).backward()  # FSDP2 averages over ranks, and losses are shares of a sum
+
+    def update(self, loss_is_finite: bool) -> tuple[float, bool]:
+        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
+        return clip_and_update(self.ranks, self.adamw, self.max_grad_norm, loss_is_finite)
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients."""
+        self.adamw.zero_grad()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All-gather the policy's weights, for forwards that ranks run independently of each other."""
+        from torch.distributed.fsdp import FSDPModule
+
+        units = [module for module in self.policy.modules() if isinstance(module, FSDPModule)]
+        units[0]._get_fsdp_state()._lazy_init()  # else the first layer that is called would become the root
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+                reshard = unit is not self.policy and self.ranks.launch.reshard_after_forward
+                unit.set_reshard_after_forward(reshard, recurse=False)
+
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a parameter's all-gathered optimizer state, or nothing if it was never updated."""
+        state: dict[str, Any] = self.adamw.state.get(parameter, {})
+        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+
+    def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Load unsharded optimizer states; each rank keeps its part."""
+        for parameter, state in states.items():
+            self.adamw.state[parameter] = {
+                name: value.clone() if name == "step" else self.part(value, parameter) for name, value in state.items()
+            }
+
+    def part(self, value: Tensor, parameter: Any) -> Tensor:
+        """Return this rank's part of a tensor that every rank has, sharded like a parameter."""
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(self.ranks.device)
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

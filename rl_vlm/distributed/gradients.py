@@ -1,0 +1,30 @@
+"""Clipping and updates by torch, for gradients that are whole or DTensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_vlm.distributed.ranks import Ranks
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+    """Clip the gradients and return their global norm before that. A `max_norm` of 0 does not clip."""
+    norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def clip_and_update(
+    ranks: Ranks, adamw: torch.optim.AdamW, max_norm: float, loss_is_finite: bool
+) -> tuple[float, bool]:
+    """Clip the gradients, and update the weights if loss and gradients are finite on all ranks, as `Strategy.update`."""
+    norm = clip_gradients([p for group in adamw.param_groups for p in group["params"]], max_norm)
+    num_nonfinite = ranks.sum([float(not math.isfinite(norm))])[0]
+    is_finite = loss_is_finite and not num_nonfinite
+    if is_finite:
+        adamw.step()
+    return norm, is_finite

@@ -1,0 +1,66 @@
+"""The layers of a model, which are sharded one after the other so that no rank ever holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import is_shard
+from rl_vlm.errors import LaunchError
+
+
+def parameters_without_storage() -> AbstractContextManager[None]:
+    """Create models in this context with parameters on the meta device; buffers have their values."""
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)
+
+
+def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the repeated layers of a policy's model, inner ones first.
+
+    `classes` are the names of their classes; by default those that transformers keeps on one device
+    (`_no_split_modules`). Raises LaunchError if there is none.
+    """
+    names = set(classes or policy.transformer._no_split_modules or ())
+    found = [module for module in policy.modules() if type(module).__name__ in names]
+    if not found:
+        named = ", ".join(sorted(names)) or "none"
+        raise LaunchError(
+            f"{type(policy.transformer).__name__} cannot be sharded layer by layer: it has no layers of the classes "
+            f"that are named ({named}); name them in fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+        )
+    return found[::-1]
+
+
+@torch.no_grad()
+def receive_weights(module: nn.Module, ranks: Ranks) -> None:
+    """Send a module's buffers, and its weights that are not sharded yet, from rank 0 to all ranks, on their devices.
+
+    Other ranks may hold the weights without storage, on the meta device.
+    """
+    received: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter in several modules
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(ranks.device))
+            ranks.broadcast(getattr(part, name))
+        for name, parameter in part.named_parameters(recurse=False):
+            if not is_shard(parameter):
+                if parameter not in received:
+                    received[parameter] = _received(parameter, ranks)
+                setattr(part, name, received[parameter])
+
+
+def _received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+    if parameter.is_meta:
+        empty = torch.empty_like(parameter, device=ranks.device)
+        parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    else:
+        parameter.data = parameter.data.to(ranks.device)
+    ranks.broadcast(parameter.data)
+    return parameter

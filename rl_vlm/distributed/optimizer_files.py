@@ -1,0 +1,59 @@
+"""The optimizer state in a checkpoint: unsharded tensors by the names of the weights, in one or more files.
+
+optimizer/state-00001-of-00002.safetensors     model.layers.0.mlp.up_proj.weight/exp_avg, …/exp_avg_sq, …/step
+
+Each rank of a sharded run writes some of them. Any strategy, on any number of ranks, can load them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import CheckpointError
+
+FOLDER = "optimizer"  # loaders of models may read every tensor file beside the model's
+
+
+class OptimizerFiles:
+    """The optimizer's state, gathered when this is made."""
+
+    def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
+        """Gather this rank's share of the state in host memory. All ranks must call this together."""
+        num_files = ranks.world_size if optimizer.strategy.is_sharded else 1
+        self.name = f"state-{ranks.rank + 1:05d}-of-{num_files:05d}.safetensors"
+        self.is_written = ranks.rank < num_files
+        self.tensors: dict[str, Tensor] = {}
+        for i, (name, parameter) in enumerate(optimizer.trainable.items()):
+            state = optimizer.strategy.optimizer_state(parameter)
+            if i % num_files == ranks.rank:
+                self.tensors |= {f"{name}/{key}": value.cpu().contiguous() for key, value in state.items()}
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's share to a directory, without communication."""
+        if self.is_written:
+            (directory / FOLDER).mkdir(exist_ok=True)
+            save_file(self.tensors, directory / FOLDER / self.name)
+
+
+def load_optimizer(optimizer: Optimizer, directory: Path) -> None:
+    """Load the state that `OptimizerFiles` wrote. Raises CheckpointError if it is that of other weights."""
+    states: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for path in sorted((directory / FOLDER).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in sorted(file.keys()):
+                name, _, part = key.rpartition("/")
+                states[name][part] = file.get_tensor(key)
+    if unknown := states.keys() - optimizer.trainable.keys():
+        raise CheckpointError(
+            f"{directory} has optimizer states of {len(unknown)} weights that this run does not train, such as "
+            f"{min(unknown)}"
+        )
+    loaded: dict[nn.Parameter, dict[str, Tensor]] = {p: states[name] for name, p in optimizer.trainable.items()}
+    optimizer.strategy.load_optimizer_state(loaded)

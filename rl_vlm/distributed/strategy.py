@@ -1,0 +1,91 @@
+"""How the ranks hold the model: what differs between DDP, DeepSpeed ZeRO and FSDP2."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.fsdp2 import FSDP2
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.zero import ZeRO
+from rl_vlm.errors import LaunchError
+
+
+class Strategy(Protocol):
+    """How weights, gradients and optimizer state are held by the ranks, which call each method together."""
+
+    name: str
+    loads_empty: bool
+    """Whether this rank loads models without weights; `place` gets them from rank 0."""
+    equal_calls: bool
+    """Whether all ranks must call every module equally often, because each call all-gathers its weights."""
+    is_sharded: bool
+    """Whether weights are sharded, so that every rank writes a part of a checkpoint."""
+
+    def place(self, policy: Any) -> None:
+        """Move a policy to the rank's device, and shard it if this strategy shards weights."""
+        ...
+
+    def place_frozen(self, policy: Any) -> None:
+        """Do the same for a policy that is not trained."""
+        ...
+
+    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+        """Connect a placed policy with its optimizer, and return the module to call for training."""
+        ...
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Run one micro-batch's forward and backward in this context; `last` is the last one of the step."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradients. Losses are shares of a sum over ranks."""
+        ...
+
+    def update(self, loss_is_finite: bool) -> tuple[float, bool]:
+        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
+
+        `loss_is_finite` must be equal on all ranks. Returns the gradient's global norm before clipping, and whether the
+        weights were updated.
+        """
+        ...
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """All-gather the policy's weights, for forwards that ranks run independently of each other."""
+        ...
+
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a parameter's unsharded optimizer state, or nothing if it was never updated."""
+        ...
+
+    def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Load unsharded optimizer states, as `optimizer_state` returns them."""
+        ...
+
+
+def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
+    """Return the strategy that the launcher asks for. Raises LaunchError if it contradicts the run's settings."""
+    check_precision(ranks.launch.mixed_precision, config.model.dtype)
+    if ranks.launch.kind == "deepspeed":
+        return ZeRO(ranks, config)
+    if ranks.launch.kind == "fsdp2":
+        return FSDP2(ranks, config)
+    return DDP(ranks, config.train.max_grad_norm)
+
+
+def check_precision(mixed_precision: str, dtype: str) -> None:
+    """Raise LaunchError if the launcher's mixed precision is not that of `model.dtype`."""
+    if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
+        raise LaunchError(
+            f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: leave the precision "
+            'to model.dtype, with mixed_precision "no"'
+        )

@@ -1,0 +1,206 @@
+"""DeepSpeed ZeRO: ranks share optimizer state (stage 1), gradients (stage 2) and weights (stage 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.layers import layers_of, receive_weights
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.zero_config import zero_config
+from rl_vlm.errors import LaunchError
+
+OLDEST_VERSION = "0.19.8"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeRO:
+    """A `Strategy` on DeepSpeed's engine."""
+
+    def __init__(self, ranks: Ranks, config: RunConfig) -> None:
+        """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
+        import_deepspeed()
+        self.ranks = ranks
+        self.config = config
+        self.stage = self.deepspeed_config(hidden_size=1)["zero_optimization"]["stage"]
+        self.name = f"ZeRO-{self.stage}"
+        self.equal_calls = self.is_sharded = self.stage == 3
+        self.loads_empty = self.stage == 3 and not ranks.is_main
+
+    def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
+        """Return a new config for `deepspeed.initialize`."""
+        return zero_config(self.ranks.launch.deepspeed, self.config, hidden_size, self.ranks.device.type != "cpu")
+
+    def place(self, policy: Any) -> None:
+        """Move the policy to the rank's device; at stage 3 shard it, one layer after the other."""
+        if self.stage == 3:
+            import deepspeed
+
+            settings = self.deepspeed_config(hidden_size_of(policy))
+            for module in [*layers_of(policy), policy]:
+                receive_weights(module, self.ranks)
+                deepspeed.zero.Init(module=module, config_dict_or_path=settings)
+        policy.to(self.ranks.device)
+
+    def place_frozen(self, policy: Any) -> None:
+        """Do the same for a policy that is not trained."""
+        self.place(policy)
+        if self.stage == 3:
+            import deepspeed
+
+            settings = self.deepspeed_config(hidden_size_of(policy))
+            # Weights that stay gathered would not follow a moving reference.
+            zero = settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
+            zero.pop("offload_optimizer", None)
+            deepspeed.initialize(model=policy, config=settings | {"zero_optimization": zero})
+            share_head(policy)
+            policy.eval()
+
+    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+        """Return DeepSpeed's engine around the policy and its optimizer."""
+        import deepspeed
+        from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+        settings = self.deepspeed_config(hidden_size_of(policy))
+        offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
+        if offload and settings.get("zero_force_ds_cpu_optimizer", True):
+            adamw = map_pytorch_optim_to_deepspeed(adamw)  # with the same parameter groups, so the schedule sets both
+        self.adamw = adamw
+        self.trainable = [p for p in policy.parameters() if p.requires_grad]
+        self.engine: Any = deepspeed.initialize(model=policy, optimizer=adamw, config=settings)[0]
+        if self.stage == 3:
+            share_head(policy)
+        return self.engine
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Run one micro-batch's forward and backward inside. Stages 2 and 3 reduce its gradients to shards."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradients."""
+        # DeepSpeed averages over ranks, and losses are shares of a sum.
+        self.engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
+
+    def update(self, loss_is_finite: bool) -> tuple[float, bool]:
+        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
+        if not loss_is_finite:
+            self.spoil_gradients()
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
+
+    def spoil_gradients(self) -> None:
+        """Make a gradient NaN, so that DeepSpeed drops them all: it looks at gradients, and not at the loss."""
+        from deepspeed.utils import safe_set_full_grad
+
+        smallest: Any = min(self.trainable, key=lambda p: getattr(p, "ds_numel", p.numel()))
+        nan = torch.full(getattr(smallest, "ds_shape", smallest.shape), float("nan"), device=self.ranks.device)
+        safe_set_full_grad(smallest, nan)
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients."""
+        self.engine.optimizer.zero_grad()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All-gather the policy's weights, for forwards that ranks run independently of each other."""
+        if self.stage < 3:
+            yield
+            return
+        import deepspeed
+
+        offload: Any = self.engine.optimizer.parameter_offload
+        with deepspeed.zero.GatheredParameters(list(self.engine.module.parameters())):
+            remove_hooks(offload)
+            try:
+                yield
+            finally:
+                offload._register_deepspeed_module(offload.module)
+
+    def optimizer_state(self, parameter: Any) -> dict[str, Tensor]:
+        """Return a parameter's all-gathered optimizer state, or nothing before the first update."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if self.num_updates == 0:
+            return {}
+        self.link_states()
+        moments = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+        return {"step": torch.tensor(float(self.num_updates)), **moments}
+
+    def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+        """Load unsharded optimizer states; each rank keeps its part. All parameters get one step count."""
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        if not any(states.values()):
+            return
+        self.make_states()
+        for parameter, state in states.items():
+            for name in MOMENTS:
+                if name in state:
+                    safe_set_full_optimizer_state(parameter, state[name].to(self.ranks.device), name)
+        steps = max(state["step"] for state in states.values() if state)
+        for state in self.adamw.state.values():
+            state["step"] = steps.clone()
+
+    @property
+    def num_updates(self) -> int:
+        return max((int(state["step"]) for state in self.adamw.state.values() if "step" in state), default=0)
+
+    def make_states(self) -> None:
+        """Make the moments, which DeepSpeed's optimizer has from its first update on."""
+        optimizer = self.engine.optimizer
+        for flat in (
+            optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+        ):
+            if not self.adamw.state.get(flat):
+                moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
+                self.adamw.state[flat] = {"step": torch.tensor(0.0), **moments}
+        self.link_states()
+
+    def link_states(self) -> None:
+        """Connect parameters with their moments: DeepSpeed 0.19.8 does that after its first group's first update."""
+        if self.stage < 3:
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def import_deepspeed() -> None:
+    """Import DeepSpeed. Raises LaunchError if it is missing or too old."""
+    try:
+        import deepspeed
+        from packaging.version import Version
+    except ImportError as error:
+        raise LaunchError(
+            f"the launcher asks for DeepSpeed, and it cannot be imported ({error}): pip install rl-vlm[deepspeed]"
+        ) from error
+    if Version(deepspeed.__version__) < Version(OLDEST_VERSION):
+        raise LaunchError(f"DeepSpeed {deepspeed.__version__} is too old: rl-vlm is tested with {OLDEST_VERSION}")
+    if not torch.accelerator.is_available():
+        # An operator that is compiled for minutes at the first start, and whose lock outlives a killed job.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def hidden_size_of(policy: Any) -> int:
+    return policy.transformer.config.get_text_config().hidden_size
+
+
+def share_head(policy: Any) -> None:
+    """Gather the LM head's weight once per forward of the policy: ranks have unlike numbers of chunks of tokens."""
+    import deepspeed
+
+    deepspeed.zero.register_external_parameter(policy, policy.transformer.get_output_embeddings().weight)
+
+
+def remove_hooks(offload: Any) -> None:
+    """Remove DeepSpeed's hooks, which would free weights after each module's forward."""
+    for parameter in offload.module.parameters():
+        parameter.ds_active_sub_modules.clear()
+    for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+        hook.remove()
+    offload.forward_hooks, offload.backward_hooks = [], []

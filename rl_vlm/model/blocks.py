@@ -1,0 +1,44 @@
+"""A model's weights, block by block: what is gathered and converted at once if ranks hold shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+NamedWeights = list[tuple[str, Tensor]]
+
+
+def by_block(weights: Iterable[tuple[str, Tensor]]) -> Iterator[NamedWeights]:
+    """Yield the weights of each block, such as a layer; neighbours outside of any layer are a block as well.
+
+    A tensor in checkpoints can join several of a model's weights, which are always in one block.
+    """
+    for _, block in groupby(weights, key=lambda named: block_of(named[0])):
+        yield list(block)
+
+
+def untied(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once, under the first of its names."""
+    seen = WeakTensorKeyDictionary()  # drops freed merged copies, whose addresses are reused
+    for name, weight in weights:
+        if weight not in seen:
+            seen[weight] = name
+            yield name, weight
+
+
+def block_of(name: str) -> str:
+    """Return the prefix up to the first number, or "": `model.layers.3.` of `model.layers.3.mlp.up_proj.weight`."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else ""
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that checkpoints hold, by name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,128 @@
+"""The files of a model in a checkpoint, in the format of `from_pretrained`.
+
+unsharded   `save_pretrained`, on the main process
+sharded     an adapter: gathered by all ranks, written by the main process
+            a model: each rank gathers and writes some blocks, as files of one sharded checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import is_shard, whole, whole_shape
+from rl_vlm.model.blocks import NamedWeights, by_block, persistent_buffers, untied
+from rl_vlm.model.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Size of a file of a sharded checkpoint; a single block can be larger."""
+INDEX = "model.safetensors.index.json"
+
+
+class PolicyFiles:
+    """The model, or only the trained adapter, with its processor. Shards are gathered when this is made."""
+
+    def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks) -> None:
+        """Gather this rank's share of the files in host memory. All ranks must call this together."""
+        self.policy = policy
+        self.processor = processor
+        self.ranks = ranks
+        self.adapter: dict[str, Tensor] | None = None
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        """The tensors of each file of a sharded model that this rank writes."""
+        if not any(map(is_shard, policy.model.parameters())):
+            return
+        if policy.model is not policy.transformer:
+            self.adapter = gathered_adapter(policy)
+            return
+        self.tensors = gathered_files(policy, ranks)
+        self.file_of = {
+            name: file
+            for files in ranks.gather([{file: list(named) for file, named in self.tensors.items()}])
+            for file, names in files.items()
+            for name in names
+        }
+        self.num_bytes = int(ranks.sum([sum(t.nbytes for named in self.tensors.values() for t in named.values())])[0])
+
+    def write(self, directory: Path) -> None:
+        """Write this rank's share to a directory, without communication."""
+        directory.mkdir(exist_ok=True)
+        for file, tensors in self.tensors.items():
+            save_file(tensors, directory / file, metadata={"format": "pt"})
+        if not self.ranks.is_main:
+            return
+        model: Any = self.policy.model
+        if self.adapter is not None:
+            model.save_pretrained(
+                directory, selected_adapters=["default"], state_dict=self.adapter, save_embedding_layers=False
+            )
+        elif model is not self.policy.transformer:
+            model.save_pretrained(directory, selected_adapters=["default"])
+        elif self.tensors:
+            self.write_configs(directory)
+        else:
+            model.save_pretrained(directory)
+        self.processor.save_pretrained(directory)
+
+    def write_configs(self, directory: Path) -> None:
+        """Write what `save_pretrained` writes beside a sharded model's tensors."""
+        model = self.policy.transformer
+        model.config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+        if len(set(self.file_of.values())) > 1:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(self.file_of.items()))}
+            (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def gathered_adapter(policy: Policy) -> dict[str, Tensor]:
+    """Return the trained adapter's weights by name, gathered in host memory."""
+    trained = ((name, p) for name, p in policy.model.named_parameters() if p.requires_grad)
+    return {name: whole(parameter).cpu() for name, parameter in trained}
+
+
+def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+    """Return the files of a sharded model that this rank writes, with their tensors in host memory.
+
+    All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = policy.transformer
+    files = split_into_files(by_block(untied([*model.named_parameters(), *persistent_buffers(model)])))
+    kept: dict[str, dict[str, Tensor]] = {}
+    for i, blocks in enumerate(files):
+        is_mine = i % ranks.world_size == ranks.rank
+        tensors: dict[str, Tensor] = {}
+        for block in blocks:
+            gathered = {
+                name: tensor.cpu() for name, weight in block if (tensor := whole(weight)) is not None and is_mine
+            }
+            tensors |= revert_weight_conversion(model, gathered) if is_mine else {}
+        if is_mine:
+            name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+            kept[name] = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return kept
+
+
+def split_into_files(blocks: Iterable[NamedWeights]) -> list[list[NamedWeights]]:
+    """Split blocks into files of up to MAX_FILE_BYTES; equal on all ranks."""
+    files: list[list[NamedWeights]] = []
+    size = 0
+    for block in blocks:
+        num_bytes = sum(whole_shape(weight).numel() * weight.element_size() for _, weight in block)
+        if not files or size + num_bytes > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(block)
+        size += num_bytes
+    return files
