@@ -44,6 +44,7 @@ from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun, write_states
 from rl_vlm.reward import RewardSuite
+from rl_vlm.rollout.balance import Cost, cost_of_groups
 from rl_vlm.rollout.build import gathering, training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
@@ -93,7 +94,9 @@ class Run:
             engine = training_engine(config, initial, weights, builder, self.ranks)
             gathered = gathering(config, engine, self.strategy, self.ranks)
             engine = SyncedEngine(engine, weights, self.ranks, gathered)
-            self.collector = self.build_collector(PromptSource(usable.rows, usable.indices, builder), engine)
+            source = PromptSource(usable.rows, usable.indices, builder)
+            cost = cost_of_groups(policy, config.memory.prefix_sharing, has_reference=reference is not None)
+            self.collector = self.build_collector(source, engine, cost)
             opened.callback(self.collector.close)
             self.evaluator = self.build_evaluator(builder, engine)
             self.trainer = Trainer(config, self.ranks, policy, reference, optimizer, self.collector, self.progress)
@@ -163,7 +166,7 @@ class Run:
             self.strategy.place_frozen(reference.frozen)
         return policy, reference
 
-    def build_collector(self, source: PromptSource, engine: SyncedEngine) -> Collector:
+    def build_collector(self, source: PromptSource, engine: SyncedEngine, cost: Cost) -> Collector:
         """Build the collector, with its sampler, loader and log."""
         config, ranks = self.config, self.ranks
         sampler = PromptSampler(
@@ -172,7 +175,7 @@ class Run:
         )  # fmt: skip
         loader = PromptLoader(source, sampler, self.plan.steps_per_window, config.data)
         log = CompletionsLog(self.directory.path, ranks, config.log)
-        return Collector(config, ranks, loader, engine, self.rewards, log)
+        return Collector(config, ranks, loader, engine, self.rewards, log, cost)
 
     def build_evaluator(self, builder: PromptBuilder, engine: SyncedEngine) -> Evaluator | None:
         """Build the evaluator of the held-out rows, if there are any."""
@@ -372,7 +375,8 @@ class Run:
             self.collector.load_state_dict(saved.own_state["collector"], self.progress)
         except CheckpointError as error:
             raise CheckpointError(f"{saved.path} cannot be resumed: {error}") from error
-        checkpoint.restore_random_states(saved.own_state["random"])
+        if saved.own_state["random"] is not None:
+            checkpoint.restore_random_states(saved.own_state["random"])
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""

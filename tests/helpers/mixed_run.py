@@ -5,6 +5,7 @@ from typing import Any
 from tests.helpers.builders import QUESTION, noise_image
 
 ROWS = f"{__name__}:rows"
+LONG_FIRST = f"{__name__}:long_rows_first"
 REWARD = f"{__name__}:token_sum_or_constant"
 
 IMAGES_BY_ROW = [
@@ -26,6 +27,19 @@ def rows() -> list[dict[str, Any]]:
             "constant": i in CONSTANT_ROWS,
         }
         for i, sizes in enumerate(IMAGES_BY_ROW)
+    ]
+
+
+def long_rows_first() -> list[dict[str, Any]]:
+    """Of every four rows the first two have long prompts; none is constant."""
+    return [
+        {
+            "id": f"row-{i}",
+            "prompt": QUESTION + " Yes or no?" * (40 - i if i % 4 < 2 else i % 3),
+            "images": [noise_image(16, 16, seed=i)],
+            "constant": False,
+        }
+        for i in range(8)
     ]
 
 
