@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -191,6 +192,8 @@ def import_deepspeed() -> None:
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST_VERSION):
         raise LaunchError(f"DeepSpeed {deepspeed.__version__} is too old: rl-vlm is tested with {OLDEST_VERSION}")
+    # In DeepSpeed's own calls, at every step.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
         # An operator that is compiled for minutes at the first start, and whose lock outlives a killed job.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
