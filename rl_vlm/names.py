@@ -20,7 +20,7 @@ METRICS = frozenset(
 )
 METRIC_PREFIXES = tuple(
     """
-    clip_ratio/ completions/ compute/ eval_ resampling/ reward_faults/ rewards/ sampling/ skipped_updates/ time/
+    balance/ clip_ratio/ completions/ compute/ eval_ resampling/ reward_faults/ rewards/ sampling/ skipped_updates/ time/
     weight_sync/
     """.split()
 )
