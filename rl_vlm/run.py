@@ -41,6 +41,7 @@ from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
 from rl_vlm.model.saving import PolicyFiles
+from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun, write_states
 from rl_vlm.reward import RewardSuite
@@ -154,7 +155,11 @@ class Run:
         idle_prompt = builder.build(idle_sample()) if self.ranks.world_size > 1 else None
         logger.info(loading_line(self.config, self.ranks.device))
         empty = self.strategy.loads_empty
+        if self.strategy.equal_calls:
+            refuse_initialisation(self.config.model, self.strategy.name)
         policy = load_policy(self.config, initial, resumed, idle_prompt, empty=empty)
+        if self.strategy.equal_calls:
+            refuse_unshardable(policy, self.strategy.name)
         add_initial_adapter(self.config, initial, policy)
         logger.info(parameters_line(policy))
         self.strategy.place(policy)
