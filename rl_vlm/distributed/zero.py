@@ -58,7 +58,7 @@ class ZeRO:
             zero = settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
             zero.pop("offload_optimizer", None)
             deepspeed.initialize(model=policy, config=settings | {"zero_optimization": zero})
-            share_head(policy)
+            gather_weights_read(policy)
             policy.eval()
 
     def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
@@ -66,15 +66,15 @@ class ZeRO:
         import deepspeed
         from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
+        self.adamw: Any = adamw
         settings = self.deepspeed_config(hidden_size_of(policy))
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         if offload and settings.get("zero_force_ds_cpu_optimizer", True):
-            adamw = map_pytorch_optim_to_deepspeed(adamw)  # with the same parameter groups, so the schedule sets both
-        self.adamw = adamw
+            self.adamw = map_pytorch_optim_to_deepspeed(adamw)  # with its parameter groups, so the schedule sets both
         self.trainable = [p for p in policy.parameters() if p.requires_grad]
-        self.engine: Any = deepspeed.initialize(model=policy, optimizer=adamw, config=settings)[0]
+        self.engine: Any = deepspeed.initialize(model=policy, optimizer=self.adamw, config=settings)[0]
         if self.stage == 3:
-            share_head(policy)
+            gather_weights_read(policy)
         return self.engine
 
     @contextmanager
@@ -130,7 +130,7 @@ class ZeRO:
         if self.num_updates == 0:
             return {}
         self.link_states()
-        moments = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+        moments: dict[str, Any] = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
         return {"step": torch.tensor(float(self.num_updates)), **moments}
 
     def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
@@ -190,11 +190,24 @@ def hidden_size_of(policy: Any) -> int:
     return policy.transformer.config.get_text_config().hidden_size
 
 
-def share_head(policy: Any) -> None:
-    """Gather the LM head's weight once per forward of the policy: ranks have unlike numbers of chunks of tokens."""
+def gather_weights_read(policy: Any) -> None:
+    """Gather weights that a forward reads without calling their module, such as the LM head's or a position table.
+
+    DeepSpeed's engine does that in its own forwards, which are those of training. The LM head's weight is gathered once
+    per forward of the policy: ranks have unlike numbers of chunks of tokens.
+    """
     import deepspeed
 
+    def allow_reading(allowed: bool) -> Any:
+        def hook(*_: Any) -> None:
+            for module in policy.modules():
+                module._parameters._in_forward = allowed
+
+        return hook
+
     deepspeed.zero.register_external_parameter(policy, policy.transformer.get_output_embeddings().weight)
+    policy.register_forward_pre_hook(allow_reading(True))
+    policy.register_forward_hook(allow_reading(False), always_call=True)
 
 
 def remove_hooks(offload: Any) -> None:
