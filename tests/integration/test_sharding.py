@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "kl_lora_checkpointing": {"beta": 0.04, "gradient_checkpointing": True, **LORA},
+    "unclipped": {"max_grad_norm": 0.0},
     "checked": {"top_entropy_quantile": 0.5},
 }
 """`kl_adapter` starts from an adapter. In `checked` the generator is compared with the policy."""

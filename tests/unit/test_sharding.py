@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.config.schema import ModelConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.distributed.zero_config import check_zero
+from rl_vlm.errors import ConfigError, LaunchError
 from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable
 from tests.helpers.builders import make_policy
 from tests.tiny.build import build_tiny
@@ -26,6 +27,12 @@ def test_other_initialisations_are_used(initialisation: bool | str) -> None:
         {"model_name_or_path": "m", "use_peft": True, "init_lora_weights": initialisation}
     )
     refuse_initialisation(config, "FSDP2")
+
+
+def test_gradients_without_a_norm_are_refused() -> None:
+    check_zero({"stage": 2, "compute_grad_norm": True})
+    with pytest.raises(LaunchError, match="zero_optimization.compute_grad_norm false is not supported"):
+        check_zero({"stage": 2, "compute_grad_norm": False})
 
 
 def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
