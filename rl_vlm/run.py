@@ -152,7 +152,8 @@ class Run:
     ) -> tuple[Policy, Reference | None]:
         """Load the policy and, if the KL term needs one, the reference."""
         resumed = saved.path if saved else None
-        idle_prompt = builder.build(idle_sample()) if self.ranks.world_size > 1 else None
+        needs_idle_runs = self.ranks.world_size > 1 or self.strategy.needs_all_gradients
+        idle_prompt = builder.build(idle_sample()) if needs_idle_runs else None
         logger.info(loading_line(self.config, self.ranks.device))
         empty = self.strategy.loads_empty
         if self.strategy.equal_calls:

@@ -164,6 +164,8 @@ class Trainer:
         denominators = self.denominators(window, groups)
         threshold = self.entropy_threshold(batches)
         vision_calls = self.vision_calls(batches, self.policy.vision)
+        if self.optimizer.strategy.needs_all_gradients and not self.policy.vision.is_frozen:
+            vision_calls = [max(1, num) for num in vision_calls]
         step_loss = torch.zeros((), device=self.ranks.device)
         for i, batch in enumerate(batches):
             with self.optimizer.strategy.accumulating(last=i == len(batches) - 1):

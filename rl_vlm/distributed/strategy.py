@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rl_vlm.distributed.zero import ZeRO
 from rl_vlm.errors import LaunchError
 
 
+@runtime_checkable
 class Strategy(Protocol):
     """How weights, gradients and optimizer state are held by the ranks, which call each method together."""
 
@@ -24,6 +25,8 @@ class Strategy(Protocol):
     """Whether this rank loads models without weights; `place` gets them from rank 0."""
     equal_calls: bool
     """Whether all ranks must call every module equally often, because each call all-gathers its weights."""
+    needs_all_gradients: bool
+    """Whether every micro-batch must give a gradient to the vision tower, even if it has no image."""
     is_sharded: bool
     """Whether weights are sharded, so that every rank writes a part of a checkpoint."""
 

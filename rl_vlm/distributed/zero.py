@@ -20,7 +20,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeRO:
-    """A `Strategy` on DeepSpeed's engine."""
+    """A `Strategy` on DeepSpeed's engine.
+
+    DeepSpeed 0.19.8 keeps gradients of the last step in its buffers. It replaces them in the first micro-batch of a
+    step, and copies sums to an offloaded optimizer in the last one, but only for weights that have a gradient there.
+    """
+
+    needs_all_gradients = True
 
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""

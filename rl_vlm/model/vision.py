@@ -135,7 +135,7 @@ class VisionEncoder:
 
     def idle(self, num_calls: int) -> Tensor:
         """Run the tower `num_calls` times without effect, so that ranks run it equally often, and return 0."""
-        assert self.idle_prompt is not None, "a run of several ranks has a prompt for idle runs"
+        assert self.idle_prompt is not None, "runs of several ranks, and of DeepSpeed, have a prompt for idle runs"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             runs = [self.run([self.idle_prompt])[self.idle_prompt] for _ in range(num_calls)]
         return torch.stack([0.0 * tensor.sum() for features in runs for tensor in features.tensors]).sum()

@@ -55,6 +55,8 @@ def batches(family: str, policy: Policy, checkpoint: Path) -> dict[str, MicroBat
     for name, shapes in SHAPES.items():
         if family in NEED_AN_IMAGE and not all(images for images, _ in shapes):
             continue
+        if policy.family.cross_attends and len(shapes) > 1:
+            continue
         groups = make_groups(checkpoint, shapes)
         found[f"{name}, dense"] = whole(groups, shared=False)
         if not policy.family.hybrid:  # sharded runs of these do not share prompts

@@ -2,26 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed import destroy_process_group, init_process_group
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.environment import Launch
 from rl_vlm.distributed.fsdp2 import FSDP2
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.reference import INITIAL_ADAPTER, Reference
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
 
 
 @pytest.fixture
 def fsdp2(tmp_path: Path) -> Iterator[FSDP2]:
+    ranks = Ranks()
     init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    ranks: Any = SimpleNamespace(
-        device=torch.device("cpu"), world_size=1, is_main=True, broadcast=lambda tensor: None, launch=Launch("fsdp2")
-    )
     yield FSDP2(ranks, RunConfig.model_validate({"model": {"model_name_or_path": "m"}}))
     destroy_process_group()
 
