@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -167,10 +168,15 @@ class Trainer:
         if self.optimizer.strategy.needs_all_gradients and not self.policy.vision.is_frozen:
             vision_calls = [max(1, num) for num in vision_calls]
         step_loss = torch.zeros((), device=self.ranks.device)
+        start = time.perf_counter()
         for i, batch in enumerate(batches):
-            with self.optimizer.strategy.accumulating(last=i == len(batches) - 1):
+            last = i == len(batches) - 1
+            with self.optimizer.strategy.accumulating(last):
                 output = self.optimizer.policy(batch, vision_calls[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
+                if last:  # its backward waits for the other ranks
+                    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+                    metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
                 self.optimizer.strategy.backward(loss)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
@@ -269,8 +275,10 @@ class Trainer:
             self.reference.move_towards_policy(algorithm.ref_model_mixup_alpha)
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Add rewards, lengths, and the models' compute counters."""
+        """Add rewards, lengths, the tokens of this rank, and the models' compute counters."""
         add_reward_metrics(metrics, groups, self.collector.rewards.names)
+        tokens = torch.tensor([sum(map(self.collector.cost, groups))], dtype=torch.float64)
+        metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
         for model in filter(None, (self.policy, self.reference)):
             for name, value in model.counters.items():
                 metrics.add_sum(f"compute/{name}", value)

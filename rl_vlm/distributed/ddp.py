@@ -60,6 +60,8 @@ class DDP:
         """Do nothing: every rank has all weights."""
         return nullcontext()
 
+    gathered_by_layer = gathered
+
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state, or nothing if it was never updated."""
         return dict(self.adamw.state.get(parameter, {}))

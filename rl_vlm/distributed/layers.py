@@ -44,19 +44,20 @@ def receive_weights(module: nn.Module, ranks: Ranks) -> None:
 
     Other ranks may hold the weights without storage, on the meta device.
     """
-    received: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter in several modules
+    sent: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter in several modules
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(ranks.device))
             ranks.broadcast(getattr(part, name))
         for name, parameter in part.named_parameters(recurse=False):
             if not is_shard(parameter):
-                if parameter not in received:
-                    received[parameter] = _received(parameter, ranks)
-                setattr(part, name, received[parameter])
+                if parameter not in sent:
+                    sent[parameter] = received(parameter, ranks)
+                setattr(part, name, sent[parameter])
 
 
-def _received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+def received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+    """Return a parameter with the values of rank 0, on this rank's device. On other ranks it may be without storage."""
     if parameter.is_meta:
         empty = torch.empty_like(parameter, device=ranks.device)
         parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -66,6 +66,10 @@ class Strategy(Protocol):
         """All-gather the policy's weights, for forwards that ranks run independently of each other."""
         ...
 
+    def gathered_by_layer(self) -> AbstractContextManager[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
+        ...
+
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's unsharded optimizer state, or nothing if it was never updated."""
         ...

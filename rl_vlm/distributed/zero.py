@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,7 +68,7 @@ class ZeRO:
             gather_weights_read(policy)
             policy.eval()
 
-    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+    def prepare(self, policy: Any, adamw: Any) -> nn.Module:
         """Return DeepSpeed's engine around the policy and its optimizer."""
         import deepspeed
         from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
@@ -129,6 +130,16 @@ class ZeRO:
             finally:
                 offload._register_deepspeed_module(offload.module)
 
+    @contextmanager
+    def gathered_by_layer(self) -> Iterator[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
+        offload: Any = self.engine.optimizer.parameter_offload
+        offload.get_param_coordinator().reset_step()
+        try:
+            yield
+        finally:
+            offload.get_param_coordinator().reset_step()
+
     def optimizer_state(self, parameter: Any) -> dict[str, Tensor]:
         """Return a parameter's all-gathered optimizer state, or nothing before the first update."""
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -187,6 +198,8 @@ def import_deepspeed() -> None:
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST_VERSION):
         raise LaunchError(f"DeepSpeed {deepspeed.__version__} is too old: rl-vlm is tested with {OLDEST_VERSION}")
+    # In DeepSpeed's own calls, at every step.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
         # An operator that is compiled for minutes at the first start, and whose lock outlives a killed job.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
-from rl_vlm.distributed.layers import parameters_without_storage
+from rl_vlm.distributed.layers import parameters_without_storage, received
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import set_whole
 from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.dropout import disable_dropout
@@ -266,3 +267,16 @@ def make_initial_model(name: str, seed: int, directory: Path) -> None:
         function(unfinished, seed)
     (unfinished / origin.name).write_text(json.dumps(maker))
     unfinished.rename(directory)
+
+
+@torch.no_grad()
+def load_weights(policy: Policy, source: str, config: ModelConfig, empty: bool, ranks: Ranks) -> None:
+    """Load the weights of an earlier checkpoint of the same run into the policy, at the end of a run.
+
+    The optimizer keeps its own copies, if any. Ranks with `empty` get the weights from rank 0.
+    """
+    loaded = dict(load_model(source, None, config, empty).named_parameters())
+    present = {n: p for n, p in policy.model.named_parameters() if f".{INITIAL_ADAPTER}." not in n}
+    check_keys(source, present.keys() - loaded.keys(), loaded.keys() - present.keys())
+    for name, parameter in present.items():
+        set_whole(parameter, received(loaded.pop(name), ranks))

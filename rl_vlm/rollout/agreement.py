@@ -37,7 +37,7 @@ def check_agreement(
         max_completion_length=min(rollout.max_completion_length, MAX_CHECKED_TOKENS),
     )
     requests = [RolloutRequest(f"check/{g.group.group_id}", g.group.prompt) for g in groups[:NUM_CHECKED_GROUPS]]
-    with engine.awake(), ranks.agree():
+    with ranks.agree(), engine.gathered():
         generated = engine.generate(requests, sampling)
     fresh = [
         replace(scored, group=group, valid_G=torch.ones_like(scored.valid_G))  # whatever rewards the others had

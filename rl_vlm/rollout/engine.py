@@ -66,11 +66,11 @@ class SyncedEngine:
         engine: RolloutEngine,
         weights: WeightSource,
         ranks: Ranks,
-        awake: Callable[[], AbstractContextManager[None]] = nullcontext,
+        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """Generate in the context `gathered()`, which all ranks open together; inside, each generates as it needs."""
         self.engine = engine
-        self.awake = awake
-        """Generate in this context. All ranks open and close it together; inside, each generates as often as it needs."""
+        self.gathered = gathered
         self.weights = weights
         self.ranks = ranks
         self.sent_version = -1

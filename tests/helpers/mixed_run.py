@@ -6,6 +6,7 @@ from tests.helpers.builders import QUESTION, noise_image
 
 ROWS = f"{__name__}:rows"
 UNLIKE_ROWS = f"{__name__}:unlike_rows"
+LONG_FIRST = f"{__name__}:long_rows_first"
 REWARD = f"{__name__}:token_sum_or_constant"
 
 IMAGES_BY_ROW = [
@@ -49,6 +50,19 @@ def make_rows(images_by_row: list[list[tuple[int, int]]], constant_rows: set[int
             "constant": i in constant_rows,
         }
         for i, sizes in enumerate(images_by_row)
+    ]
+
+
+def long_rows_first() -> list[dict[str, Any]]:
+    """Of every four rows the first two have long prompts; none is constant."""
+    return [
+        {
+            "id": f"row-{i}",
+            "prompt": QUESTION + " Yes or no?" * (40 - i if i % 4 < 2 else i % 3),
+            "images": [noise_image(16, 16, seed=i)],
+            "constant": False,
+        }
+        for i in range(8)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs of two processes on the CPUs of this machine."""
+"""Runs of several processes on the CPUs of this machine."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def launch(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess
 
 def train_on_two_processes(config: RunConfig, path: Path) -> None:
     """Train with the settings of `config`, which are put in a file at `path`."""
-    path.write_text(to_yaml(config))
-    result = launch("--config_file", "launch/accelerate/cpu.yaml", "-m", "launch.train", str(path))
+    train_on_processes(2, config, path)
+
+
+def train_on_processes(num: int, config: RunConfig, path: Path) -> None:
+    """Train with the settings of `config`, which are put in a file at `path`."""
+    result = launch_training(num, config, path)
     assert result.returncode == 0, result.stderr
+
+
+def launch_training(num: int, config: RunConfig, path: Path) -> subprocess.CompletedProcess[str]:
+    """Start a training run, which may fail, with the settings of `config`, which are put in a file at `path`."""
+    path.write_text(to_yaml(config))
+    cpu = ("--config_file", "launch/accelerate/cpu.yaml", "--num_processes", str(num))
+    return launch(*cpu, "-m", "launch.train", str(path))

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.model.loading import INITIAL_ADAPTER, load_policy, save_policy
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.model.loading import INITIAL_ADAPTER, load_policy
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.reference import load_reference
+from rl_vlm.model.reference import add_initial_adapter, load_reference
+from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.run import train
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
@@ -100,7 +102,7 @@ def test_the_log_names_what_was_switched_off(qwen: Path, caplog: pytest.LogCaptu
 def test_checkpoints_of_the_run_describe_the_model_that_was_trained(qwen: Path, tmp_path: Path, caplog):
     from transformers import AutoProcessor
 
-    save_policy(make_policy(qwen), AutoProcessor.from_pretrained(qwen), tmp_path)
+    PolicyFiles(make_policy(qwen), AutoProcessor.from_pretrained(qwen), Ranks()).write(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["text_config"]["attention_dropout"] == 0.0
     caplog.clear()
     make_policy(tmp_path)
@@ -125,6 +127,7 @@ def test_an_adapter_and_its_copy_as_reference_have_no_dropout(adapter: Path, tin
     config = RunConfig.model_validate({"model": {"model_name_or_path": str(adapter)}, "algorithm": {"beta": 0.1}})
     policy = load_policy(config, str(adapter)).train()
     policy.banned_token_ids = []
+    add_initial_adapter(config, str(adapter), policy)
     reference = load_reference(config, str(adapter), policy, resumed=None)
     policy.train()
     assert reference is not None and INITIAL_ADAPTER in policy.model.peft_config

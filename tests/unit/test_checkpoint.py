@@ -2,6 +2,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,17 @@ import pytest
 import torch
 
 from rl_vlm import checkpoint
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError
 
 
 def save(output_dir: Path, step: int, content: str = "weights") -> Path:
-    return checkpoint.write(output_dir, step, lambda directory: write_file(directory / "model.bin", content))
+    return write(output_dir, step, lambda directory: write_file(directory / "model.bin", content))
+
+
+def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> Path:
+    checkpoint.write(output_dir, step, write_files, Ranks())
+    return checkpoint.checkpoint_path(output_dir, step)
 
 
 def write_file(path: Path, content: str) -> None:
@@ -38,7 +45,7 @@ def test_files_in_folders_are_in_the_manifest(tmp_path):
         (directory / "reference").mkdir()
         write_file(directory / "reference" / "model.bin", "reference")
 
-    path = checkpoint.write(tmp_path, 1, write_files)
+    path = write(tmp_path, 1, write_files)
     os.truncate(path / "reference" / "model.bin", 3)
     assert not checkpoint.is_complete(path)
 
@@ -54,7 +61,9 @@ def test_damaged_checkpoint_is_not_complete(damage, tmp_path):
 
 
 def test_begun_checkpoint_does_not_exist(tmp_path):
-    write_file(checkpoint.begin(tmp_path, 1) / "model.bin", "weights")
+    unfinished = checkpoint.unfinished_path(tmp_path, 1)
+    checkpoint.begin(unfinished)
+    write_file(unfinished / "model.bin", "weights")
     assert checkpoint.complete(tmp_path) == []
 
 
@@ -67,7 +76,7 @@ def test_failed_write_names_the_way_out_and_leaves_nothing(tmp_path):
 
     way_out = r"checkpoint-2 .*file write failed.*MiB free.*complete checkpoints: checkpoint-1"
     with pytest.raises(CheckpointError, match=way_out):
-        checkpoint.write(tmp_path, 2, fail)
+        write(tmp_path, 2, fail)
     assert names(tmp_path) == ["checkpoint-1"]
 
 

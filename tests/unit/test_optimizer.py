@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.config.schema import TrainConfig
+from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 
@@ -44,14 +45,17 @@ def gradients(model: nn.Module) -> list[list[Tensor]]:
 def updated(**changed: Any) -> tuple[list[Tensor], list[float]]:
     """The weights after our optimizer's three updates, and the norms of the gradients."""
     model = make_model()
-    optimizer = Optimizer(Ranks(), model, TrainConfig(**SETTINGS | changed), num_steps=3)
+    train = TrainConfig(**SETTINGS | changed)
+    strategy = DDP(Ranks(), train.max_grad_norm)
+    optimizer = Optimizer(strategy, model, train, num_steps=3)
     norms = []
     for step in gradients(model):
         for parameter, gradient in zip(model.parameters(), step, strict=True):
             parameter.grad = gradient.clone()
-        norms.append(optimizer.clip_gradients())
-        optimizer.update()
-        optimizer.clear_gradients()
+        norm, is_updated = strategy.update(loss_is_finite=True)
+        assert is_updated
+        norms.append(norm)
+        strategy.clear_gradients()
         optimizer.advance_schedule()
     return [p.detach() for p in model.parameters()], norms
 

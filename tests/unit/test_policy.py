@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.model.policy import Policy
+from rl_vlm.model.policy import Policy, head_logits
 
 BANNED = [2, 4]
 
@@ -77,14 +77,21 @@ def test_the_head_in_chunks_is_the_head(monkeypatch, rows_per_chunk):
 
     expected = scores_and_gradients()
     shapes = []
-    head.register_forward_hook(lambda _module, _args, logits: shapes.append(len(logits)))
+    watch_head(monkeypatch, lambda hidden: shapes.append(len(hidden)))
     monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", rows_per_chunk * 11)
     for ours, other in zip(scores_and_gradients(), expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6)
     assert max(shapes) == min(rows_per_chunk, 7)
 
 
-def test_the_backward_pass_takes_back_no_random_numbers():
+def watch_head(monkeypatch, watcher):
+    """Call `watcher` with the hidden states of every chunk."""
+    monkeypatch.setattr(
+        policy_module, "head_logits", lambda head, hidden: (watcher(hidden), head_logits(head, hidden))[1]
+    )
+
+
+def test_the_backward_pass_takes_back_no_random_numbers(monkeypatch):
     """A reward function of the next window can draw some at the same time, in another thread."""
     policy = make_policy()
     torch.manual_seed(0)
@@ -94,6 +101,6 @@ def test_the_backward_pass_takes_back_no_random_numbers():
         torch.randn(3, 5, generator=torch.Generator()).requires_grad_(), torch.tensor([0, 1, 3])
     )
     drawn = []
-    cast(HeadOnly, policy.model).head.register_forward_hook(lambda *_: drawn.append(torch.rand(1)))  # in backward
+    watch_head(monkeypatch, lambda _: drawn.append(torch.rand(1)))  # in backward
     logprobs.sum().backward()
     assert [*drawn, torch.rand(1)] == list(expected)

@@ -5,12 +5,14 @@ import torch
 from transformers import TrainingArguments
 
 from rl_vlm.config.schema import TrainConfig
+from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer, warmup_steps
 from rl_vlm.distributed.ranks import Ranks
 
 
 def learning_rates(num_steps: int, **settings) -> list[float]:
-    optimizer = Optimizer(Ranks(), torch.nn.Linear(2, 2), TrainConfig(learning_rate=1.0, **settings), num_steps)
+    train = TrainConfig(learning_rate=1.0, **settings)
+    optimizer = Optimizer(DDP(Ranks(), train.max_grad_norm), torch.nn.Linear(2, 2), train, num_steps)
     rates = []
     for _ in range(num_steps):
         rates.append(optimizer.learning_rate)
