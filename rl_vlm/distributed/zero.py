@@ -135,9 +135,11 @@ class ZeRO:
         """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
         offload: Any = self.engine.optimizer.parameter_offload
         offload.get_param_coordinator().reset_step()
+        allow_reading(offload.module, True)
         try:
             yield
         finally:
+            allow_reading(offload.module, False)
             offload.get_param_coordinator().reset_step()
 
     def optimizer_state(self, parameter: Any) -> dict[str, Tensor]:
@@ -217,16 +219,15 @@ def gather_weights_read(policy: Any) -> None:
     """
     import deepspeed
 
-    def allow_reading(allowed: bool) -> Any:
-        def hook(*_: Any) -> None:
-            for module in policy.modules():
-                module._parameters._in_forward = allowed
-
-        return hook
-
     deepspeed.zero.register_external_parameter(policy, policy.transformer.get_output_embeddings().weight)
-    policy.register_forward_pre_hook(allow_reading(True))
-    policy.register_forward_hook(allow_reading(False), always_call=True)
+    policy.register_forward_pre_hook(lambda *_: allow_reading(policy, True))
+    policy.register_forward_hook(lambda *_: allow_reading(policy, False), always_call=True)
+
+
+def allow_reading(module: nn.Module, allowed: bool) -> None:
+    """Let a module that reads another one's weight gather it first, or stop that."""
+    for part in module.modules():
+        part._parameters._in_forward = allowed
 
 
 def remove_hooks(offload: Any) -> None:

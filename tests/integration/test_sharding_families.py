@@ -1,6 +1,7 @@
 """Families under ZeRO-3 and FSDP2: three steps, the last without an image, with a reference that is sharded as well."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: sharp_checkpoint(family, directory / family) for family in FAMILIES}
 
 
-def settings(checkpoints: dict[str, Path]) -> dict[str, dict[str, object]]:
-    return {family: {"checkpoint": path, "max_steps": 3, "beta": 0.04} for family, path in checkpoints.items()}
+BY_LAYER = {"qwen3_vl_by_layer": "qwen3_vl", "glm4v_by_layer": "glm4v", "qwen3_5_by_layer": "qwen3_5"}
+"""Runs whose rollouts gather the weights layer by layer."""
+
+
+def settings(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    found: dict[str, Any] = {
+        family: {"checkpoint": path, "max_steps": 3, "beta": 0.04} for family, path in checkpoints.items()
+    }
+    return found | {name: found[family] | {"ds3_gather_for_generation": False} for name, family in BY_LAYER.items()}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def two(checkpoints: dict[str, Path], request: pytest.FixtureRequest, tmp_path_f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *BY_LAYER])
 def test_every_family_trains_as_on_one_process(one: Runs, two: Runs, family: str) -> None:
     found = differences(one[family], two[family])
     print(two.directory.name, family, found)
