@@ -33,6 +33,7 @@ from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
+from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward import RewardSuite
@@ -159,9 +160,14 @@ def load_models(
 ) -> tuple[Policy, Reference | None]:
     """Load the policy and, if the KL term needs one, the reference; place both on the ranks' devices."""
     resumed = saved.path if saved else None
-    idle_prompt = data.builder.build(idle_sample()) if ranks.world_size > 1 else None
+    needs_idle_runs = ranks.world_size > 1 or strategy.needs_all_gradients
+    idle_prompt = data.builder.build(idle_sample()) if needs_idle_runs else None
     logger.info(loading_line(config, ranks.device))
+    if strategy.equal_calls:
+        refuse_initialisation(config.model, strategy.name)
     policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
+    if strategy.equal_calls:
+        refuse_unshardable(policy, strategy.name)
     add_initial_adapter(config, data.initial, policy)
     logger.info(parameters_line(policy))
     strategy.place(policy)

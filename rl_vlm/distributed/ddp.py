@@ -19,6 +19,7 @@ class DDP:
     name = "DDP"
     loads_empty = False
     equal_calls = False
+    needs_all_gradients = False
     is_sharded = False
 
     def __init__(self, ranks: Ranks, max_grad_norm: float) -> None:

@@ -24,6 +24,7 @@ class FSDP2:
 
     name = "FSDP2"
     equal_calls = True
+    needs_all_gradients = False
     is_sharded = True
 
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:

@@ -25,6 +25,8 @@ class Strategy(Protocol):
     """Whether this rank loads models without weights; `place` gets them from rank 0."""
     equal_calls: bool
     """Whether all ranks must call every module equally often, because each call all-gathers its weights."""
+    needs_all_gradients: bool
+    """Whether every micro-batch must give a gradient to the vision tower, even if it has no image."""
     is_sharded: bool
     """Whether weights are sharded, so that every rank writes a part of a checkpoint."""
 

@@ -78,11 +78,16 @@ def check_values(asked: Mapping[str, Any], config: RunConfig) -> None:
 
 
 def check_zero(zero: Mapping[str, Any]) -> None:
-    """Raise LaunchError if the ZeRO stage or an offload device is not supported."""
+    """Raise LaunchError if the ZeRO stage, an offload device, or the missing norm of gradients is not supported."""
     if zero.get("stage") not in (1, 2, 3):
         raise LaunchError(
             f"ZeRO stage {zero.get('stage')} is not supported: 1, 2 and 3 are. Without sharding, use "
             "launch/accelerate/ddp.yaml"
+        )
+    if not zero.get("compute_grad_norm", True):
+        raise LaunchError(
+            "zero_optimization.compute_grad_norm false is not supported: steps that are not finite are found by the "
+            "norm; remove it"
         )
     for part in ("offload_optimizer", "offload_param"):
         device = (zero.get(part) or {}).get("device", "none")

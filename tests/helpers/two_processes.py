@@ -14,14 +14,14 @@ from rl_vlm.config.schema import RunConfig
 REPOSITORY = Path(__file__).parents[2]
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` in the repository's root, with one thread per process and a port of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def train_on_two_processes(config: RunConfig, path: Path) -> None:
