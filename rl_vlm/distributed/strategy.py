@@ -25,7 +25,7 @@ class Strategy(Protocol):
     equal_calls: bool
     """Whether all ranks must call every module equally often, because each call all-gathers its weights."""
     is_sharded: bool
-    """Whether weights are sharded, so that every rank writes a part of a checkpoint."""
+    """Whether optimizer state is sharded, so that every rank writes a part of it."""
 
     def place(self, policy: Any) -> None:
         """Move a policy to the rank's device, and shard it if this strategy shards weights."""

@@ -22,6 +22,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ZeRO:
     """A `Strategy` on DeepSpeed's engine."""
 
+    is_sharded = True
+
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
         import_deepspeed()
@@ -29,7 +31,7 @@ class ZeRO:
         self.config = config
         self.stage = self.deepspeed_config(hidden_size=1)["zero_optimization"]["stage"]
         self.name = f"ZeRO-{self.stage}"
-        self.equal_calls = self.is_sharded = self.stage == 3
+        self.equal_calls = self.stage == 3
         self.loads_empty = self.stage == 3 and not ranks.is_main
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
