@@ -46,6 +46,8 @@ class Case:
     num_processes: int
     shape: str
     beta: float = 0.0
+    num_timed: int = 0
+    """Steps that are timed; if there are any, traffic is counted as well."""
 
     @property
     def name(self) -> str:
@@ -57,34 +59,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--shape", choices=SHAPES, default="medium")
-    parser.add_argument("--num-timed", type=int, default=3, help="timed steps on two processes")
-    parser.add_argument("--small", action="store_true", help="the toy shape, two processes, one timed step")
+    parser.add_argument("--shape", choices=SHAPES, default="medium", help="of the model whose memory is measured")
+    parser.add_argument("--step-shape", choices=SHAPES, default="small", help="of the model whose steps are")
+    parser.add_argument("--num-timed", type=int, default=5, help="timed steps on two processes")
+    parser.add_argument("--small", action="store_true", help="a tiny model on two processes, without memory")
     result_arguments(parser)
     args = parser.parse_args(arguments)
     if args.small:
-        args.processes, args.shape, args.num_timed = [2], "toy", 1
+        args.processes, args.step_shape, args.num_timed = [], "toy", 1
     return args
 
 
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yield the cases to measure: those with a reference on two processes, of engines that shard it."""
+def memory_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Yield the cases whose memory is measured: with a reference on two processes, of engines that shard it."""
     for num_processes in args.processes:
         for engine in args.engines:
-            if (engine == "ddp" and num_processes > LARGEST_DDP) or (engine == "zero3" and num_processes != 2):
+            if (engine == "ddp" and num_processes > LARGEST_DDP) or engine == "zero3":
                 continue
             shape = SMALLER.get((engine, num_processes), {}).get(args.shape, args.shape)
             yield Case(engine, num_processes, shape)
-            if num_processes == 2 and engine in ("zero3_freed", "fsdp2") and not args.small:
+            if num_processes == 2 and engine in ("zero3_freed", "fsdp2"):
                 yield Case(engine, num_processes, shape, beta=0.04)
 
 
-def launch(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> list[dict[str, Any]]:
+def step_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Yield the cases whose steps are timed and whose traffic is counted, on two processes."""
+    for engine in args.engines:
+        yield Case(engine, 2, args.step_shape, num_timed=args.num_timed)
+
+
+def launch(case: Case, checkpoint: Path, directory: Path) -> list[dict[str, Any]]:
     """Run a case in processes of its own and return the results of its ranks. Raises CalledProcessError if it fails."""
-    work = {
-        "checkpoint": str(checkpoint), "shape": case.shape, "beta": case.beta,
-        "num_timed": args.num_timed if case.num_processes == 2 and not case.beta else 0,
-    }  # fmt: skip
+    work = {"checkpoint": str(checkpoint), **vars(case)}
     start = ["-m", "accelerate.commands.launch", *launcher_options(case, directory)] if is_launched(case) else []
     output = Path(tempfile.mkdtemp(dir=directory))
     subprocess.run(
@@ -141,23 +147,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all cases, one after the other."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        measured = []
-        for case in cases(args):
-            print(case.name, file=sys.stderr)
-            checkpoint = directory / case.shape
-            if not checkpoint.exists():
-                build_checkpoint(SHAPES[case.shape], checkpoint)
-            ranks, size = launch(case, args, checkpoint, directory), count_parameters(checkpoint)
-            measured.append({"name": case.name, **vars(case), "num_parameters": size, "ranks": ranks})
-    return result(measured)
-
-
-def result(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the benchmark's result, with versions and machine."""
+        memory = [measure_case(case, directory) for case in memory_cases(args)]
+        steps = [measure_case(case, directory) for case in step_cases(args)]
     found = environment()
     found["versions"]["deepspeed"] = version("deepspeed")
     found["machine"]["threads"] = 1
-    return {"benchmark": "sharding", "cases": cases, **found}
+    return {"benchmark": "sharding", "memory": memory, "steps": steps, **found}
+
+
+def measure_case(case: Case, directory: Path) -> dict[str, Any]:
+    """Measure a case, with checkpoints and files of the launcher in `directory`."""
+    print(case.name, file=sys.stderr)
+    checkpoint = directory / case.shape
+    if not checkpoint.exists():
+        build_checkpoint(SHAPES[case.shape], checkpoint)
+    ranks, size = launch(case, checkpoint, directory), count_parameters(checkpoint)
+    return {"name": case.name, **vars(case), "num_parameters": size, "ranks": ranks}
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def unit(case: dict[str, Any]) -> float:
 def memory_table(result: dict[str, Any]) -> str:
     head = ["memory per process", *PARTS, "sum", "theory", "resident", "peak"]
     rows = []
-    for case in result["cases"]:
+    for case in result["memory"]:
         one, found = unit(case), held(case)
         expected = theory(case["engine"], case["num_processes"], case["beta"] > 0)
         resident = mean(rank["after"]["backward"] for rank in case["ranks"]) / one
@@ -78,7 +78,7 @@ def memory_table(result: dict[str, Any]) -> str:
 def files_table(result: dict[str, Any]) -> str:
     head = ["loading and saving", "loading, rank 0", "with mapped file", "other ranks", "saving, rank 0", "other ranks"]
     rows = []
-    for case in result["cases"]:
+    for case in result["memory"]:
         one, ranks = unit(case), case["ranks"]
 
         def of_ranks(value: Callable[[dict[str, Any]], float], one: float = one, ranks: Any = ranks) -> list[str]:
@@ -94,10 +94,9 @@ def files_table(result: dict[str, Any]) -> str:
 
 def traffic_table(result: dict[str, Any]) -> str:
     head = ["traffic, 2 processes", "1 micro-batch", "theory", "3 micro-batches", "theory", "within rollouts", "after"]
-    timed = [case for case in result["cases"] if case["ranks"][0]["traffic"]]
-    seconds = {case["engine"]: median(case["ranks"][0]["seconds"]) for case in timed}
+    seconds = {case["engine"]: median(case["ranks"][0]["seconds"]) for case in result["steps"]}
     rows = []
-    for case in timed:
+    for case in result["steps"]:
         one, num_processes, rank = unit(case), case["num_processes"], case["ranks"][0]
         ring = one * (num_processes - 1) / num_processes
         row = [ENGINES[case["engine"]]]
@@ -112,8 +111,7 @@ def traffic_table(result: dict[str, Any]) -> str:
 
 def sharding_chart(results: Sequence[dict[str, Any]], pyplot: Any) -> Any:
     """Draw what each process holds, part by part, with a mark at the theory."""
-    result = results[-1]
-    cases = result["cases"]
+    cases = results[-1]["memory"]
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.35 * len(cases)))
     names, left = [case["name"] for case in cases], [0.0] * len(cases)
     for part in PARTS:
