@@ -51,8 +51,8 @@ def mean(values: Any) -> float:
 
 
 def sharding_tables(result: dict[str, Any]) -> str:
-    """Return the tables of memory, of loading and saving, and of traffic and time."""
-    tables = (memory_table, files_table, traffic_table)
+    """Format what was measured of memory, of loading and saving, and of traffic and time."""
+    tables = [*([memory_table, files_table] if result["memory"] else []), traffic_table]
     return "\n\n".join(table(result) for table in tables)
 
 

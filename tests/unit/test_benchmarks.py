@@ -210,13 +210,21 @@ def test_traffic_of_engines_is_counted(four_ranks):
     assert found[1] == {"_allgather_base_": 512, "_reduce_scatter_base_": 256}  # gathered for forward and for backward
 
 
+def test_memory_in_theory():
+    """Of weights, gradients and moments: 16 bytes per parameter, which is 4 times the weights."""
+    assert sum(sharding_tables.theory("ddp", 2, has_reference=False).values()) == 4
+    assert sum(sharding_tables.theory("zero2", 4, has_reference=False).values()) == 1 + 4 / 4
+    assert sum(sharding_tables.theory("zero3", 4, has_reference=False).values()) == 5 / 4
+    assert sum(sharding_tables.theory("fsdp2", 4, has_reference=True).values()) == 5 / 4
+
+
 @pytest.mark.ci
 def test_engines_hold_and_move_what_they_should():
     """Of a model with a few weights outside of layers, which FSDP2 gathers once, and small ones that ZeRO-3 keeps."""
     pytest.importorskip("deepspeed")
     result = sharding.measure(sharding.parse(["--small", "--engines", "ddp", "zero3_freed", "fsdp2"]))
-    whole = 4 * result["cases"][0]["num_parameters"]
-    (ddp, zero, fsdp) = [case["ranks"] for case in result["cases"]]
+    whole = 4 * result["steps"][0]["num_parameters"]
+    (ddp, zero, fsdp) = [case["ranks"] for case in result["steps"]]
     for rank in ddp:
         assert rank["traffic"]["1"]["sent"] == pytest.approx(whole, rel=0.01)  # 2 (N - 1) / N
         assert rank["traffic"]["3"]["sent"] == rank["traffic"]["1"]["sent"]  # once per step
