@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
 FSDP_DEFAULTS = {
@@ -103,4 +104,6 @@ def _deepspeed_config() -> dict[str, Any]:
     from_file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none"
     if not from_file and "gradient_accumulation_steps" not in named:
         config["gradient_accumulation_steps"] = "auto"  # 1 is the launcher's default
+    if not from_file:  # DeepSpeed's own buckets are 2 GB each
+        config["zero_optimization"] = dict.fromkeys(AUTO_SIZES, "auto") | config["zero_optimization"]
     return config

@@ -29,6 +29,8 @@ class ZeRO:
 
     needs_all_gradients = True
 
+    is_sharded = True
+
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
         import_deepspeed()
@@ -36,7 +38,7 @@ class ZeRO:
         self.config = config
         self.stage = self.deepspeed_config(hidden_size=1)["zero_optimization"]["stage"]
         self.name = f"ZeRO-{self.stage}"
-        self.equal_calls = self.is_sharded = self.stage == 3
+        self.equal_calls = self.stage == 3
         self.loads_empty = self.stage == 3 and not ranks.is_main
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:

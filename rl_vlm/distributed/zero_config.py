@@ -26,6 +26,8 @@ REFUSED = {
     "sequence_parallel_size": "it is not supported",
 }
 """Sections that contradict the run, with what to use instead."""
+AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""Sizes that depend on the model's width if they are `auto`."""
 
 
 def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, has_gpu: bool) -> dict[str, Any]:
@@ -97,11 +99,7 @@ def check_zero(zero: Mapping[str, Any]) -> None:
 
 def fill_sizes(zero: dict[str, Any], hidden_size: int) -> None:
     """Replace `auto` sizes by those of Hugging Face's Trainer."""
-    sizes = {
-        "reduce_bucket_size": hidden_size**2,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
+    sizes = dict(zip(AUTO_SIZES, (hidden_size**2, int(0.9 * hidden_size**2), 10 * hidden_size), strict=True))
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]

@@ -140,6 +140,7 @@ def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     settings = AutoConfig.from_pretrained(source, **origin)
     with parameters_without_storage():
         model = AutoModelForImageTextToText.from_config(settings, **creation(config))
+    model.tie_weights()  # each use of a tied weight got a parameter of its own on the meta device
     with suppress(OSError):  # a checkpoint without one
         model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)
     return model
