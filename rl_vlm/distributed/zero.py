@@ -94,8 +94,8 @@ class ZeRO:
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients."""
-        # DeepSpeed averages over ranks, and losses are shares of a sum. It drops gradients that are not finite, whatever
-        # the loss is, so a loss that is not finite makes them NaN.
+        # DeepSpeed averages over ranks, and losses are shares of a sum. It drops gradients that are not finite, and
+        # ignores the loss: one that is not finite makes them NaN.
         factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size), float("nan"))
         self.engine.backward(loss * factor, scale_wrt_gas=False)
 

@@ -34,8 +34,8 @@ class PolicyFiles:
     def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks, in_parts: bool = False) -> None:
         """Gather this rank's share of the files in host memory. All ranks must call this together.
 
-        With `in_parts` every rank writes some files of a model. Otherwise the main process, which has all weights, writes
-        all files.
+        With `in_parts` every rank writes some files of a model. Otherwise the main process has all weights and writes all
+        files.
         """
         self.policy = policy
         self.processor = processor
@@ -103,7 +103,7 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = policy.transformer
+    model: Any = policy.transformer
     conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
     (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
