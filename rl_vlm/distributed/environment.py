@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
 FSDP_DEFAULTS = {
@@ -100,10 +101,14 @@ def _deepspeed_config() -> dict[str, Any]:
         config = dict(DeepSpeedPlugin(zero3_init_flag=False).deepspeed_config)
     except (ValueError, OSError) as error:
         raise LaunchError(f"the DeepSpeed config cannot be used: {error}") from error
-    named = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    from_file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none"
-    if not from_file and "gradient_accumulation_steps" not in named:
-        config["gradient_accumulation_steps"] = "auto"  # 1 is the launcher's default
-    if not from_file:  # DeepSpeed's own buckets are 2 GB each
-        config["zero_optimization"] = dict.fromkeys(AUTO_SIZES, "auto") | config["zero_optimization"]
+    if "gradient_accumulation_steps" not in _named_fields():
+        config["gradient_accumulation_steps"] = "auto"  # 1 is accelerate's default
     return config
+
+
+def _named_fields() -> list[str]:
+    """Return the fields that a user's JSON sets, or accelerate's own file."""
+    file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    if file.is_file():
+        return list(json.loads(file.read_text()))
+    return os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
