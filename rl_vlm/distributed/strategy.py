@@ -83,10 +83,21 @@ def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     return DDP(ranks, config.train.max_grad_norm)
 
 
+def check_evaluation_launch(ranks: Ranks, dtype: str) -> None:
+    """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: each rank has the whole model."""
+    check_precision(ranks.launch.mixed_precision, dtype)
+    if ranks.launch.kind != "ddp":
+        raise LaunchError(
+            "the launcher asks for DeepSpeed or FSDP, and an evaluation does not shard the model: use "
+            "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "
+            "vllm and vllm_tensor_parallel_size."
+        )
+
+
 def check_precision(mixed_precision: str, dtype: str) -> None:
     """Raise LaunchError if the launcher's mixed precision is not that of `model.dtype`."""
     if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
         raise LaunchError(
-            f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: leave the precision "
-            'to model.dtype, with mixed_precision "no"'
+            f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: set mixed_precision "
+            'to "no", which leaves the precision to model.dtype (float32 or bfloat16)'
         )
