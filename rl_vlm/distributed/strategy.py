@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.environment import Launch
 from rl_vlm.distributed.fsdp2 import FSDP2
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.zero import ZeRO
@@ -83,10 +84,10 @@ def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     return DDP(ranks, config.train.max_grad_norm)
 
 
-def check_evaluation_launch(ranks: Ranks, dtype: str) -> None:
+def check_evaluation_launch(launch: Launch, dtype: str) -> None:
     """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: each rank has the whole model."""
-    check_precision(ranks.launch.mixed_precision, dtype)
-    if ranks.launch.kind != "ddp":
+    check_precision(launch.mixed_precision, dtype)
+    if launch.kind != "ddp":
         raise LaunchError(
             "the launcher asks for DeepSpeed or FSDP, and an evaluation does not shard the model: use "
             "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "

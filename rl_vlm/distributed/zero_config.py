@@ -83,7 +83,9 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
         if name in REFUSED and not asks_for_nothing(value):
             raise LaunchError(f"the DeepSpeed config has {name}: remove it; {REFUSED[name]}")
         if name not in (known := [*SET_BY_RUN, *PASSED_ON, *REFUSED]):
-            raise LaunchError(f"the DeepSpeed config has {name}, which is not known{did_you_mean(name, known)}: remove it")
+            raise LaunchError(
+                f"the DeepSpeed config has {name}, which is not known{did_you_mean(name, known)}: remove it"
+            )
     check_batches(asked, config, world_size)
     check_precision(asked, config.model.dtype)
     check_zero(asked.get("zero_optimization") or {})

@@ -93,7 +93,7 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     """
     config, ranks = next(iter(configs.values())), Ranks()
     check_evaluable(config)
-    check_evaluation_launch(ranks, config.model.dtype)
+    check_evaluation_launch(ranks.launch, config.model.dtype)
     root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
     with ExitStack() as opened:
         opened.callback(ranks.close)
