@@ -32,8 +32,8 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
     if unknown := set(classes) - {type(module).__name__ for module in found}:
         lists = [module for module in policy.modules() if isinstance(module, nn.ModuleList)]
         raise LaunchError(
-            f"fsdp_config.fsdp_transformer_layer_cls_to_wrap names {listed(unknown)}, which the model does not have. It "
-            f"has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the key, "
+            f"fsdp_config.fsdp_transformer_layer_cls_to_wrap names {listed(unknown)}, which the model does not have. "
+            f"It has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the key, "
             f"those that the model names are used: {listed(policy.transformer._no_split_modules or ())}"
         )
     if not found:

@@ -85,7 +85,7 @@ def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
 
 
 def check_evaluation_launch(launch: Launch, dtype: str) -> None:
-    """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: each rank has the whole model."""
+    """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: no rank shards its model."""
     check_precision(launch.mixed_precision, dtype)
     if launch.kind != "ddp":
         raise LaunchError(

@@ -40,7 +40,7 @@ def launch_file(file: Path, *arguments: str, module: str = "launch.train") -> su
 def test_each_file_trains_on_two_cpu_processes(checkpoint: Path, tmp_path: Path, name: str):
     done = launch_file(FILES / f"{name}.yaml", str(run_file(checkpoint, tmp_path)))
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
+    assert json.loads((tmp_path / "run/summary.json").read_text())["optimizer_steps"] == 2
 
 
 def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
@@ -67,7 +67,7 @@ def test_layers_that_the_model_does_not_have_are_refused_by_both_processes(check
     (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(content))
     done = launch_file(tmp_path / "fsdp2.yaml", str(run_file(checkpoint, tmp_path)))
     refused(done, "names Qwen2VLVisionBlock, which the model does not have")
-    assert "Qwen2_5_VLDecoderLayer, Qwen2_5_VLVisionBlock" in done.stderr
+    assert "It has layers of Qwen2_5_VLDecoderLayer, Qwen2_5_VLVisionBlock" in done.stderr
     assert not list((tmp_path / "run").glob("*.jsonl")) and not list((tmp_path / "run").glob("checkpoint-*"))
 
 

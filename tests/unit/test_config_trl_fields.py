@@ -170,7 +170,7 @@ def test_the_size_of_a_generation_batch_counts_all_processes(monkeypatch):
             "deepspeed",
             "zero3.json",
             {},
-            "such as launch/accelerate/zero3.yaml; it can name a DeepSpeed JSON.*; leave it out",
+            "such as launch/accelerate/zero3.yaml; .* leave it out",
         ),
         ("fsdp", "full_shard", {}, "`accelerate launch --config_file` says how processes share the model"),
         ("neftune_noise_alpha", 5, {}, "noise in the embeddings"),
