@@ -16,3 +16,4 @@ step --peer dense --docs 7-dense-8
 "$python" benchmarks/rollout.py --num-generations 16 --docs rollout-16
 "$python" benchmarks/scaling.py --docs scaling
 "$python" benchmarks/patch_embed.py --docs patch_embed
+"$python" benchmarks/sharding.py --docs sharding

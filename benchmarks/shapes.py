@@ -41,6 +41,13 @@ SMALL: Shape = (
     {"depth": 8, "hidden_size": 240, "num_heads": 3, "intermediate_size": 640, "patch_size": 7,
      "window_size": 56, "fullatt_block_indexes": [7]},
 )  # fmt: skip
+MEDIUM: Shape = (
+    {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+     "intermediate_size": 4096, "vocab_size": 16384, "mrope_section": [16, 24, 24]},
+    {"depth": 8, "hidden_size": 512, "num_heads": 8, "intermediate_size": 1536, "patch_size": 14,
+     "window_size": 112, "fullatt_block_indexes": [7]},
+)  # fmt: skip
+"""Four hundred million parameters, of which nine tenths are in the language model's layers."""
 TOY: Shape = (
     {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
      "intermediate_size": 128, "vocab_size": 512, "mrope_section": [2, 3, 3]},
@@ -49,7 +56,8 @@ TOY: Shape = (
 )  # fmt: skip
 """For tests of the benchmarks themselves."""
 
-SHAPES = {"small": SMALL, "toy": TOY}
+HALF: Shape = (MEDIUM[0] | {"num_hidden_layers": 12}, MEDIUM[1])
+SHAPES = {"small": SMALL, "medium": MEDIUM, "half": HALF, "toy": TOY}
 LORA_R = 5
 """LoRA rank for SMALL: the same fraction of its width as rank 16 is of the 3B's."""
 FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 32, 256

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from rl_vlm.config.changes import changed_settings, flat_settings, refused_changes
+from rl_vlm.config.batches import plan_batches, settings_that_keep
+from rl_vlm.config.changes import OF_BATCHES, changed_settings, flat_settings, refused_changes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError
 from rl_vlm.log.record import Record
+from rl_vlm.rollout.redistribute import redistributed
 from rl_vlm.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -29,10 +31,13 @@ def write_states(
     own_states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write what `SavedRun.load` reads. `own_states` are those of all ranks."""
+    plan = plan_batches(config, len(own_states))
     state = {
         "progress": asdict(progress),
         "record": asdict(record),
         "world_size": len(own_states),
+        "prompts_per_step": plan.prompts_per_step,
+        "steps_per_window": plan.steps_per_window,
         "settings": flat_settings(config),
         "fingerprints": dict(fingerprints),
     }
@@ -49,7 +54,9 @@ class SavedRun:
     state: dict[str, Any]
     """Content of `trainer_state.json`."""
     own_state: dict[str, Any]
-    """The rank's random states, the state of its collector, and the forms of the reward functions."""
+    """The rank's random states, the state of its collector, and the forms of the reward functions.
+
+    The random states are None if the checkpoint has none of this rank."""
     changes: dict[str, str]
     """The settings that the run has changed, as `old -> new`."""
 
@@ -57,20 +64,17 @@ class SavedRun:
     def load(cls, path: Path, config: RunConfig, rank: int, world_size: int) -> SavedRun:
         """Read a checkpoint, and log the settings that have changed and apply from now on.
 
-        Raises CheckpointError if another version or number of processes wrote it, or if a changed setting cannot be
-        applied.
+        Raises CheckpointError if another version wrote it, if a changed setting cannot be applied, or if the settings
+        make another batch on this number of processes.
         """
         state = json.loads((path / "trainer_state.json").read_text())
-        if "settings" not in state:
+        if "prompts_per_step" not in state:
             raise CheckpointError(f"{path} was written by an earlier version of rl-vlm; resume it with that one")
-        if state["world_size"] != world_size:
-            raise CheckpointError(
-                f"{path} was written by {state['world_size']} processes and this run has {world_size}; "
-                "resume with as many"
-            )
-        own_state = torch.load(path / f"rank_{rank}.pt", weights_only=True)
+        own_state = read_own_state(path, state["world_size"], rank, world_size)
         saved = cls(path, state, own_state, changed_settings(state["settings"], config))
-        saved.check_settings(keeps_best=config.train.load_best_model_at_end)
+        saved.check_settings(world_size, keeps_best=config.train.load_best_model_at_end)
+        if state["world_size"] != world_size:
+            saved.check_batch(config, world_size)
         return saved
 
     @property
@@ -88,9 +92,14 @@ class SavedRun:
         collector = self.own_state["collector"]
         return any(collector[part] for part in ("window", "next_window", "in_flight"))
 
-    def check_settings(self, keeps_best: bool) -> None:
-        """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot."""
-        if refused := refused_changes(self.changes, self.holds_completions, keeps_best):
+    def check_settings(self, world_size: int, keeps_best: bool) -> None:
+        """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot.
+
+        On another number of processes, batch sizes are left to `check_batch`.
+        """
+        same_ranks = self.state["world_size"] == world_size
+        changes = self.changes if same_ranks else {n: c for n, c in self.changes.items() if n not in OF_BATCHES}
+        if refused := refused_changes(changes, self.holds_completions, keeps_best):
             between = " Checkpoints between two windows hold no completions." if self.holds_completions else ""
             lines = "\n".join(refused)
             raise CheckpointError(
@@ -99,6 +108,24 @@ class SavedRun:
             )
         for name, change in self.changes.items():
             logger.warning("resumed with a changed setting: %s %s", name, change)
+
+    def check_batch(self, config: RunConfig, world_size: int) -> None:
+        """Raise CheckpointError if steps or windows would have other numbers of prompts than on the saved ranks."""
+        prompts, steps = self.state["prompts_per_step"], self.state["steps_per_window"]
+        plan = plan_batches(config, world_size)
+        if (plan.prompts_per_step, plan.steps_per_window) == (prompts, steps):
+            return
+        settings = settings_that_keep(prompts, steps, config, world_size)
+        way_out = (
+            f"Set {', '.join(f'train.{name}: {value}' for name, value in settings.items())} to keep the batch"
+            if settings
+            else f"Choose a number of processes that divides {prompts}"
+        )
+        raise CheckpointError(
+            f"{self.path} was written by {self.state['world_size']} processes, with {prompts} prompts per optimizer "
+            f"step and {steps} steps per generation window. The settings and this run's number of processes, "
+            f"{world_size}, make {plan.prompts_per_step} and {plan.steps_per_window}. {way_out}."
+        )
 
     def check_fingerprints(self, present: Mapping[str, str]) -> None:
         """Raise CheckpointError if the training data or the initial model are others than the run began with."""
@@ -111,3 +138,16 @@ class SavedRun:
                     f"{present[name]}).{settings} Restore it, or start a new run with "
                     f"model.model_name_or_path={self.path} and a new train.output_dir."
                 )
+
+
+def read_own_state(path: Path, num_saved: int, rank: int, num_ranks: int) -> dict[str, Any]:
+    """Read a rank's own state from a checkpoint of `num_saved` ranks.
+
+    If the run has another number of ranks, the collectors' states are dealt to them. A rank that the checkpoint does
+    not have gets no random states.
+    """
+    if num_saved == num_ranks:
+        return torch.load(path / f"rank_{rank}.pt", weights_only=True)
+    states = [torch.load(path / f"rank_{r}.pt", weights_only=True) for r in range(num_saved)]
+    collector = redistributed([state["collector"] for state in states], rank, num_ranks)
+    return {**states[0], "collector": collector, "random": states[rank]["random"] if rank < num_saved else None}

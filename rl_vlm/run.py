@@ -1,6 +1,6 @@
-"""A training run: builds the parts, loops over steps, evaluates, saves and restores.
+"""A training run: loops over steps, evaluates, saves and restores.
 
-Run.__init__    rows, rewards, policy, reference, optimizer, engine, collector ─► Trainer
+Run.__init__    build.py: all parts ─ restore them from a checkpoint
 Run.run         evaluate ─ step ─ step … evaluate ─ save … ─► summary
 """
 
@@ -8,49 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_vlm import checkpoint
-from rl_vlm.config.batches import plan_batches, total_optimizer_steps
+from rl_vlm.build import build_parts
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, fitting_rows, warn_of_dropped
-from rl_vlm.data.fingerprint import data_fingerprint
-from rl_vlm.data.loader import PromptLoader, PromptSource
-from rl_vlm.data.prompts import PromptBuilder, load_processor
-from rl_vlm.data.sampler import PromptSampler
-from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.data.check import warn_of_dropped
 from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
-from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.strategy import select_strategy
-from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import CheckpointError, TrainingError, text_of
-from rl_vlm.evaluation import Evaluator, check_rewarded
-from rl_vlm.log.completions import CompletionsLog
+from rl_vlm.evaluation import check_rewarded
 from rl_vlm.log.curve import draw_curve
-from rl_vlm.log.directory import DROPPED, RunDirectory
-from rl_vlm.log.files import lock_directory
-from rl_vlm.log.messages import Hints, batch_line, loading_line, parameters_line, rows_line
+from rl_vlm.log.directory import DROPPED
+from rl_vlm.log.messages import Hints
 from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
-from rl_vlm.model.fingerprint import model_fingerprint
-from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
-from rl_vlm.model.policy import Policy
-from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
+from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
-from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun, write_states
-from rl_vlm.reward import RewardSuite
-from rl_vlm.rollout.build import training_engine
-from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.engine import SyncedEngine
-from rl_vlm.rollout.scoring import checked_rows, choose_forms
-from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.trainer import Trainer
-from rl_vlm.types import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -70,122 +48,28 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         """Build all parts, and restore their states if the run is resumed."""
-        train = config.train
         self.config = config
-        self.ranks = Ranks()
-        self.strategy = select_strategy(self.ranks, config)
-        self.plan = plan_batches(config, self.ranks.world_size)
-        self.directory = RunDirectory(Path(train.output_dir).absolute())  # a function may change the working directory
         self.record = Record()
         with ExitStack() as opened:
-            opened.callback(self.ranks.close)
-            saved = self.open_directory(opened)
-            self.trackers = Trackers(config.log, train.output_dir)
-            opened.callback(self.trackers.close)
-            checkpoint.seed_random_generators(train.seed)
-            self.rewards = opened.enter_context(RewardSuite(config.rewards))
-            initial, builder, usable = self.load_data(saved)
-            policy, reference = self.load_models(initial, saved, builder)
-            self.progress = Progress(total_optimizer_steps(config, self.plan, len(usable)))
-            logger.info(batch_line(self.plan, self.progress.max_steps))
-            optimizer = Optimizer(self.strategy, policy.train(), train, self.progress.max_steps)
-            weights = PolicyWeights(policy, config.rollout.lora_sync)
-            engine = training_engine(config, initial, weights, builder, self.ranks)
-            gathered = self.strategy.gathered if config.rollout.engine == "hf" else nullcontext
-            engine = SyncedEngine(engine, weights, self.ranks, gathered)
-            self.collector = self.build_collector(PromptSource(usable.rows, usable.indices, builder), engine)
-            opened.callback(self.collector.close)
-            self.evaluator = self.build_evaluator(builder, engine)
-            self.trainer = Trainer(config, self.ranks, policy, reference, optimizer, self.collector, self.progress)
-            if saved:
-                self.restore(saved)
+            parts = self.parts = build_parts(config, opened)
+            self.ranks, self.directory, self.trackers = parts.ranks, parts.directory, parts.trackers
+            self.trainer, self.evaluator, self.rewards = parts.trainer, parts.evaluator, parts.rewards
+            self.collector, self.progress = self.trainer.collector, self.trainer.progress
+            if parts.saved:
+                self.restore(parts.saved)
                 step, last = self.progress.global_step, self.progress.max_steps
-                logger.info("resuming from %s (step %d of %d)", saved.path.name, step, last)
+                logger.info("resuming from %s (step %d of %d)", parts.saved.path.name, step, last)
             with self.ranks.agree():
-                self.prepare_directory(saved, usable.dropped)
+                self.prepare_directory(parts.saved)
             self.opened = opened.pop_all()
 
-    def open_directory(self, opened: ExitStack) -> SavedRun | None:
-        """Lock the run directory until `opened` closes, and read the checkpoint to resume from, if any."""
-        resumed = None
-        with self.ranks.agree():
-            if self.ranks.is_main:
-                opened.enter_context(lock_directory(self.directory.path))
-                resumed = checkpoint.find(self.config.train.resume_from_checkpoint, self.directory.path)
-                self.directory.refuse_another_run(self.config, resumed)
-        resumed = self.ranks.gather([resumed])[0]
-        with self.ranks.agree():
-            return resumed and SavedRun.load(resumed, self.config, self.ranks.rank, self.ranks.world_size)
-
-    def load_data(self, saved: SavedRun | None) -> tuple[str, PromptBuilder, UsableRows]:
-        """Load and check the training rows. Returns the initial checkpoint and the builder of prompts as well."""
-        config = self.config
-        logger.info("loading the training data %s", config.data.dataset_name)
-        usable = checked_rows(config, "train", self.rewards, self.ranks)
-        initial = initial_checkpoint(config, self.ranks)
-        self.processor = load_processor(initial, config.model, config.data)
-        builder = PromptBuilder(self.processor, config.data, longest_prompt(config, initial))
-        usable = fitting_rows(usable, builder, config.data.max_prompt_length)
-        self.check_fingerprints(saved, usable, initial)
-        if saved is None or "rewards.reward_funcs" in saved.changes:
-            choose_forms(self.rewards, usable, self.ranks)
-        else:
-            self.rewards.use_forms(saved.own_state["reward_forms"])
-        logger.info(rows_line(len(usable), len(usable.dropped)))
-        return initial, builder, usable
-
-    def check_fingerprints(self, saved: SavedRun | None, usable: UsableRows, initial: str) -> None:
-        """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""
-        self.fingerprints: dict[str, str] = {}
-        with self.ranks.agree():
-            if self.ranks.is_main:
-                self.fingerprints = {
-                    "training data": data_fingerprint(usable.rows, usable.indices),
-                    "initial model": model_fingerprint(initial, self.config.model),
-                }
-                if saved:
-                    saved.check_fingerprints(self.fingerprints)
-
-    def load_models(
-        self, initial: str, saved: SavedRun | None, builder: PromptBuilder
-    ) -> tuple[Policy, Reference | None]:
-        """Load the policy and, if the KL term needs one, the reference."""
-        resumed = saved.path if saved else None
-        idle_prompt = builder.build(idle_sample()) if self.ranks.world_size > 1 else None
-        logger.info(loading_line(self.config, self.ranks.device))
-        empty = self.strategy.loads_empty
-        policy = load_policy(self.config, initial, resumed, idle_prompt, empty=empty)
-        add_initial_adapter(self.config, initial, policy)
-        logger.info(parameters_line(policy))
-        self.strategy.place(policy)
-        reference = load_reference(self.config, initial, policy, resumed, empty)
-        if reference is not None and reference.frozen is not None:
-            self.strategy.place_frozen(reference.frozen)
-        return policy, reference
-
-    def build_collector(self, source: PromptSource, engine: SyncedEngine) -> Collector:
-        """Build the collector, with its sampler, loader and log."""
-        config, ranks = self.config, self.ranks
-        sampler = PromptSampler(
-            len(source.row_indices), self.plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
-            ranks.rank, ranks.world_size,
-        )  # fmt: skip
-        loader = PromptLoader(source, sampler, self.plan.steps_per_window, config.data)
-        log = CompletionsLog(self.directory.path, ranks, config.log)
-        return Collector(config, ranks, loader, engine, self.rewards, log)
-
-    def build_evaluator(self, builder: PromptBuilder, engine: SyncedEngine) -> Evaluator | None:
-        """Build the evaluator of the held-out rows, if there are any."""
-        if self.config.data.eval_dataset_name is None:
-            return None
-        return Evaluator(self.config, self.ranks, builder, engine.engine, self.rewards)
-
-    def prepare_directory(self, saved: SavedRun | None, dropped: Sequence[dict[str, Any]]) -> None:
+    def prepare_directory(self, saved: SavedRun | None) -> None:
         """Prepare the run directory. Called last, since it may delete an earlier run."""
         if self.ranks.is_main:
             step, last_line = (saved.step, saved.last_line) if saved else (None, -1)
             next_window = self.collector.step_of_next_generation(self.progress.global_step)
-            dropped = [*dropped, *(self.evaluator.usable.dropped if self.evaluator else [])]
+            held_out = self.evaluator.usable.dropped if self.evaluator else []
+            dropped = [*self.parts.data.usable.dropped, *held_out]
             self.directory.prepare(self.config, step, last_line, next_window, dropped)
             warn_of_dropped(dropped, self.directory.path / DROPPED)
 
@@ -287,8 +171,7 @@ class Run:
         states = checkpoint.random_states()
         try:
             state = self.collector.state_at(self.progress)
-            with self.collector.engine.gathered():
-                metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
+            metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
             with self.ranks.agree():
                 check_rewarded(metrics)
                 self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
@@ -344,11 +227,11 @@ class Run:
         `states` are those of all ranks.
         """
         reference = self.trainer.reference
-        policy_files = PolicyFiles(self.trainer.policy, self.processor, self.ranks)
+        policy_files = PolicyFiles(self.trainer.policy, self.parts.data.processor, self.ranks)
         optimizer_files = OptimizerFiles(self.trainer.optimizer, self.ranks)
         reference_files = None
         if self.config.algorithm.sync_ref_model and reference and reference.frozen:
-            reference_files = PolicyFiles(reference.frozen, self.processor, self.ranks)
+            reference_files = PolicyFiles(reference.frozen, self.parts.data.processor, self.ranks)
 
         def write_files(directory: Path) -> None:
             policy_files.write(directory)
@@ -356,7 +239,7 @@ class Run:
             if reference_files:
                 reference_files.write(directory / "reference")
             if self.ranks.is_main:
-                write_states(directory, self.config, self.progress, self.record, self.fingerprints, states)
+                write_states(directory, self.config, self.progress, self.record, self.parts.data.fingerprints, states)
 
         return write_files
 
@@ -373,10 +256,11 @@ class Run:
             self.collector.load_state_dict(saved.own_state["collector"], self.progress)
         except CheckpointError as error:
             raise CheckpointError(f"{saved.path} cannot be resumed: {error}") from error
-        checkpoint.restore_random_states(saved.own_state["random"])
+        if saved.own_state["random"] is not None:
+            checkpoint.restore_random_states(saved.own_state["random"])
 
     def finish(self) -> dict[str, Any]:
-        """Write the summary and the curve. With `load_best_model_at_end`, the summary names the best checkpoint."""
+        """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""
         record, last = self.record, self.progress.global_step
         summary = {
             "optimizer_steps": last,
@@ -387,6 +271,8 @@ class Run:
         }
         if record.best_step is not None:
             summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, record.best_step))
+            empty = self.parts.strategy.loads_empty
+            load_weights(self.trainer.policy, summary["checkpoint"], self.config.model, empty, self.ranks)
             summary["eval_after"] = record.eval_best
         if self.ranks.is_main:
             lines = self.directory.metrics.read()

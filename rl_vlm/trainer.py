@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,8 +106,7 @@ class Trainer:
     def check_engine(self, window: Window) -> None:
         """Raise RolloutError if an engine has other weights than the policy. Checked once, before the first update."""
         if not self.engine_checked:
-            pack = partial(self.pack, sharing=self.logprob_sharing)
-            check_agreement(self.config, self.ranks, self.collector.engine, self.policy, window.groups, pack)
+            check_agreement(self.config, self.ranks, self.collector.engine, window.groups, self.policy_outputs)
             self.engine_checked = True
             self.start_step()
 
@@ -119,28 +118,39 @@ class Trainer:
         if not groups or model is None:
             return
         with metrics.stage(name):
-            self.policy.eval()
-            batches = self.micro_batches(groups, self.logprob_sharing)
-            for batch, num_vision_calls in zip(batches, self.vision_calls(batches, model.vision), strict=True):
-                output = model(batch, num_vision_calls)
-                if not batch.is_dummy:
-                    store_logprobs(batch, output.logprobs_NT, name)
-            self.policy.train()
+            for batch, output in self.outputs(model, self.micro_batches(groups, self.logprob_sharing)):
+                store_logprobs(batch, output.logprobs_NT, name)
+
+    @torch.no_grad()
+    def outputs(
+        self, model: Policy | Reference, batches: Sequence[MicroBatch]
+    ) -> list[tuple[MicroBatch, PolicyOutput]]:
+        """Compute a model's outputs without gradients. Returns those of this rank's micro-batches, without dummies."""
+        self.policy.eval()
+        vision_calls = self.vision_calls(batches, model.vision)
+        outputs = [model(batch, calls) for batch, calls in zip(batches, vision_calls, strict=True)]
+        self.policy.train()
+        return [(batch, output) for batch, output in zip(batches, outputs, strict=True) if not batch.is_dummy]
+
+    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> list[tuple[MicroBatch, PolicyOutput]]:
+        """Compute the policy's outputs for groups that differ between ranks, in equally many micro-batches."""
+        return self.outputs(self.policy, self.pack(groups, self.logprob_sharing, spare=groups[0]))
 
     def micro_batches(self, groups: Sequence[ScoredGroup], sharing: Sharing) -> list[MicroBatch]:
         """Cut the groups that contribute to the loss into micro-batches, equally many on every rank."""
-        batches = self.pack([g for g in groups if g.has_variance or self.reference is not None], sharing)
-        return pad_with_dummies(batches, self.ranks.max([len(batches)])[0], spare=groups[0])
+        contributing = [g for g in groups if g.has_variance or self.reference is not None]
+        return self.pack(contributing, sharing, spare=groups[0])
 
-    def pack(self, groups: Sequence[ScoredGroup], sharing: Sharing) -> list[MicroBatch]:
-        """Cut groups into micro-batches under the token budget."""
-        return make_micro_batches(
+    def pack(self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup) -> list[MicroBatch]:
+        """Cut groups into micro-batches under the token budget, equally many on every rank with dummies of `spare`."""
+        batches = make_micro_batches(
             groups,
             self.config.memory.micro_batch_tokens,
             sharing,
             self.policy.vision.tokens,
             mixes_prompts=not self.policy.family.cross_attends,
         )
+        return pad_with_dummies(batches, self.ranks.max([len(batches)])[0], spare)
 
     def vision_calls(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[int]:
         """Return the number of vision tower calls in each micro-batch, equal on every rank."""
@@ -155,11 +165,18 @@ class Trainer:
         denominators = self.denominators(window, groups)
         threshold = self.entropy_threshold(batches)
         vision_calls = self.vision_calls(batches, self.policy.vision)
+        if self.optimizer.strategy.needs_all_gradients and not self.policy.vision.is_frozen:
+            vision_calls = [max(1, num) for num in vision_calls]
         step_loss = torch.zeros((), device=self.ranks.device)
+        start = time.perf_counter()
         for i, batch in enumerate(batches):
-            with self.optimizer.strategy.accumulating(last=i == len(batches) - 1):
+            last = i == len(batches) - 1
+            with self.optimizer.strategy.accumulating(last):
                 output = self.optimizer.policy(batch, vision_calls[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
+                if last:  # its backward waits for the other ranks
+                    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+                    metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
                 self.optimizer.strategy.backward(loss)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
@@ -179,19 +196,13 @@ class Trainer:
             local = replace(local, tokens=of_window.tokens / window.steps_per_window)
         return Denominators(*self.ranks.sum([local.tokens, local.completions]))
 
-    @torch.no_grad()
     def entropy_threshold(self, batches: Sequence[MicroBatch]) -> float | None:
         """Return the entropy below which tokens of this step are not trained. Takes a forward pass over all of them."""
         quantile = self.config.algorithm.top_entropy_quantile
         if quantile == 1.0:
             return None
-        vision_calls = self.vision_calls(batches, self.policy.vision)
-        entropies = []
-        for batch, num_vision_calls in zip(batches, vision_calls, strict=True):
-            entropies_NT = self.policy(batch, num_vision_calls).entropies_NT
-            if not batch.is_dummy:
-                entropies.append(entropies_NT[self.trained_tokens(batch)].cpu())
-        gathered = self.ranks.gather(entropies)
+        outputs = self.outputs(self.policy, batches)
+        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)].cpu() for batch, o in outputs])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 
     def trained_tokens(self, batch: MicroBatch) -> Tensor:
@@ -264,8 +275,10 @@ class Trainer:
             self.reference.move_towards_policy(algorithm.ref_model_mixup_alpha)
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Add rewards, lengths, and the models' compute counters."""
+        """Add rewards, lengths, the tokens of this rank, and the models' compute counters."""
         add_reward_metrics(metrics, groups, self.collector.rewards.names)
+        tokens = torch.tensor([sum(map(self.collector.cost, groups))], dtype=torch.float64)
+        metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
         for model in filter(None, (self.policy, self.reference)):
             for name, value in model.counters.items():
                 metrics.add_sum(f"compute/{name}", value)

@@ -75,6 +75,27 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     )
 
 
+def settings_that_keep(prompts: int, steps: int, config: RunConfig, world_size: int) -> dict[str, int]:
+    """Return the settings to change so that `plan_batches` makes the same batch on `world_size` processes.
+
+    The batch is given as prompts per step and steps per window. Returns nothing if the prompts cannot be shared.
+    """
+    train, completions = config.train, prompts // world_size * config.rollout.num_generations
+    if prompts % world_size:
+        return {}
+    per_device, accumulation = None, math.gcd(train.gradient_accumulation_steps or 1, completions)
+    if train.prompts_per_step is None or train.per_device_train_batch_size is not None:
+        per_device = math.gcd(train.per_device_train_batch_size or TRL_PER_DEVICE_BATCH_SIZE, completions)
+        accumulation = completions // per_device
+    present_and_wanted = {
+        "prompts_per_step": (train.prompts_per_step, train.prompts_per_step and prompts),
+        "per_device_train_batch_size": (train.per_device_train_batch_size or TRL_PER_DEVICE_BATCH_SIZE, per_device),
+        "gradient_accumulation_steps": (train.gradient_accumulation_steps or 1, accumulation),
+        "steps_per_generation": (train.steps_per_generation or accumulation, steps * accumulation),
+    }
+    return {name: value for name, (present, value) in present_and_wanted.items() if value and value != present}
+
+
 def total_optimizer_steps(config: RunConfig, plan: BatchPlan, num_rows: int) -> int:
     """Return the optimizer steps of the run: `max_steps`, or `num_train_epochs` over `num_rows` rows in whole windows.
 

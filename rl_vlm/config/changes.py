@@ -17,12 +17,17 @@ UNCHANGEABLE = {
 }  # fmt: skip
 """Settings that hold from the first step to the last, by the reason."""
 
+OF_BATCHES = (
+    "train.prompts_per_step", "train.per_device_train_batch_size", "train.gradient_accumulation_steps",
+    "train.steps_per_generation",
+)  # fmt: skip
+"""Settings that make the batch, together with the number of processes."""
+
 OF_WINDOWS = (
     "data.prompt_template", "data.system_prompt", "data.image_root", "data.chat_template_kwargs", "data.min_pixels",
     "data.max_pixels", "rollout.engine", "rollout.num_generations", "rollout.temperature",
     "rollout.max_completion_length", "rewards.reward_funcs", "rewards.reward_weights", "algorithm.beta",
-    "train.prompts_per_step", "train.per_device_train_batch_size", "train.gradient_accumulation_steps",
-    "train.steps_per_generation",
+    *OF_BATCHES,
 )  # fmt: skip
 """Settings that must not change while a window is in training, since its completions were generated with them."""
 

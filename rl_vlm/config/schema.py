@@ -142,6 +142,9 @@ class RolloutConfig(Section):
     """Sample from tokens with at least this fraction of the highest token probability."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Maximum number of completions that the engine decodes at once on one device."""
+    ds3_gather_for_generation: bool = True
+    """With ZeRO-3 or FSDP2, gather all weights on every rank for a rollout of engine `hf`. With false, weights are
+    gathered layer by layer for every token: slow, for models that do not fit on one device."""
     max_resampling_rounds: int = Field(default=0, ge=0)
     """Maximum number of times to generate a group again if its rewards are all equal, which gives no learning signal. A
     new group replaces the old one if its rewards differ."""

@@ -23,7 +23,7 @@ SAME = frozenset(
     dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs shuffle_dataset
     dataloader_num_workers dataloader_prefetch_factor
 
-    num_generations num_generations_eval max_completion_length temperature top_p top_k min_p
+    num_generations num_generations_eval max_completion_length temperature top_p top_k min_p ds3_gather_for_generation
     reward_weights
 
     loss_type importance_sampling_level epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos

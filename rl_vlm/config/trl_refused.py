@@ -26,7 +26,6 @@ NOT_HERE: dict[str, dict[str, Any]] = {
     "the Hugging Face engine has a cache of its own": {
         "use_transformers_continuous_batching": False, "transformers_continuous_batching_config": None,
         "use_transformers_paged": False, "cache_implementation": None, "use_cache": (False, True),
-        "ds3_gather_for_generation": True,
     },
     "log-probs are those of the plain softmax at `temperature`": {
         "repetition_penalty": 1.0, "generation_kwargs": (None, {}),

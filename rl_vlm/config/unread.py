@@ -95,6 +95,13 @@ UNREAD = (
     ),
     Unread(
         "rollout",
+        "ds3_gather_for_generation",
+        lambda run: run.rollout.engine != "hf",
+        "on an engine with weights of its own",
+        "set `engine` to hf",
+    ),
+    Unread(
+        "rollout",
         "num_generations_eval eval_temperature",
         lambda run: run.data.eval_dataset_name is None,
         "without `eval_dataset_name`, the data to evaluate on",

@@ -19,6 +19,7 @@ class DDP:
     name = "DDP"
     loads_empty = False
     equal_calls = False
+    needs_all_gradients = False
     is_sharded = False
 
     def __init__(self, ranks: Ranks, max_grad_norm: float) -> None:
@@ -58,6 +59,8 @@ class DDP:
     def gathered(self) -> AbstractContextManager[None]:
         """Do nothing: every rank has all weights."""
         return nullcontext()
+
+    gathered_by_layer = gathered
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state, or nothing if it was never updated."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
 FSDP_KEYS = {
@@ -127,7 +128,8 @@ def deepspeed_config(environment: Mapping[str, str]) -> dict[str, Any]:
     options = {key: _parsed(environment[name]) for name, key in DEEPSPEED_OPTIONS.items() if name in environment}
     if path == "none":
         options.setdefault("zero_optimization.stage", 2)  # accelerate's default
-    config = {} if path == "none" else read_json(path)
+    # Without a file, sizes follow the width of the model: DeepSpeed's own buckets are 2 GB each.
+    config = {"zero_optimization": dict.fromkeys(AUTO_SIZES, "auto")} if path == "none" else read_json(path)
     for key, value in options.items():
         set_option(config, key, value)
     if "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES" in environment:

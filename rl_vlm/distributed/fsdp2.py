@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.gradients import clip_and_update
@@ -23,6 +24,7 @@ class FSDP2:
 
     name = "FSDP2"
     equal_calls = True
+    needs_all_gradients = False
     is_sharded = True
 
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
@@ -74,12 +76,19 @@ class FSDP2:
         """Drop the gradients."""
         self.adamw.zero_grad()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """All-gather the policy's weights, for forwards that ranks run independently of each other."""
         from torch.distributed.fsdp import FSDPModule
 
-        units = [module for module in self.policy.modules() if isinstance(module, FSDPModule)]
+        return self.unsharded([module for module in self.policy.modules() if isinstance(module, FSDPModule)])
+
+    def gathered_by_layer(self) -> AbstractContextManager[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
+        return self.unsharded([self.policy])  # the weights outside of layers
+
+    @contextmanager
+    def unsharded(self, units: Sequence[Any]) -> Iterator[None]:
+        """Gather the weights of some sharded modules, the first of which is the policy, within the context."""
         units[0]._get_fsdp_state()._lazy_init()  # else the first layer that is called would become the root
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -106,7 +115,5 @@ class FSDP2:
 
     def part(self, value: Tensor, parameter: Any) -> Tensor:
         """Return this rank's part of a tensor that every rank has, sharded like a parameter."""
-        from torch.distributed.tensor import distribute_tensor
-
         value = value.to(self.ranks.device)
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

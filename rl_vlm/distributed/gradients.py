@@ -18,11 +18,26 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
+def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Set missing gradients to 0, such as those of the vision tower in a step without images.
+
+    DeepSpeed does the same. AdamW skips a weight without a gradient, which would then have a step count of its own.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def clip_and_update(
     ranks: Ranks, adamw: torch.optim.AdamW, max_norm: float, loss_is_finite: bool
 ) -> tuple[float, bool]:
-    """Clip the gradients, and update the weights if all ranks' loss and gradients are finite: `Strategy.update`."""
-    norm = clip_gradients([p for group in adamw.param_groups for p in group["params"]], max_norm)
+    """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
+
+    Arguments and results are those of `Strategy.update`.
+    """
+    parameters = [p for group in adamw.param_groups for p in group["params"]]
+    fill_gradients(parameters)
+    norm = clip_gradients(parameters, max_norm)
     num_nonfinite = ranks.sum([float(not math.isfinite(norm))])[0]
     is_finite = loss_is_finite and not num_nonfinite
     if is_finite:

@@ -33,8 +33,8 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
         lists = [module for module in policy.modules() if isinstance(module, nn.ModuleList)]
         raise LaunchError(
             f"fsdp_config.fsdp_transformer_layer_cls_to_wrap names {listed(unknown)}, which the model does not have. "
-            f"It has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the key, "
-            f"those that the model names are used: {listed(policy.transformer._no_split_modules or ())}"
+            f"It has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the "
+            f"key, those that the model names are used: {listed(policy.transformer._no_split_modules or ())}"
         )
     if not found:
         raise LaunchError(
@@ -51,19 +51,20 @@ def receive_weights(module: nn.Module, ranks: Ranks) -> None:
 
     Other ranks may hold the weights without storage, on the meta device.
     """
-    received: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter in several modules
+    sent: dict[nn.Parameter, nn.Parameter] = {}  # tied weights are one parameter in several modules
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(ranks.device))
             ranks.broadcast(getattr(part, name))
         for name, parameter in part.named_parameters(recurse=False):
             if not is_shard(parameter):
-                if parameter not in received:
-                    received[parameter] = _received(parameter, ranks)
-                setattr(part, name, received[parameter])
+                if parameter not in sent:
+                    sent[parameter] = received(parameter, ranks)
+                setattr(part, name, sent[parameter])
 
 
-def _received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+def received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+    """Return a parameter with the values of rank 0, on this rank's device. On other ranks it may be without storage."""
     if parameter.is_meta:
         empty = torch.empty_like(parameter, device=ranks.device)
         parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)

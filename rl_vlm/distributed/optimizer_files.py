@@ -8,6 +8,7 @@ Each rank of a sharded run writes some of them. Any strategy, on any number of r
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import whole_shape
 from rl_vlm.errors import CheckpointError
 
 FOLDER = "optimizer"  # loaders of models may read every tensor file beside the model's
@@ -30,9 +32,10 @@ class OptimizerFiles:
         self.name = f"state-{ranks.rank + 1:05d}-of-{num_files:05d}.safetensors"
         self.is_written = ranks.rank < num_files
         self.tensors: dict[str, Tensor] = {}
-        for i, (name, parameter) in enumerate(optimizer.trainable.items()):
+        writers = choose_writers([whole_shape(p).numel() for p in optimizer.trainable.values()], num_files)
+        for writer, (name, parameter) in zip(writers, optimizer.trainable.items(), strict=True):
             state = optimizer.strategy.optimizer_state(parameter)
-            if i % num_files == ranks.rank:
+            if writer == ranks.rank:
                 self.tensors |= {f"{name}/{key}": value.cpu().contiguous() for key, value in state.items()}
 
     def write(self, directory: Path) -> None:
@@ -40,6 +43,17 @@ class OptimizerFiles:
         if self.is_written:
             (directory / FOLDER).mkdir(exist_ok=True)
             save_file(self.tensors, directory / FOLDER / self.name)
+
+
+def choose_writers(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Return for each parameter the rank that writes its state: the one with the smallest share so far."""
+    shares = [0] * num_ranks
+    writers = []
+    for size in sizes:
+        writer = shares.index(min(shares))
+        shares[writer] += size
+        writers.append(writer)
+    return writers
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path) -> None:

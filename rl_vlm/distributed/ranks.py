@@ -30,7 +30,11 @@ class Ranks:
         check_devices(torch.accelerator.device_count())
 
         # A micro-batch of text alone leaves the vision tower without gradients.
-        ddp = DistributedDataParallelKwargs(find_unused_parameters=True, broadcast_buffers=False)
+        ddp = DistributedDataParallelKwargs(
+            find_unused_parameters=True,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,  # else gradients are held twice
+        )
         self.accelerator: Any = Accelerator(
             cpu=not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[ddp]
         )

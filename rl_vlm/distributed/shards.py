@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 
 def is_shard(parameter: Tensor) -> bool:
@@ -39,6 +40,20 @@ def whole(parameter: Any) -> Tensor:
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
     return parameter.detach()
+
+
+def set_whole(parameter: Any, value: Tensor) -> None:
+    """Replace a parameter's values by unsharded ones, which every rank has; all ranks must call this together."""
+    if hasattr(parameter, "full_tensor"):
+        parts = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local_part(parameter).copy_(parts.to_local())
+    elif hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(value)
+    else:
+        parameter.data.copy_(value)
 
 
 def whole_copy(module: nn.Module) -> nn.Module:

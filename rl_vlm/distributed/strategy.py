@@ -26,8 +26,10 @@ class Strategy(Protocol):
     """Whether this rank loads models without weights; `place` gets them from rank 0."""
     equal_calls: bool
     """Whether all ranks must call every module equally often, because each call all-gathers its weights."""
+    needs_all_gradients: bool
+    """Whether every micro-batch must give a gradient to the vision tower, even if it has no image."""
     is_sharded: bool
-    """Whether weights are sharded, so that every rank writes a part of a checkpoint."""
+    """Whether optimizer state is sharded, so that every rank writes a part of it."""
 
     def place(self, policy: Any) -> None:
         """Move a policy to the rank's device, and shard it if this strategy shards weights."""
@@ -63,6 +65,10 @@ class Strategy(Protocol):
 
     def gathered(self) -> AbstractContextManager[None]:
         """All-gather the policy's weights, for forwards that ranks run independently of each other."""
+        ...
+
+    def gathered_by_layer(self) -> AbstractContextManager[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
         ...
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

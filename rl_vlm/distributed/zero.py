@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeRO:
-    """A `Strategy` on DeepSpeed's engine."""
+    """A `Strategy` on DeepSpeed's engine.
+
+    DeepSpeed 0.19.8 keeps gradients of the last step in its buffers. It replaces them in the first micro-batch of a
+    step, and copies sums to an offloaded optimizer in the last one, but only for weights that have a gradient there.
+    """
+
+    needs_all_gradients = True
+
+    is_sharded = True
 
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
@@ -30,7 +39,7 @@ class ZeRO:
         self.config = config
         self.stage: int = ranks.launch.deepspeed["zero_optimization"]["stage"]
         self.name = f"ZeRO-{self.stage}"
-        self.equal_calls = self.is_sharded = self.stage == 3
+        self.equal_calls = self.stage == 3
         self.loads_empty = self.stage == 3 and not ranks.is_main
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
@@ -59,7 +68,7 @@ class ZeRO:
             zero = settings["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
             zero.pop("offload_optimizer", None)
             deepspeed.initialize(model=policy, config=settings | {"zero_optimization": zero})
-            share_head(policy)
+            gather_weights_read(policy)
             policy.eval()
 
     def prepare(self, policy: Any, adamw: Any) -> nn.Module:
@@ -67,15 +76,15 @@ class ZeRO:
         import deepspeed
         from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
+        self.adamw: Any = adamw
         settings = self.deepspeed_config(hidden_size_of(policy))
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         if offload and settings.get("zero_force_ds_cpu_optimizer", True):
-            adamw = map_pytorch_optim_to_deepspeed(adamw)  # with the same parameter groups, so the schedule sets both
-        self.adamw = adamw
+            self.adamw = map_pytorch_optim_to_deepspeed(adamw)  # with its parameter groups, so the schedule sets both
         self.trainable = [p for p in policy.parameters() if p.requires_grad]
-        self.engine: Any = deepspeed.initialize(model=policy, optimizer=adamw, config=settings)[0]
+        self.engine: Any = deepspeed.initialize(model=policy, optimizer=self.adamw, config=settings)[0]
         if self.stage == 3:
-            share_head(policy)
+            gather_weights_read(policy)
         return self.engine
 
     @contextmanager
@@ -123,6 +132,18 @@ class ZeRO:
                 yield
             finally:
                 offload._register_deepspeed_module(offload.module)
+
+    @contextmanager
+    def gathered_by_layer(self) -> Iterator[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
+        offload: Any = self.engine.optimizer.parameter_offload
+        offload.get_param_coordinator().reset_step()
+        allow_reading(offload.module, True)
+        try:
+            yield
+        finally:
+            allow_reading(offload.module, False)
+            offload.get_param_coordinator().reset_step()
 
     def optimizer_state(self, parameter: Any) -> dict[str, Tensor]:
         """Return a parameter's all-gathered optimizer state, or nothing before the first update."""
@@ -185,6 +206,8 @@ def import_deepspeed() -> None:
             f"DeepSpeed {deepspeed.__version__} is too old, rl-vlm needs {OLDEST_VERSION} or newer: "
             "pip install --upgrade 'rl-vlm[deepspeed]'"
         )
+    # In DeepSpeed's own calls, at every step.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
         # An operator that is compiled for minutes at the first start, and whose lock outlives a killed job.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -194,11 +217,23 @@ def hidden_size_of(policy: Any) -> int:
     return policy.transformer.config.get_text_config().hidden_size
 
 
-def share_head(policy: Any) -> None:
-    """Gather the LM head's weight once per forward of the policy: ranks have unlike numbers of chunks of tokens."""
+def gather_weights_read(policy: Any) -> None:
+    """Gather weights that a forward reads without calling their module, such as the LM head's or a position table.
+
+    DeepSpeed's engine does that in its own forwards, which are those of training. The LM head's weight is gathered once
+    per forward of the policy: ranks have unlike numbers of chunks of tokens.
+    """
     import deepspeed
 
     deepspeed.zero.register_external_parameter(policy, policy.transformer.get_output_embeddings().weight)
+    policy.register_forward_pre_hook(lambda *_: allow_reading(policy, True))
+    policy.register_forward_hook(lambda *_: allow_reading(policy, False), always_call=True)
+
+
+def allow_reading(module: nn.Module, allowed: bool) -> None:
+    """Let a module that reads another one's weight gather it first, or stop that."""
+    for part in module.modules():
+        part._parameters._in_forward = allowed
 
 
 def remove_hooks(offload: Any) -> None:

@@ -76,15 +76,19 @@ ZERO_NEEDED = {
 }
 """Keys of `zero_optimization` that must not be false, with the reason."""
 
+AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""Sizes that depend on the model's width if they are `auto`."""
+
 
 def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
     """Raise LaunchError if a DeepSpeed config contradicts the run, or has a key that is not used."""
+    known = [*SET_BY_RUN, *PASSED_ON, *REFUSED]
     for name, value in asked.items():
         if name in REFUSED and not asks_for_nothing(value):
             raise LaunchError(f"the DeepSpeed config has {name}: remove it; {REFUSED[name]}")
-        if name not in (known := [*SET_BY_RUN, *PASSED_ON, *REFUSED]):
+        if name not in known:
             raise LaunchError(
-                f"the DeepSpeed config has {name}, which is not known{did_you_mean(name, known)}: remove it"
+                f"the DeepSpeed config has {name}, which is unknown{did_you_mean(name, known)}: remove it"
             )
     check_batches(asked, config, world_size)
     check_precision(asked, config.model.dtype)
@@ -200,11 +204,7 @@ def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, h
 
 def fill_sizes(zero: dict[str, Any], hidden_size: int) -> None:
     """Replace `auto` sizes by those of Hugging Face's Trainer."""
-    sizes = {
-        "reduce_bucket_size": hidden_size**2,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
+    sizes = dict(zip(AUTO_SIZES, (hidden_size**2, int(0.9 * hidden_size**2), 10 * hidden_size), strict=True))
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -53,8 +54,13 @@ class Evaluator:
         engine: RolloutEngine,
         rewards: RewardSuite,
         usable: UsableRows | None = None,
+        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`usable` are the held-out rows, if they are loaded and checked already."""
+        """`usable` are the held-out rows, if they are loaded and checked already.
+
+        The engine generates in the context `gathered()`, which all ranks open together.
+        """
+        self.gathered = gathered
         self.config = config
         self.ranks = ranks
         self.builder = builder
@@ -107,7 +113,7 @@ class Evaluator:
                 due = [index for index in everyones[rank::num_ranks] if index not in done]
                 with self.ranks.agree():
                     prompts = self.prompts(due)
-                with self.ranks.agree():
+                with self.ranks.agree(), self.gathered():
                     chunk = self.evaluate_rows(due, prompts, state, directory)
                 chunks.append(chunk)
                 num_done += len(due)

@@ -79,6 +79,8 @@ class Family:
     attends to all images of a forward, so a forward holds one prompt."""
     hybrid: bool = False
     """Whether some layers carry a state from token to token, so that completions in one row would affect each other."""
+    unshardable: str | None = None
+    """Why ranks cannot shard its weights, if some rows call other modules than others."""
 
     @property
     def vision_prefixes(self) -> tuple[str, ...]:
@@ -105,6 +107,7 @@ class Family:
 
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
+PROJECTOR_PER_IMAGE = "its projector runs once per image"
 MROPE: dict[str, Any] = {"prompt_positions": mrope_positions, "joins_images": True}
 
 FAMILIES: dict[str, Family] = {
@@ -144,13 +147,18 @@ FAMILIES: dict[str, Family] = {
         Family("kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True),
         Family("got_ocr2", TOWER, joins_images=True),
         Family("perception_lm", TOWER),
-        Family("mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True),
+        Family(
+            "mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True,
+            unshardable="rows without images skip its cross-attention layers",
+        ),
         Family("qwen3_5", ("model.visual",), hybrid=True, **MROPE),
         Family("qwen3_5_moe", ("model.visual",), hybrid=True, **MROPE),
-        Family("lfm2_vl", TOWER, hybrid=True),
-        Family("minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True),
+        Family("lfm2_vl", TOWER, hybrid=True, unshardable=PROJECTOR_PER_IMAGE),
         Family(
-            "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True,
+            "minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE
+        ),
+        Family(
+            "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE,
             prompt_positions=canvas_positions,
         ),
     )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
-from rl_vlm.distributed.layers import parameters_without_storage
+from rl_vlm.distributed.layers import parameters_without_storage, received
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import set_whole
 from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.dropout import disable_dropout
@@ -121,16 +122,15 @@ def is_adapter(source: str) -> bool:
 
 
 def refuse_quantized(source: str, config: ModelConfig) -> None:
-    """Raise ModelError if a checkpoint's weights are quantized: they have no gradients, and cannot be cast or sharded."""
+    """Raise ModelError if a checkpoint's weights are quantized: they have no gradients, and cannot be cast."""
     from transformers import AutoConfig
 
     origin = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
     quantization: Any = getattr(AutoConfig.from_pretrained(source, **origin), "quantization_config", None)
     if quantization:
         raise ModelError(
-            f"{source} is quantized (quantization_config in its config.json, {dict(quantization).get('quant_method')}), "
-            "and rl-vlm trains and samples with weights of 16 or 32 bits, also under LoRA: name the checkpoint that it "
-            "was made from"
+            f"{source} is quantized (its config.json names {dict(quantization).get('quant_method')}), and rl-vlm trains "
+            "and samples with weights of 16 or 32 bits, also with LoRA: name the checkpoint that it was made from"
         )
 
 
@@ -154,6 +154,7 @@ def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     settings = AutoConfig.from_pretrained(source, **origin)
     with parameters_without_storage():
         model = AutoModelForImageTextToText.from_config(settings, **creation(config))
+    model.tie_weights()  # each use of a tied weight got a parameter of its own on the meta device
     with suppress(OSError):  # a checkpoint without one
         model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)
     return model
@@ -281,3 +282,16 @@ def make_initial_model(name: str, seed: int, directory: Path) -> None:
         function(unfinished, seed)
     (unfinished / origin.name).write_text(json.dumps(maker))
     unfinished.rename(directory)
+
+
+@torch.no_grad()
+def load_weights(policy: Policy, source: str, config: ModelConfig, empty: bool, ranks: Ranks) -> None:
+    """Load the weights of an earlier checkpoint of the same run into the policy, at the end of a run.
+
+    The optimizer keeps its own copies, if any. Ranks with `empty` get the weights from rank 0.
+    """
+    loaded = dict(load_model(source, None, config, empty).named_parameters())
+    present = {n: p for n, p in policy.model.named_parameters() if f".{INITIAL_ADAPTER}." not in n}
+    check_keys(source, present.keys() - loaded.keys(), loaded.keys() - present.keys())
+    for name, parameter in present.items():
+        set_whole(parameter, received(loaded.pop(name), ranks))

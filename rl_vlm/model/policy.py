@@ -194,7 +194,12 @@ def head_logits(head: Any, hidden: Tensor) -> Tensor:
     A plain one is not called as a module: ranks that shard it have unlike numbers of chunks, and must call modules
     equally often.
     """
-    return F.linear(hidden, head.weight, head.bias) if type(head) is nn.Linear else head(hidden)
+    return F.linear(hidden, head.weight, head.bias) if is_plain_head(head) else head(hidden)
+
+
+def is_plain_head(head: Any) -> bool:
+    """Return whether an LM head is a matrix product and nothing else, such as an adapter."""
+    return type(head) is nn.Linear
 
 
 def base_model(model: Any) -> PreTrainedModel:

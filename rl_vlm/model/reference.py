@@ -54,17 +54,26 @@ class Reference:
 
     @contextmanager
     def initial_adapter(self) -> Iterator[None]:
-        """Run the block with the policy's initial weights: its initial adapter, or none if the run began without."""
+        """Run the block with the policy's initial weights: its initial adapter, or none if the run began without.
+
+        PEFT's own methods also set `requires_grad` of the adapters. FSDP2 reads that when it first gathers a weight,
+        and would never train one that is first gathered in this block.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
         model = self.policy.model
-        if INITIAL_ADAPTER not in model.peft_config:
-            with model.disable_adapter():
-                yield
-            return
-        model.set_adapter(INITIAL_ADAPTER, inference_mode=True)
+        has_initial = INITIAL_ADAPTER in model.peft_config
+        name, value = ("_active_adapter", [INITIAL_ADAPTER]) if has_initial else ("_disable_adapters", True)
+        layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        before = [getattr(layer, name) for layer in layers]
+        for layer in layers:
+            setattr(layer, name, value)
         try:
             yield
         finally:
-            model.set_adapter("default")
+            for layer, own in zip(layers, before, strict=True):
+                setattr(layer, name, own)
 
     @torch.no_grad()
     def move_towards_policy(self, alpha: float) -> None:

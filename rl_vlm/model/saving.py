@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Size of a file of a sharded checkpoint; a single block can be larger."""
+"""Size from which on a file of a sharded checkpoint gets no further block."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -93,12 +93,15 @@ def gathered_adapter(policy: Policy) -> dict[str, Tensor]:
 def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """Return the files of a sharded model that this rank writes, with their tensors in host memory.
 
-    All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks.
+    All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks. There are at
+    least as many files as ranks, if the model has enough blocks, so that no rank holds more than its share.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     model = policy.transformer
-    files = split_into_files(by_block(untied([*model.named_parameters(), *persistent_buffers(model)])))
+    blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
+    share = sum(map(num_bytes, blocks)) / ranks.world_size
+    files = split_into_files(blocks, min(MAX_FILE_BYTES, share))
     kept: dict[str, dict[str, Tensor]] = {}
     for i, blocks in enumerate(files):
         is_mine = i % ranks.world_size == ranks.rank
@@ -114,15 +117,19 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     return kept
 
 
-def split_into_files(blocks: Iterable[NamedWeights]) -> list[list[NamedWeights]]:
-    """Split blocks into files of up to MAX_FILE_BYTES; equal on all ranks."""
+def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[list[NamedWeights]]:
+    """Split blocks into files that end with the block that reaches `max_bytes`; equal on all ranks."""
     files: list[list[NamedWeights]] = []
-    size = 0
+    size = max_bytes
     for block in blocks:
-        num_bytes = sum(whole_shape(weight).numel() * weight.element_size() for _, weight in block)
-        if not files or size + num_bytes > MAX_FILE_BYTES:
+        if size >= max_bytes:
             files.append([])
             size = 0
         files[-1].append(block)
-        size += num_bytes
+        size += num_bytes(block)
     return files
+
+
+def num_bytes(block: NamedWeights) -> int:
+    """Return the bytes of a block's unsharded weights."""
+    return sum(whole_shape(weight).numel() * weight.element_size() for _, weight in block)

@@ -11,28 +11,25 @@ from torch import Tensor
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RolloutError
-from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.sampling import sampling_params
-from rl_vlm.types import MicroBatch, RolloutRequest, ScoredGroup, length_mask, pad_rows
+from rl_vlm.types import MicroBatch, PolicyOutput, RolloutRequest, ScoredGroup, length_mask, pad_rows
 
 NUM_CHECKED_GROUPS = 2
 MAX_CHECKED_TOKENS = 64
 
 
-@torch.no_grad()
 def check_agreement(
     config: RunConfig,
     ranks: Ranks,
     engine: SyncedEngine,
-    policy: Policy,
     groups: Sequence[ScoredGroup],
-    pack: Callable[[Sequence[ScoredGroup]], list[MicroBatch]],
+    policy_outputs: Callable[[Sequence[ScoredGroup]], Sequence[tuple[MicroBatch, PolicyOutput]]],
 ) -> None:
     """Raise RolloutError on every rank if the engine's log-probs differ from the policy's.
 
     Compares short new completions of the prompts of a few `groups`, since the groups' own completions may come from
-    older weights. `pack` cuts groups into micro-batches.
+    older weights. `policy_outputs` computes the policy's outputs by micro-batch, and is called on every rank.
     """
     rollout = config.rollout
     sampling = replace(
@@ -40,21 +37,23 @@ def check_agreement(
         max_completion_length=min(rollout.max_completion_length, MAX_CHECKED_TOKENS),
     )
     requests = [RolloutRequest(f"check/{g.group.group_id}", g.group.prompt) for g in groups[:NUM_CHECKED_GROUPS]]
-    with engine.gathered(), ranks.agree():
+    with ranks.agree(), engine.gathered():
         generated = engine.generate(requests, sampling)
-    fresh = [replace(scored, group=group) for scored, group in zip(groups, generated, strict=False)]
-    policy.eval()
-    gaps = torch.cat([logprob_gaps(policy, batch) for batch in pack(fresh)])
-    policy.train()
+    fresh = [
+        replace(scored, group=group, valid_G=torch.ones_like(scored.valid_G))  # whatever rewards the others had
+        for scored, group in zip(groups, generated, strict=False)
+    ]
+    gaps = torch.cat([logprob_gaps(batch, output) for batch, output in policy_outputs(fresh)])
     with ranks.agree():
         check_gaps(gaps, config.vllm.vllm_max_logp_difference)
 
 
-def logprob_gaps(policy: Policy, batch: MicroBatch) -> Tensor:
+def logprob_gaps(batch: MicroBatch, output: PolicyOutput) -> Tensor:
     """Return the absolute difference between the engine's and the policy's log-prob of each token."""
-    mask = length_mask([len(c.token_ids) for c in batch.completions], policy.device)
-    logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(policy.device)
-    return (policy(batch).logprobs_NT - logprobs_NT)[mask].abs()
+    device = output.logprobs_NT.device
+    mask = length_mask([len(c.token_ids) for c in batch.completions], device)
+    logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(device)
+    return (output.logprobs_NT - logprobs_NT)[mask].abs()
 
 
 def check_gaps(gaps: Tensor, bound: float) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.model.loading import adapter_rank, base_of, is_adapter, load_policy, longest_prompt
@@ -46,6 +49,32 @@ def training_engine(
         adapter = Path(initial) if is_adapter(initial) and rank else None
         return VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter)
     return server_engine(config, arguments, model.config.model_type, tokens, builder, ranks)
+
+
+def gathering(
+    config: RunConfig, engine: RolloutEngine, strategy: Strategy, ranks: Ranks
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which the engine generates: engine `hf` needs the policy's weights gathered.
+
+    Raises ConfigError if `ds3_gather_for_generation: false` has no effect.
+    """
+    whole = config.rollout.ds3_gather_for_generation
+    if not whole and not strategy.equal_calls:
+        raise ConfigError(
+            f"rollout.ds3_gather_for_generation: false has no effect with {strategy.name}, where every rank holds all "
+            "weights; leave it out"
+        )
+    if not isinstance(engine, HFEngine):
+        return nullcontext
+    if whole:
+        return strategy.gathered
+
+    @contextmanager
+    def layer_by_layer() -> Iterator[None]:
+        with strategy.gathered_by_layer(), engine.in_lockstep(ranks):
+            yield
+
+    return layer_by_layer
 
 
 def prompt_builder(config: RunConfig, checkpoint: str) -> PromptBuilder | MessageBuilder:

@@ -1,6 +1,6 @@
 """Collection of generation windows.
 
-    draw rows ─► prompts ─► generate completions ─► rewards ─► advantages ─► Window
+    draw rows ─► prompts ─► generate completions ─► rewards ─► advantages ─► deal groups to ranks ─► Window
 
 With `max_staleness` the next window is generated while the current one is trained on:
 
@@ -29,6 +29,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.reward import RewardSuite
+from rl_vlm.rollout.balance import Cost, balance
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
@@ -87,6 +88,7 @@ class Collector:
         engine: SyncedEngine,
         rewards: RewardSuite,
         log: CompletionsLog,
+        cost: Cost,
     ) -> None:
         self.config = config
         self.plan = plan_batches(config, ranks.world_size)
@@ -95,6 +97,7 @@ class Collector:
         self.engine = engine
         self.rewards = rewards
         self.log = log
+        self.cost = cost
         self.window: Window | None = None
         self.prefetched: Prefetch | None = None
         self.next_window: NextWindow | None = None
@@ -128,7 +131,7 @@ class Collector:
         state, draws = self.state_at(progress), self.draw()
         with self.ranks.agree():
             requests = self.requests(draws, state, metrics)
-        with self.engine.gathered(), self.ranks.agree():
+        with self.ranks.agree(), self.engine.gathered():
             rollout = self.generate_and_reward(requests, state, metrics)
         return self.make_window(rollout, state, metrics)
 
@@ -205,14 +208,19 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any], progress: Progress) -> None:
         """Restore `state_dict`, and send the engine the policy's weights if it had them.
 
-        Raises CheckpointError if the order of rows has changed, or if paused completions do not fit the settings.
+        The state can be one that `redistributed` returned, so the groups of windows are dealt to ranks. Those that were
+        saved on this rank stay here. Raises CheckpointError if the order of rows has changed, or if paused completions
+        do not fit the settings.
         """
-        self.loader.load_state_dict(state["loader"])
         build = self.loader.build
-        self.window = Window.from_state(state["window"], build) if state["window"] else None
-        self.next_window = NextWindow.from_state(state["next_window"], build) if state["next_window"] else None
-        in_flight = [InFlight.from_state(group, build) for group in state["in_flight"]]
-        check_in_flight(in_flight, self.config.rollout)
+        with self.ranks.agree():
+            self.loader.load_state_dict(state["loader"])
+            window = state["window"] and Window.from_state(state["window"], build)
+            coming = state["next_window"] and NextWindow.from_state(state["next_window"], build)
+            in_flight = [InFlight.from_state(group, build) for group in state["in_flight"]]
+            check_in_flight(in_flight, self.config.rollout)
+        self.window = window and self.balanced(window, StepMetrics())
+        self.next_window = coming and replace(coming, window=self.balanced(coming.window, coming.metrics))
         if self.partial_rollouts is not None:
             self.partial_rollouts.in_flight = in_flight
         if state["sent_version"] == progress.policy_version:
@@ -318,7 +326,7 @@ class Collector:
         metrics.add_sum("resampling/groups_recovered", num_recovered)
 
     def make_window(self, rollout: Rollout, state: TrainerState, metrics: StepMetrics) -> Window:
-        """Compute the advantages of generated groups, and record the completions of all ranks.
+        """Compute the advantages of generated groups, record the completions of all ranks, and deal the groups to them.
 
         Raises RewardError on every rank if no completion has a reward, or too many have a fault.
         """
@@ -330,7 +338,15 @@ class Collector:
             metrics.add_mean(name, sum(values), len(values))
         self.log.write(state.global_step, scored, table)
         check_faults(table, self.ranks, self.config.rewards.max_fault_fraction)
-        return Window(rollout.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
+        window = Window.of(rollout.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
+        return self.balanced(window, metrics)
+
+    def balanced(self, window: Window, metrics: StepMetrics) -> Window:
+        """Deal the groups of all ranks' windows to them, so that tokens per rank are even. See `balance`."""
+        if self.ranks.world_size == 1:
+            return window
+        with metrics.stage("balance"):
+            return balance(window, self.ranks, self.cost, self.loader.build)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
         """Add rewards and advantages to each group. `scale_rewards: batch` spans the window over all ranks."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -20,10 +20,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.rollout.engine import WeightSource
+from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
 from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling
 
@@ -87,6 +89,8 @@ class HFEngine:
         self.max_num_seqs = max_num_seqs
         self.autocast = autocast
         self.policy_version = 0
+        self.lockstep: Lockstep | None = None
+        """Set if all ranks must run each forward together."""
 
     @classmethod
     def for_policy(cls, policy: SampledPolicy, tokenizer: Any, max_num_seqs: int) -> HFEngine:
@@ -98,6 +102,30 @@ class HFEngine:
         """Set the version. No weights are moved, since they are the policy's own."""
         self.policy_version = version
         return 0
+
+    @contextmanager
+    def in_lockstep(self, ranks: Ranks) -> Iterator[None]:
+        """Generate in this context if the weights are gathered layer by layer. All ranks open it together."""
+        self.lockstep = Lockstep(ranks, self.vision.idle, self.idle_forward)
+        try:
+            with torch.no_grad(), generation_mode(self.model), self.autocast(), self.lockstep.open():
+                yield
+        finally:
+            self.lockstep = None
+
+    def idle_forward(self) -> None:
+        """Run the language model on one token without effect."""
+        assert self.vision.idle_prompt is not None, "a run of several ranks has a prompt for idle runs"
+        token = torch.tensor(self.stop_token_ids[:1])
+        extra = {name: torch.zeros_like(token) for name in self.vision.idle_prompt.token_inputs}
+        prompt = replace(self.vision.idle_prompt, token_ids=token, token_inputs=extra, mm_inputs={})
+        row = token_inputs(prompt, [], list(extra), self.vision.family, self.model)
+        self.model(**collate_rows([row], self.model.device), use_cache=True, logits_to_keep=1)
+
+    def join_lockstep(self, num_vision_calls: int) -> None:
+        """Wait until all ranks are at a forward, if they must run it together."""
+        if self.lockstep is not None:
+            self.lockstep.join(num_vision_calls)
 
     def close(self) -> None:
         """Do nothing: the engine holds only the policy's own weights."""
@@ -149,6 +177,7 @@ class HFEngine:
         names = token_input_names(prompts)
         rows = [token_inputs(prompt, [], names, family, self.model) for prompt in prompts]
         kwargs = collate_rows(rows, device, pad_left=True)
+        self.join_lockstep(len(self.vision.calls(prompts)))
         features = self.vision.encode(prompts)
         with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
             output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
@@ -188,6 +217,7 @@ class HFEngine:
         self, prefix: Prefix, rows: Int[Tensor, " rows"], tokens_NS: Int[Tensor, "rows new"], step: int
     ) -> Float[Tensor, "rows vocabulary"]:
         """Compute the logits after new tokens of the completions `rows`, the first of which is their token `step`."""
+        self.join_lockstep(0)
         num_new = tokens_NS.shape[1]
         mask = prefix.mask[rows]
         return self.model(

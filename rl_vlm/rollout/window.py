@@ -7,9 +7,9 @@ steps_per_window = 2, num_iterations = 2:   update   0        1        2        
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,50 @@ from rl_vlm.types import Completion, Group, MicroBatch, Prompt, ScoredGroup, pad
 LogprobField = Literal["old_logprobs", "ref_logprobs"]
 
 
+class DrawnGroup(NamedTuple):
+    """A scored group and the draw of its row."""
+
+    draw: Draw
+    scored: ScoredGroup
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the prompt, which `from_state` rebuilds from the dataset row of `draw`."""
+        return {**vars(self.scored), "draw": tuple(self.draw), "group": group_state(self.scored.group)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> DrawnGroup:
+        """Restore `state_dict`. `build` makes the prompt of its draw."""
+        draw = Draw(*state["draw"])
+        scored = {name: value for name, value in state.items() if name not in ("draw", "group")}
+        return cls(draw, ScoredGroup(group_from_state(state["group"], build(draw)), **scored))
+
+
 @dataclass
 class Window:
     """One rank's share of a window."""
 
-    draws: list[Draw]
-    groups: list[ScoredGroup]
-    steps_per_window: int
+    steps: list[list[DrawnGroup]]
+    """The groups of each optimizer step. Ranks can have different numbers of them."""
     num_iterations: int
     updates_done: int = 0
+
+    @classmethod
+    def of(
+        cls, draws: Sequence[Draw], groups: Sequence[ScoredGroup], steps_per_window: int, num_iterations: int
+    ) -> Window:
+        """Build a new window. The groups, one for each draw, are cut into equally large steps."""
+        drawn = [DrawnGroup(draw, scored) for draw, scored in zip(draws, groups, strict=True)]
+        share = len(drawn) // steps_per_window
+        return cls([drawn[s * share : (s + 1) * share] for s in range(steps_per_window)], num_iterations)
+
+    @property
+    def steps_per_window(self) -> int:
+        return len(self.steps)
+
+    @property
+    def groups(self) -> list[ScoredGroup]:
+        """The groups of all steps."""
+        return [group.scored for step in self.steps for group in step]
 
     @property
     def is_new(self) -> bool:
@@ -49,20 +84,16 @@ class Window:
 
     def step_groups(self) -> list[ScoredGroup]:
         """Return the groups of the next optimizer step."""
-        share = len(self.groups) // self.steps_per_window
-        start = self.updates_done % self.steps_per_window * share
-        return self.groups[start : start + share]
+        return [group.scored for group in self.steps[self.updates_done % self.steps_per_window]]
 
     def later_groups(self) -> list[ScoredGroup]:
         """Return the groups that the window's first optimizer step does not train on."""
-        return self.groups[len(self.groups) // self.steps_per_window :]
+        return self.groups[len(self.steps[0]) :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the prompts, which `from_state` rebuilds from the dataset rows of `draws`."""
+        """Return everything but the prompts, which `from_state` rebuilds from the dataset rows of the draws."""
         return {
-            "draws": [tuple(draw) for draw in self.draws],
-            "groups": [{**vars(scored), "group": group_state(scored.group)} for scored in self.groups],
-            "steps_per_window": self.steps_per_window,
+            "steps": [[group.state_dict() for group in step] for step in self.steps],
             "num_iterations": self.num_iterations,
             "updates_done": self.updates_done,
         }
@@ -70,12 +101,8 @@ class Window:
     @classmethod
     def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> Window:
         """Restore `state_dict`. `build` makes the prompts of its draws."""
-        draws = [Draw(*draw) for draw in state["draws"]]
-        groups = [
-            ScoredGroup(**{**scored, "group": group_from_state(scored["group"], build(draw))})
-            for scored, draw in zip(state["groups"], draws, strict=True)
-        ]
-        return cls(**{**state, "draws": draws, "groups": groups})
+        steps = [[DrawnGroup.from_state(group, build) for group in step] for step in state["steps"]]
+        return cls(**{**state, "steps": steps})
 
 
 def group_state(group: Group) -> dict[str, Any]:

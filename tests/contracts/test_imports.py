@@ -22,6 +22,7 @@ LAYERS = [
     "rollout",
     "evaluation trainer dry_run",
     "resume",
+    "build",
     "run",
 ]
 """Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that

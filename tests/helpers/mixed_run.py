@@ -5,6 +5,8 @@ from typing import Any
 from tests.helpers.builders import QUESTION, noise_image
 
 ROWS = f"{__name__}:rows"
+UNLIKE_ROWS = f"{__name__}:unlike_rows"
+LONG_FIRST = f"{__name__}:long_rows_first"
 REWARD = f"{__name__}:token_sum_or_constant"
 
 IMAGES_BY_ROW = [
@@ -17,15 +19,50 @@ IMAGES_BY_ROW = [
 CONSTANT_ROWS = {10, 11, 13, 14, 15}
 
 
+UNLIKE_IMAGES_BY_ROW = [
+    [(16, 16)], [(32, 24)], [], [(24, 24), (16, 32)],  # mixed
+    [(16, 24)], [(24, 16)], [], [],  # the second half is text
+    [], [], [], [],  # no image
+    [(24, 16)], [], [(16, 16)], [(32, 16)],  # the second half is constant
+    [(16, 16)], [], [], [(16, 24)],  # all constant
+    [], [], [(24, 24), (16, 16)], [(32, 32)],  # the first half is text
+    [], [(32, 16)], [(16, 16), (16, 16)], [],  # the first half is constant
+    [], [(16, 48)], [], [(16, 16), (16, 24), (24, 16)],  # mixed
+]  # fmt: skip
+"""Eight optimizer steps of the same kind."""
+UNLIKE_CONSTANT_ROWS = {14, 15, 16, 17, 18, 19, 24, 25}
+
+
 def rows() -> list[dict[str, Any]]:
+    return make_rows(IMAGES_BY_ROW, CONSTANT_ROWS)
+
+
+def unlike_rows() -> list[dict[str, Any]]:
+    return make_rows(UNLIKE_IMAGES_BY_ROW, UNLIKE_CONSTANT_ROWS)
+
+
+def make_rows(images_by_row: list[list[tuple[int, int]]], constant_rows: set[int]) -> list[dict[str, Any]]:
     return [
         {
             "id": f"row-{i}",
             "prompt": QUESTION + " Yes or no?" * (i % 3),
             "images": [noise_image(*size, seed=10 * i + k) for k, size in enumerate(sizes)],
-            "constant": i in CONSTANT_ROWS,
+            "constant": i in constant_rows,
         }
-        for i, sizes in enumerate(IMAGES_BY_ROW)
+        for i, sizes in enumerate(images_by_row)
+    ]
+
+
+def long_rows_first() -> list[dict[str, Any]]:
+    """Of every four rows the first two have long prompts; none is constant."""
+    return [
+        {
+            "id": f"row-{i}",
+            "prompt": QUESTION + " Yes or no?" * (40 - i if i % 4 < 2 else i % 3),
+            "images": [noise_image(16, 16, seed=i)],
+            "constant": False,
+        }
+        for i in range(8)
     ]
 
 

@@ -93,7 +93,7 @@ DEFAULTS: dict[str, Any] = {
 def metric_lines(output_dir: Path) -> list[dict[str, Any]]:
     """`metrics.jsonl` without times and what is computed from them."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "data_wait_fraction")
+    timed = ("time/", "data_wait_fraction", "balance/seconds")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""Runs of two processes on the CPUs of this machine."""
+"""Runs of several processes on the CPUs of this machine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,29 @@ from rl_vlm.config.schema import RunConfig
 REPOSITORY = Path(__file__).parents[2]
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` in the repository's root, with one thread per process and a port of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def train_on_two_processes(config: RunConfig, path: Path) -> None:
     """Train with the settings of `config`, which are put in a file at `path`."""
-    path.write_text(to_yaml(config))
-    result = launch("--config_file", "launch/accelerate/cpu.yaml", "-m", "launch.train", str(path))
+    train_on_processes(2, config, path)
+
+
+def train_on_processes(num: int, config: RunConfig, path: Path) -> None:
+    """Train with the settings of `config`, which are put in a file at `path`."""
+    result = launch_training(num, config, path)
     assert result.returncode == 0, result.stderr
+
+
+def launch_training(num: int, config: RunConfig, path: Path) -> subprocess.CompletedProcess[str]:
+    """Start a training run, which may fail, with the settings of `config`, which are put in a file at `path`."""
+    path.write_text(to_yaml(config))
+    cpu = ("--config_file", "launch/accelerate/cpu.yaml", "--num_processes", str(num))
+    return launch(*cpu, "-m", "launch.train", str(path))

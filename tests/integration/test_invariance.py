@@ -1,6 +1,7 @@
 """An optimizer step does not depend on how its batch is cut: into micro-batches, by sharing, or between processes."""
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,7 +157,9 @@ def assert_two_processes_train_as_one(checkpoint: Path, tmp_path: Path, **settin
     lines = list(zip(tiny_run.metric_lines(one), tiny_run.metric_lines(two), strict=True))
     assert [line["step"] for _, line in lines] == list(range(1, settings["max_steps"] + 1))
     for expected, line in lines:
-        for name in {name for name in expected if not name.startswith("compute/")}:  # that counts dummies as well
+        for name in {
+            name for name in expected if not name.startswith(("compute/", "balance/"))
+        }:  # with dummies; by rank
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (line["step"], name)
         name = f"checkpoint-{line['step']}"
         expected_weights, weights = tiny_run.weights(one / name), tiny_run.weights(two / name)
@@ -169,12 +172,42 @@ def assert_two_processes_train_as_one(checkpoint: Path, tmp_path: Path, **settin
 
 @pytest.mark.ci
 def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
-    """Windows of two optimizer steps and two iterations; in step 5 one process has only groups without variance."""
+    """Windows of two optimizer steps and two iterations; in step 6 one group has variance, of which there are four."""
     lines = assert_two_processes_train_as_one(
         checkpoint, tmp_path, max_steps=6, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2,
         micro_batch_tokens=150, mask_truncated_completions=True,
     )  # fmt: skip
-    assert lines[4]["compute/dense_forwards"] == 2  # of dummies, on the process that has nothing to train on
+    assert lines[5]["compute/dense_forwards"] == lines[5]["compute/shared_forwards"]  # dummies, on the other process
+
+
+@pytest.mark.ci
+def test_long_rows_of_one_process_are_trained_on_by_both(checkpoint: Path, tmp_path: Path) -> None:
+    settings = {"dataset_name": mixed_run.LONG_FIRST, "prefix_sharing": "shared", "freeze_vision_tower": True}
+    lines = assert_two_processes_train_as_one(
+        checkpoint, tmp_path, max_steps=4, gradient_accumulation_steps=1, steps_per_generation=2, **settings
+    )
+    (one, *_) = tiny_run.metric_lines(tmp_path / "one")
+    for line, drawn in zip(lines, drawn_tokens(tmp_path / "two"), strict=True):
+        assert max(drawn) / (sum(drawn) / 2) > 1.6
+        assert line["balance/tokens_mean"] == sum(drawn) / 2
+        assert line["balance/tokens_max"] / line["balance/tokens_mean"] < 1.1
+    assert one["balance/tokens_max"] == one["balance/tokens_mean"] == sum(drawn_tokens(tmp_path / "two")[0])
+    for timed in map(json.loads, (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()):
+        assert timed["time/training"] > timed["balance/seconds_max"] >= timed["balance/seconds_mean"] > 0
+
+
+def drawn_tokens(output_dir: Path) -> list[list[int]]:
+    """By optimizer step and process, the prompt and completion tokens of the groups that the process has drawn.
+
+    Files have the windows' groups by process; here a process draws two groups for each of two steps.
+    """
+    steps = []
+    for rows in tiny_run.completions(output_dir).values():
+        groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        valid = [[row["completion_length"] for row in group if row["reward"] is not None] for group in groups]
+        tokens = [group[0]["prompt_length"] + sum(own) for group, own in zip(groups, valid, strict=True)]
+        steps += [[sum(tokens[start : start + 2]) for start in (first, first + 4)] for first in (0, 2)]
+    return steps
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl_vlm import build as build_module
 from rl_vlm import checkpoint
-from rl_vlm import run as run_module
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
@@ -64,7 +64,7 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
 
 @pytest.mark.parametrize("variant", [pytest.param("full", marks=pytest.mark.ci), "window", "partial_rollouts"])
 def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "training_engine", copied_policy)
+    monkeypatch.setattr(build_module, "training_engine", copied_policy)
     settings = {"engine": "vllm_server", "max_staleness": 1}
     straight, killed = (
         config_of(variant, tiny_checkpoint, tmp_path / name, **settings) for name in ("straight", "killed")

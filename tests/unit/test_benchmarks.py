@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import patch_embed, report, scaling, train_step
+from benchmarks import patch_embed, report, scaling, sharding, sharding_tables, train_step
 from benchmarks.common import peak_growth, ratio
+from benchmarks.communication import CountTraffic
 from benchmarks.counting import counted_flops
 from benchmarks.flops import (
     FORWARD_ONLY,
@@ -158,6 +159,83 @@ def test_memory_is_measured_on_the_same_case():
     assert again.memory_of == "trl"
     assert train_step.workload(again) == train_step.workload(args)
     assert train_step.training(again) == train_step.training(args)
+
+
+@pytest.fixture
+def four_ranks():
+    """The first of four ranks, whose collectives move nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_traffic_of_each_collective_is_counted(four_ranks):
+    part, whole = torch.zeros(8), torch.zeros(32)  # 32 and 128 bytes
+    with CountTraffic() as counter:
+        four_ranks.all_reduce(whole)
+        four_ranks.all_gather_into_tensor(whole, part)
+        four_ranks.all_gather([torch.zeros(8) for _ in range(4)], part)
+        four_ranks.reduce_scatter_tensor(part, whole)
+        four_ranks.broadcast(whole, src=0)
+        torch.ops._c10d_functional.all_gather_into_tensor(part, 4, four_ranks.group.WORLD.group_name)
+        four_ranks.barrier()
+    assert counter.payloads == {
+        "allreduce_": 128, "_allgather_base_": 128, "allgather_": 128, "_reduce_scatter_base_": 128,
+        "broadcast_": 128, "all_gather_into_tensor": 128,
+    }  # fmt: skip
+    assert counter.sent(world_size=4) == (2 + 5) * 128 * 3 / 4
+
+
+def test_traffic_of_engines_is_counted(four_ranks):
+    """Of DDP's reducer, which is C++ code, and of FSDP2's layers, for a model of 64 weights in two layers."""
+    from torch.distributed.fsdp import fully_shard
+
+    def model() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+
+    replicated = torch.nn.parallel.DistributedDataParallel(model())
+    sharded = model()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    for layer in [*sharded, sharded]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    found = []
+    for engine in (replicated, sharded):
+        with CountTraffic() as counter:
+            engine(torch.ones(1, 4)).sum().backward()
+        found.append(counter.payloads)
+    assert found[0] == {"allreduce_": 256}
+    assert found[1] == {"_allgather_base_": 512, "_reduce_scatter_base_": 256}  # gathered for forward and for backward
+
+
+def test_memory_in_theory():
+    """Of weights, gradients and moments: 16 bytes per parameter, which is 4 times the weights."""
+    assert sum(sharding_tables.theory("ddp", 2, has_reference=False).values()) == 4
+    assert sum(sharding_tables.theory("zero2", 4, has_reference=False).values()) == 1 + 4 / 4
+    assert sum(sharding_tables.theory("zero3", 4, has_reference=False).values()) == 5 / 4
+    assert sum(sharding_tables.theory("fsdp2", 4, has_reference=True).values()) == 5 / 4
+
+
+@pytest.mark.ci
+def test_engines_hold_and_move_what_they_should():
+    """Of a model with a few weights outside of layers, which FSDP2 gathers once, and small ones that ZeRO-3 keeps."""
+    pytest.importorskip("deepspeed")
+    result = sharding.measure(sharding.parse(["--small", "--engines", "ddp", "zero3_freed", "fsdp2"]))
+    whole = 4 * result["steps"][0]["num_parameters"]
+    (ddp, zero, fsdp) = [case["ranks"] for case in result["steps"]]
+    for rank in ddp:
+        assert rank["traffic"]["1"]["sent"] == pytest.approx(whole, rel=0.01)  # 2 (N - 1) / N
+        assert rank["traffic"]["3"]["sent"] == rank["traffic"]["1"]["sent"]  # once per step
+        assert rank["held"]["weights"] == whole
+    for rank in [*zero, *fsdp]:
+        assert rank["held"]["weights"] == pytest.approx(whole / 2, rel=0.1)
+        assert rank["held"]["moments"] == pytest.approx(whole, rel=0.01)
+        assert rank["traffic"]["3"]["sent"] == pytest.approx(3 * rank["traffic"]["1"]["sent"], rel=0.05)
+        assert rank["gathered"]["within"] > rank["gathered"]["before"] + 0.9 * whole
+        assert rank["gathered"]["after"] <= rank["gathered"]["before"]
+    assert "FSDP2" in sharding_tables.sharding_tables(result)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from rl_vlm.rollout.sampling import stream_keys
 from rl_vlm.rollout.scoring import replace_rows
 from rl_vlm.rollout.weights import CheckpointWeights
 from rl_vlm.rollout.window import Window
-from rl_vlm.types import Completion, Group, Progress, RewardTable, RolloutRequest, Sampling, TrainerState
+from rl_vlm.types import Completion, Group, Progress, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
 
 F, T = False, True
 SERVED = "vllm_server"  # of which the engine is a script here
@@ -109,6 +109,10 @@ def on_two_ranks(*scripts: Script, **settings: Any) -> list[Window | BaseExcepti
     return [future.exception() or future.result() for future in made]
 
 
+def has_work(group: ScoredGroup) -> int:
+    return int(group.has_variance)
+
+
 def make_collector(
     script: Script,
     rounds: int,
@@ -133,7 +137,7 @@ def make_collector(
     sampler = PromptSampler(3, 3, seed=0, shuffle=False)
     loader = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data)
     engine, log = SyncedEngine(script, NO_WEIGHTS, ranks), CompletionsLog(folder or Path(), ranks, config.log)
-    return Collector(config, ranks, loader, engine, RewardSuite(config.rewards), log)
+    return Collector(config, ranks, loader, engine, RewardSuite(config.rewards), log, cost=has_work)
 
 
 def collect(script: Script, **settings: Any) -> tuple[list[list[str]], dict[str, float], Collector]:
@@ -257,6 +261,13 @@ def test_a_window_is_that_of_all_ranks():
     for error in errors:
         assert isinstance(error, RewardError)
         assert str(error).startswith("none of the 12 completions of a generation window has a reward:\nnumber/nan: ")
+
+
+def test_groups_with_variance_are_dealt_to_all_ranks():
+    scripts = Script(a="0 1", b="0 2", c="0 3"), Script(a="1 1", b="2 2", c="3 3")
+    windows = on_two_ranks(*scripts)
+    texts = [[[c.text for c in g.group.completions] for g in w.step_groups()] for w in windows if isinstance(w, Window)]
+    assert texts == [[["0", "1"], ["0", "2"]], [["0", "3"], ["1", "1"], ["2", "2"], ["3", "3"]]]
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.0, True), (0.3, True), (0.34, False), (1.0, False)])

@@ -10,6 +10,7 @@ import pytest
 from rl_vlm.errors import CheckpointError, RolloutError
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.rollout.collector import Collector, NextWindow
+from rl_vlm.rollout.redistribute import redistributed
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Group, Progress, RolloutRequest, Sampling
 from tests.unit.test_collector import Script, make_collector
@@ -34,7 +35,7 @@ class Held(Script):
 def in_training(script: Script, folder: Path | None = None) -> Collector:
     """A collector whose window in training has one update left."""
     collector = make_collector(script, rounds=0, folder=folder)
-    collector.window = Window([], [], steps_per_window=1, num_iterations=1)
+    collector.window = Window([[]], num_iterations=1)
     return collector
 
 
@@ -189,6 +190,24 @@ def test_a_collector_continues_from_its_state() -> None:
     assert resumed.loader.state_dict()["cursor"] == 6
     for each in (collector, resumed):
         each.close()
+
+
+def test_windows_that_two_ranks_have_saved_are_resumed_on_one() -> None:
+    answers, states = {"a": "0 1, 1 0", "b": "0 1, 1 0", "c": "0 1, 1 0"}, []
+    for _ in range(2):
+        collector = make_collector(Script(**answers), rounds=0)
+        collector.current(NOW, StepMetrics())
+        collector.prefetch(NOW)
+        collector.finish_prefetch()
+        states.append(collector.state_dict())
+        collector.close()
+    alone = make_collector(Script(), rounds=0)
+    alone.load_state_dict(redistributed(states, rank=0, num_ranks=1), NOW)
+    assert alone.window is not None and alone.next_window is not None
+    assert [g.group.group_id for g in alone.window.groups] == ["7/0/a", "7/0/b", "7/0/c"] * 2
+    assert [g.group.group_id for g in alone.next_window.window.groups] == ["8/1/a", "8/1/b", "8/1/c"] * 2
+    assert alone.next_window.metrics.means["answers"] == [6 + 6, 2]
+    alone.close()
 
 
 def test_weights_are_sent_again_after_a_window_that_could_not_be_made() -> None:

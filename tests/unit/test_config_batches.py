@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.config.batches import BatchPlan, plan_batches, total_optimizer_steps
+from rl_vlm.config.batches import BatchPlan, plan_batches, settings_that_keep, total_optimizer_steps
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 
@@ -144,3 +144,51 @@ def test_a_dataset_smaller_than_one_window_is_refused():
         total_optimizer_steps(config, plan_batches(config, world_size=2), num_rows=7)
     with pytest.raises(ConfigError, match="fewer processes"):
         total_optimizer_steps(config, plan_batches(config, world_size=4), num_rows=7)
+
+
+@pytest.mark.parametrize(
+    ("train", "world_size", "prompts", "steps", "expected"),
+    [
+        ({"per_device_train_batch_size": 8}, 2, 8, 1, {"gradient_accumulation_steps": 4}),
+        ({}, 4, 8, 1, {"gradient_accumulation_steps": 2}),  # TRL's default: 8 completions per device
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+            1, 4, 2, {"gradient_accumulation_steps": 4, "steps_per_generation": 8},
+        ),
+        (
+            {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1},
+            4, 8, 1, {"per_device_train_batch_size": 16},
+        ),
+        ({"prompts_per_step": 4}, 2, 8, 1, {"prompts_per_step": 8}),
+        (
+            {"prompts_per_step": 8, "per_device_train_batch_size": 8, "steps_per_generation": 16},
+            2, 8, 2, {"gradient_accumulation_steps": 4, "steps_per_generation": 8},
+        ),
+        ({"prompts_per_step": 8}, 3, 8, 1, {}),  # three processes cannot share eight prompts
+    ],
+)  # fmt: skip
+def test_settings_that_keep_a_batch_on_another_number_of_processes(train, world_size, prompts, steps, expected):
+    assert settings_that_keep(prompts, steps, run_config(**train), world_size) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    group=sizes,
+    world_size=st.integers(1, 5),
+    share=st.integers(1, 6),
+    steps=st.integers(1, 4),
+    prompts=st.none() | sizes,
+    per_device=st.none() | sizes,
+    accumulation=st.none() | sizes,
+    micro_steps=st.none() | sizes,
+)
+def test_those_settings_do_keep_it(group, world_size, share, steps, prompts, per_device, accumulation, micro_steps):
+    train = {
+        "prompts_per_step": prompts,
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": micro_steps,
+    }
+    changes = settings_that_keep(share * world_size, steps, run_config(group, **train), world_size)
+    plan = plan_batches(run_config(group, **train | changes), world_size)
+    assert (plan.prompts_per_step, plan.steps_per_window) == (share * world_size, steps)

@@ -26,6 +26,12 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **settings}}
 
 
+def zero_of_options(stage: int, **settings: Any) -> dict[str, Any]:
+    """Without a JSON file, sizes follow the width of the model."""
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    return zero(stage, **dict.fromkeys(names, "auto"), **settings)
+
+
 CPU = {"device": "cpu"}
 NONE = {"device": "none"}
 
@@ -35,9 +41,9 @@ NONE = {"device": "none"}
     [
         ("cpu", Launch("ddp")),
         ("ddp", Launch("ddp")),
-        ("zero2", Launch("deepspeed", deepspeed=zero(2))),
-        ("zero3", Launch("deepspeed", deepspeed=zero(3))),
-        ("zero3_offload", Launch("deepspeed", deepspeed=zero(3, offload_optimizer=CPU, offload_param=CPU))),
+        ("zero2", Launch("deepspeed", deepspeed=zero_of_options(2))),
+        ("zero3", Launch("deepspeed", deepspeed=zero_of_options(3))),
+        ("zero3_offload", Launch("deepspeed", deepspeed=zero_of_options(3, offload_optimizer=CPU, offload_param=CPU))),
         ("fsdp2", Launch("fsdp2")),
     ],
 )
@@ -50,13 +56,13 @@ def test_the_files_of_this_project(monkeypatch, name: str, expected: Launch):
     "name, expected",
     [
         ("multi_gpu", Launch("ddp", "bf16")),
-        ("zero1", Launch("deepspeed", "bf16", zero(1) | {"gradient_accumulation_steps": 1})),
-        ("zero2", Launch("deepspeed", "bf16", zero(2, offload_optimizer=NONE, offload_param=NONE))),
+        ("zero1", Launch("deepspeed", "bf16", zero_of_options(1) | {"gradient_accumulation_steps": 1})),
+        ("zero2", Launch("deepspeed", "bf16", zero_of_options(2, offload_optimizer=NONE, offload_param=NONE))),
         (
             "zero3",
             Launch(
                 "deepspeed", "bf16",
-                zero(3, offload_optimizer=NONE, offload_param=NONE, stage3_gather_16bit_weights_on_model_save=True),
+                zero_of_options(3, offload_optimizer=NONE, offload_param=NONE, stage3_gather_16bit_weights_on_model_save=True),
             ),
         ),
         ("fsdp2", Launch("fsdp2", "bf16")),
@@ -165,7 +171,7 @@ def test_a_deepspeed_config_that_cannot_be_read(monkeypatch, tmp_path, content: 
 def test_a_deepspeed_config_that_does_not_exist(monkeypatch, tmp_path):
     file = deepspeed_file(tmp_path, {})
     (tmp_path / "ds.json").unlink()
-    with pytest.raises(LaunchError, match="ds.json cannot be read: .*No such file"):
+    with pytest.raises(LaunchError, match=r"ds.json cannot be read: .*No such file"):
         launch_of(monkeypatch, file)
 
 

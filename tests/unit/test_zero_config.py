@@ -172,8 +172,8 @@ def test_batches_that_cannot_be_shared_are_a_fault_of_the_settings():
             "sets bf16.bf16_master_weights_and_grads",
         ),
         ({"tensorboard": {"enabled": True}}, "has tensorboard: remove it; .* log.report_to"),
-        ({"monitor_config": {"enabled": True}}, "has monitor_config, which is not known: remove it"),
-        ({"gradient_clippping": 1.0}, r"gradient_clippping, which is not known \(did you mean 'gradient_clipping'\?\)"),
+        ({"monitor_config": {"enabled": True}}, "has monitor_config, which is unknown: remove it"),
+        ({"gradient_clippping": 1.0}, r"gradient_clippping, which is unknown \(did you mean 'gradient_clipping'\?\)"),
         ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
     ],
 )

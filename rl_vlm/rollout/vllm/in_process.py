@@ -153,8 +153,9 @@ class VLLMEngine:
             self.llm.wake_up()
 
     def close(self) -> None:
-        if self.is_one_of_several:  # a full shutdown would end the trainer's process group
+        if self.is_one_of_several:  # a full shutdown, now or at exit, would end the trainer's process group
             self.llm.llm_engine.model_executor.shutdown()
+            self.llm.llm_engine.engine_core._finalizer.detach()
         else:
             self.llm.llm_engine.engine_core.shutdown()
 

@@ -1,0 +1,194 @@
+"""The parts of a training run on one rank, built in the order in which they need each other.
+
+processes ─ lock the directory, read the checkpoint ─ reward functions ─ rows ─► Data
+policy, reference ─ optimizer ─ rollout engine ─ collector ─ evaluator ─► Trainer
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_vlm import checkpoint
+from rl_vlm.config.batches import BatchPlan, plan_batches, total_optimizer_steps
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.check import UsableRows, fitting_rows
+from rl_vlm.data.fingerprint import data_fingerprint
+from rl_vlm.data.loader import PromptLoader, PromptSource
+from rl_vlm.data.prompts import PromptBuilder, load_processor
+from rl_vlm.data.sampler import PromptSampler
+from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.strategy import Strategy, select_strategy
+from rl_vlm.distributed.trackers import Trackers
+from rl_vlm.evaluation import Evaluator
+from rl_vlm.log.completions import CompletionsLog
+from rl_vlm.log.directory import RunDirectory
+from rl_vlm.log.files import lock_directory
+from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
+from rl_vlm.model.fingerprint import model_fingerprint
+from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
+from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable
+from rl_vlm.model.vision import idle_sample
+from rl_vlm.resume import SavedRun
+from rl_vlm.reward import RewardSuite
+from rl_vlm.rollout.balance import cost_of_groups
+from rl_vlm.rollout.build import gathering, training_engine
+from rl_vlm.rollout.collector import Collector
+from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.scoring import checked_rows, choose_forms
+from rl_vlm.rollout.weights import PolicyWeights
+from rl_vlm.trainer import Trainer
+from rl_vlm.types import Progress
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training rows, and what prompts are built with."""
+
+    usable: UsableRows
+    initial: str
+    """The checkpoint that the run starts from."""
+    processor: ProcessorMixin
+    builder: PromptBuilder
+    fingerprints: dict[str, str]
+    """Those of the rows and of the initial checkpoint, on the main process."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a run needs. `SavedRun` is the checkpoint to restore, which only the policy has loaded."""
+
+    ranks: Ranks
+    strategy: Strategy
+    directory: RunDirectory
+    saved: SavedRun | None
+    trackers: Trackers
+    rewards: RewardSuite
+    data: Data
+    evaluator: Evaluator | None
+    trainer: Trainer
+
+
+def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
+    """Build the parts of a run; `opened` closes them. Raises RLVLMError if they cannot be built."""
+    ranks = Ranks()
+    opened.callback(ranks.close)
+    strategy = select_strategy(ranks, config)
+    plan = plan_batches(config, ranks.world_size)
+    directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
+    saved = open_directory(config, directory, ranks, opened)
+    trackers = Trackers(config.log, config.train.output_dir)
+    opened.callback(trackers.close)
+    checkpoint.seed_random_generators(config.train.seed)
+    rewards = opened.enter_context(RewardSuite(config.rewards))
+    data = load_data(config, saved, rewards, ranks)
+    policy, reference = load_models(config, saved, data, strategy, ranks)
+    progress = Progress(total_optimizer_steps(config, plan, len(data.usable)))
+    logger.info(batch_line(plan, progress.max_steps))
+    optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
+    engine = build_engine(config, policy, data, strategy, ranks)
+    cost = cost_of_groups(policy, config.memory.prefix_sharing, has_reference=reference is not None)
+    log = CompletionsLog(directory.path, ranks, config.log)
+    collector = Collector(config, ranks, build_loader(config, plan, data, ranks), engine, rewards, log, cost)
+    opened.callback(collector.close)
+    evaluator = None
+    if config.data.eval_dataset_name is not None:
+        evaluator = Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered)
+    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress)
+    return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer)
+
+
+def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, opened: ExitStack) -> SavedRun | None:
+    """Lock the run directory until `opened` closes, and read the checkpoint to resume from, if any."""
+    resumed = None
+    with ranks.agree():
+        if ranks.is_main:
+            opened.enter_context(lock_directory(directory.path))
+            resumed = checkpoint.find(config.train.resume_from_checkpoint, directory.path)
+            directory.refuse_another_run(config, resumed)
+    resumed = ranks.gather([resumed])[0]
+    with ranks.agree():
+        return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
+
+
+def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, ranks: Ranks) -> Data:
+    """Load and check the training rows, and choose the forms in which reward functions get completions."""
+    logger.info("loading the training data %s", config.data.dataset_name)
+    usable = checked_rows(config, "train", rewards, ranks)
+    initial = initial_checkpoint(config, ranks)
+    processor = load_processor(initial, config.model, config.data)
+    builder = PromptBuilder(processor, config.data, longest_prompt(config, initial))
+    usable = fitting_rows(usable, builder, config.data.max_prompt_length)
+    fingerprints = checked_fingerprints(config, saved, usable, initial, ranks)
+    if saved is None or "rewards.reward_funcs" in saved.changes:
+        choose_forms(rewards, usable, ranks)
+    else:
+        rewards.use_forms(saved.own_state["reward_forms"])
+    logger.info(rows_line(len(usable), len(usable.dropped)))
+    return Data(usable, initial, processor, builder, fingerprints)
+
+
+def checked_fingerprints(
+    config: RunConfig, saved: SavedRun | None, usable: UsableRows, initial: str, ranks: Ranks
+) -> dict[str, str]:
+    """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""
+    fingerprints: dict[str, str] = {}
+    with ranks.agree():
+        if ranks.is_main:
+            fingerprints = {
+                "training data": data_fingerprint(usable.rows, usable.indices),
+                "initial model": model_fingerprint(initial, config.model),
+            }
+            if saved:
+                saved.check_fingerprints(fingerprints)
+    return fingerprints
+
+
+def load_models(
+    config: RunConfig, saved: SavedRun | None, data: Data, strategy: Strategy, ranks: Ranks
+) -> tuple[Policy, Reference | None]:
+    """Load the policy and, if the KL term needs one, the reference; place both on the ranks' devices."""
+    resumed = saved.path if saved else None
+    needs_idle_runs = ranks.world_size > 1 or strategy.needs_all_gradients
+    idle_prompt = data.builder.build(idle_sample()) if needs_idle_runs else None
+    logger.info(loading_line(config, ranks.device))
+    if strategy.equal_calls:
+        refuse_initialisation(config.model, strategy.name)
+    policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
+    if strategy.equal_calls:
+        refuse_unshardable(policy, strategy.name)
+    add_initial_adapter(config, data.initial, policy)
+    logger.info(parameters_line(policy))
+    strategy.place(policy)
+    reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
+    if reference is not None and reference.frozen is not None:
+        strategy.place_frozen(reference.frozen)
+    return policy, reference
+
+
+def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strategy, ranks: Ranks) -> SyncedEngine:
+    """Build the rollout engine, which is sent the policy's weights."""
+    weights = PolicyWeights(policy, config.rollout.lora_sync)
+    engine = training_engine(config, data.initial, weights, data.builder, ranks)
+    return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
+
+
+def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks) -> PromptLoader:
+    """Build the loader of this rank's prompts, with its sampler."""
+    source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
+    sampler = PromptSampler(
+        len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
+        ranks.rank, ranks.world_size,
+    )  # fmt: skip
+    return PromptLoader(source, sampler, plan.steps_per_window, config.data)

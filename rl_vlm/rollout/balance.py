@@ -1,0 +1,103 @@
+"""Deals the groups of an optimizer step to ranks, so that each trains on about as many tokens.
+
+Each rank draws equally many rows. Their images and completions can cost very unlike amounts of work, and the ranks that
+finish first wait. Only the contents of a group move: the rank that receives it builds its prompt from the dataset row.
+
+Two ranks, with the tokens of each group:
+
+    generated   rank 0: 90 80 20      rank 1: 30 20        190 and 50 tokens
+    trained     rank 0: 90 20         rank 1: 80 30 20     110 and 130 tokens: one group has moved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from rl_vlm.data.sampler import Draw
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.memory.micro_batches import training_tokens
+from rl_vlm.model.loading import why_not_shared
+from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.window import DrawnGroup, Window
+from rl_vlm.types import Prompt, ScoredGroup, Sharing
+
+EVEN_ENOUGH = 1.05
+"""Largest rank's load, relative to that of a deal from scratch, at which groups are left on their ranks."""
+
+Cost = Callable[[ScoredGroup], int]
+"""The tokens that training on a group computes; see `training_tokens`."""
+
+Costs = Sequence[Sequence[int]]
+"""By rank, the cost of each of its groups."""
+
+
+def cost_of_groups(policy: Policy, wanted: Sharing, has_reference: bool) -> Cost:
+    """Return the function that computes the cost of a group for this policy."""
+    sharing: Sharing = "dense" if why_not_shared(policy.transformer) else wanted
+    vision_tokens = policy.vision.tokens
+    return partial(training_tokens, sharing=sharing, vision_tokens=vision_tokens, has_reference=has_reference)
+
+
+def balance(window: Window, ranks: Ranks, cost: Cost, build: Callable[[Draw], Prompt]) -> Window:
+    """Return the window with the groups that this rank trains on. All ranks must call this together.
+
+    `build` makes the prompts of the groups that arrive. An RLVLMError that it raises is raised on every rank.
+    """
+    costs = ranks.gather([[[cost(group.scored) for group in step] for step in window.steps]])
+    owners = [deal([steps[s] for steps in costs]) for s in range(len(window.steps))]
+    own = {(s, ranks.rank, i): group for s, step in enumerate(window.steps) for i, group in enumerate(step)}
+    leaving = [(place, group.state_dict()) for place, group in own.items() if owner_of(owners, place) != ranks.rank]
+    moved = dict(ranks.gather(leaving))
+    with ranks.agree():
+        arrived = {
+            place: DrawnGroup.from_state(state, build)
+            for place, state in moved.items()
+            if owner_of(owners, place) == ranks.rank
+        }
+    kept = {place: group for place, group in own.items() if place not in moved}
+    trained = sorted((kept | arrived).items(), key=lambda item: item[0])
+    steps = [[group for place, group in trained if place[0] == s] for s in range(len(window.steps))]
+    return replace(window, steps=steps)
+
+
+def owner_of(owners: Sequence[Sequence[Sequence[int]]], place: tuple[int, int, int]) -> int:
+    """Return the rank that trains on the group at a place: its step, the rank that has it, and its index there."""
+    step, rank, i = place
+    return owners[step][rank][i]
+
+
+def deal(costs: Costs) -> list[list[int]]:
+    """Return the rank that trains on each group, for the groups of one optimizer step by the rank that has them.
+
+    Groups stay where they are as far as the fullest rank then has at most `EVEN_ENOUGH` times the tokens that it has if
+    all of them are dealt. Every rank must have a group, and has one after the deal. The deal depends on `costs` alone,
+    so all ranks compute the same one.
+    """
+    dealt, lowest = deal_surplus(costs, limit=0.0)
+    mostly_kept, highest = deal_surplus(costs, limit=EVEN_ENOUGH * lowest)
+    return mostly_kept if highest <= EVEN_ENOUGH * lowest else dealt
+
+
+def deal_surplus(costs: Costs, limit: float) -> tuple[list[list[int]], int]:
+    """Let each rank keep its groups, longest first, up to `limit` tokens, and deal the others to the emptiest ranks.
+
+    The others are dealt longest first. Of ranks with equally many tokens, the one with fewest groups is taken, then the
+    one that has the group. Groups that cost nothing are kept. Returns the rank of each group, and the tokens of the
+    fullest rank.
+    """
+    owners = [[rank] * len(own) for rank, own in enumerate(costs)]
+    loads, sizes = [0] * len(costs), [0] * len(costs)
+    longest_first = sorted((-cost, rank, i) for rank, own in enumerate(costs) for i, cost in enumerate(own))
+    surplus = []
+    for cost, rank, i in ((-negative, rank, i) for negative, rank, i in longest_first):
+        if loads[rank] + cost > limit:
+            surplus.append((cost, rank, i))
+            continue
+        loads[rank], sizes[rank] = loads[rank] + cost, sizes[rank] + 1
+    for cost, home, i in surplus:
+        rank = min(range(len(costs)), key=lambda r: (loads[r], sizes[r], r != home, r))
+        owners[home][i] = rank
+        loads[rank], sizes[rank] = loads[rank] + cost, sizes[rank] + 1
+    return owners, max(loads)

@@ -1,0 +1,44 @@
+"""Equal forwards on all ranks while each samples its own completions.
+
+If weights are gathered layer by layer, every forward is a series of all-gathers that all ranks join:
+
+    rank 0   vision, prefill   decode   decode   decode
+    rank 1   vision, prefill   decode   idle     idle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rl_vlm.distributed.ranks import Ranks
+
+
+class Lockstep:
+    """One rank's part in forwards of all ranks. Each forward begins with as many vision tower calls on every rank."""
+
+    def __init__(self, ranks: Ranks, idle_vision: Callable[[int], object], idle_forward: Callable[[], object]) -> None:
+        """`idle_vision(n)` calls the vision tower n times without effect, and `idle_forward` the language model."""
+        self.ranks = ranks
+        self.idle_vision = idle_vision
+        self.idle_forward = idle_forward
+
+    def join(self, num_vision_calls: int) -> None:
+        """Wait for all ranks before a forward with this many vision calls, and fill them up to the most of any rank."""
+        _, most_calls = self.ranks.max([1, num_vision_calls])
+        if most_calls > num_vision_calls:
+            self.idle_vision(most_calls - num_vision_calls)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Run forwards in this context, which all ranks open. It closes when all ranks have finished theirs."""
+        try:
+            yield
+        finally:
+            while True:
+                goes_on, num_vision_calls = self.ranks.max([0, 0])
+                if not goes_on:
+                    break
+                if num_vision_calls:
+                    self.idle_vision(num_vision_calls)
+                self.idle_forward()

@@ -1,0 +1,59 @@
+"""A training run of which one rank is killed within a save: `-m tests.helpers.killed_save CONFIG RANK POINT SAVES`.
+
+The first SAVES saves of the process are complete, and the next one ends at POINT on rank RANK.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from launch import cli
+from rl_vlm import checkpoint, run
+from rl_vlm.distributed.optimizer_files import OptimizerFiles
+from rl_vlm.model.saving import PolicyFiles
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "directory": (checkpoint, "begin"),
+    "model": (PolicyFiles, "write"),
+    "optimizer": (OptimizerFiles, "write"),
+    "states": (run, "write_states"),
+    "digests": (checkpoint, "digests"),
+    "flush": (checkpoint, "flush"),
+    "commit": (checkpoint, "commit"),
+}
+"""The function after whose call, or in whose middle, a rank is killed."""
+ON_ALL_RANKS = ("model", "optimizer")
+
+
+def kill_at(rank: int, point: str, saves: int) -> None:
+    """Kill this process, if it is the rank, at a point of its save after `saves` complete ones."""
+    complete: list[None] = []
+    write, (owner, name) = checkpoint.write, POINTS[point]
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def counted_write(*arguments: Any, **named: Any) -> None:
+        write(*arguments, **named)
+        complete.append(None)
+
+    def killed(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        if len(complete) == saves and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    checkpoint.write = counted_write
+    setattr(owner, name, killed)
+
+
+def main() -> int:
+    config, rank, point, saves = sys.argv[1:]
+    kill_at(int(rank), point, int(saves))
+    return cli.run("train", [config])
+
+
+if __name__ == "__main__":
+    cli.end_process_after(main)

@@ -1,0 +1,95 @@
+"""Ranks that shard weights wait for each other in every module. So with equally many runs of the vision tower, all
+micro-batches of a family must call the same modules in the same order, and give gradients to the same weights."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rl_vlm.errors import ModelError
+from rl_vlm.model import policy as policy_module
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.sharding import refuse_unshardable
+from rl_vlm.model.vision import idle_sample
+from rl_vlm.types import MicroBatch
+from tests.helpers.builders import make_groups, make_policy, make_prompt, noise_image, take_gradients, whole
+from tests.helpers.family_parity import NEED_AN_IMAGE
+from tests.tiny.build import TINY_FAMILIES
+
+FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "ovis2", "qwen3_5", "mllama", "lfm2_vl"}
+UNSHARDABLE = {"mllama", "lfm2_vl", "minicpmv4_6", "minicpmv4_7"}
+NUM_VISION_CALLS = 4
+
+IMAGE = [noise_image(32, 24, seed=1)]
+OTHER = [noise_image(64, 48, seed=2)]
+THREE = [noise_image(32, 32, seed=seed) for seed in range(3)]
+SHAPES: dict[str, list[tuple[list[Image.Image], list[int]]]] = {
+    "an image": [(IMAGE, [5, 1, 9, 3])],
+    "three images": [(THREE, [5, 1])],
+    "two prompts": [(IMAGE, [4, 4, 2]), (OTHER, [3])],
+    "one completion": [(OTHER, [7])],
+    "no image": [([], [5, 1, 9, 3])],
+    "with and without images": [(IMAGE, [4]), ([], [2, 2])],
+}
+"""Images and completion lengths of the groups of each micro-batch."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=() if n in FIRST_TIER else pytest.mark.ci) for n in sorted(TINY_FAMILIES)],
+)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> Policy:
+    policy = make_policy(checkpoint)
+    policy.vision.idle_prompt = make_prompt(checkpoint, idle_sample().images, ".")
+    return policy
+
+
+def batches(family: str, policy: Policy, checkpoint: Path) -> dict[str, MicroBatch]:
+    """Every micro-batch of SHAPES that the family can have, with and without shared prompts."""
+    found = {}
+    for name, shapes in SHAPES.items():
+        if family in NEED_AN_IMAGE and not all(images for images, _ in shapes):
+            continue
+        if policy.family.cross_attends and len(shapes) > 1:
+            continue
+        groups = make_groups(checkpoint, shapes)
+        found[f"{name}, dense"] = whole(groups, shared=False)
+        if not policy.family.hybrid:  # sharded runs of these do not share prompts
+            found[f"{name}, shared"] = whole(groups, shared=True)
+    return found
+
+
+def calls(policy: Policy, batch: MicroBatch) -> tuple[list[str], list[str]]:
+    """Return the names of the modules with weights, as they are called, and of the weights that have a gradient."""
+    called: list[str] = []
+    owners = [(name, module) for name, module in policy.named_modules() if module._parameters]
+    hooks = [module.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, module in owners]
+    policy(batch, NUM_VISION_CALLS).logprobs_NT.sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return called, sorted(take_gradients(policy))
+
+
+def test_all_micro_batches_call_the_same_modules(
+    family: str, policy: Policy, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = batches(family, policy, checkpoint)
+    found = {name: calls(policy, batch) for name, batch in made.items()}
+    if family in UNSHARDABLE:
+        assert any(found[name][0] != found["an image, dense"][0] for name in found)
+        with pytest.raises(ModelError, match=rf"^{policy.family.model_type} cannot be trained with ZeRO-3: "):
+            refuse_unshardable(policy, "ZeRO-3")
+        return
+    refuse_unshardable(policy, "ZeRO-3")
+    for name, (called, gradients) in found.items():
+        assert called == found["an image, dense"][0], name
+        assert gradients == found["an image, dense"][1], name
+    assert policy.counters["vision_forwards"] == NUM_VISION_CALLS * len(found)
+
+    monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", 1)  # one token at once
+    assert calls(policy, made["one completion, dense"]) == found["an image, dense"]

@@ -1,0 +1,56 @@
+"""Families under ZeRO-3 and FSDP2: three steps, the last without an image, with a reference that is sharded as well."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.builders import sharp_checkpoint
+from tests.helpers.sharded_runs import Runs, differences
+
+FAMILIES = [
+    "qwen2_5_vl",
+    "qwen3_vl",  # features for several layers
+    "qwen3_vl_moe",  # experts
+    "internvl",
+    "gemma3",  # tied embeddings, buffers of sliding windows
+    "glm4v",  # a position table that is read without calling its module
+    "qwen3_5",  # hybrid
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("families")
+    return {family: sharp_checkpoint(family, directory / family) for family in FAMILIES}
+
+
+BY_LAYER = {"qwen3_vl_by_layer": "qwen3_vl", "glm4v_by_layer": "glm4v", "qwen3_5_by_layer": "qwen3_5"}
+"""Runs whose rollouts gather the weights layer by layer."""
+
+
+def settings(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    found: dict[str, Any] = {
+        family: {"checkpoint": path, "max_steps": 3, "beta": 0.04} for family, path in checkpoints.items()
+    }
+    return found | {name: found[family] | {"ds3_gather_for_generation": False} for name, family in BY_LAYER.items()}
+
+
+@pytest.fixture(scope="module")
+def one(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs.of(tmp_path_factory.mktemp("one"), settings(checkpoints)).train()
+
+
+@pytest.fixture(scope="module", params=["zero3", "fsdp2"])
+def two(checkpoints: dict[str, Path], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs.of(tmp_path_factory.mktemp(request.param), settings(checkpoints)).launch(request.param)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, *BY_LAYER])
+def test_every_family_trains_as_on_one_process(one: Runs, two: Runs, family: str) -> None:
+    found = differences(one[family], two[family])
+    print(two.directory.name, family, found)
+    assert found.losses <= 1e-5
+    assert found.gradients <= 1e-5
+    assert found.weights <= 1e-3
