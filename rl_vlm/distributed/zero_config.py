@@ -87,9 +87,7 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
         if name in REFUSED and not asks_for_nothing(value):
             raise LaunchError(f"the DeepSpeed config has {name}: remove it; {REFUSED[name]}")
         if name not in known:
-            raise LaunchError(
-                f"the DeepSpeed config has {name}, which is unknown{did_you_mean(name, known)}: remove it"
-            )
+            raise LaunchError(f"the DeepSpeed config has the unknown key {name}{did_you_mean(name, known)}: remove it")
     check_batches(asked, config, world_size)
     check_precision(asked, config.model.dtype)
     check_zero(asked.get("zero_optimization") or {})
@@ -148,7 +146,7 @@ def check_zero(zero: Mapping[str, Any]) -> None:
             raise LaunchError(f"zero_optimization.{name} is not supported, {reason}")
     for name, reason in ZERO_NEEDED.items():
         if zero.get(name) is False:
-            raise LaunchError(f"zero_optimization.{name} cannot be false: {reason}")
+            raise LaunchError(f"zero_optimization.{name} false is not supported: {reason}; remove it")
     check_offload(zero)
 
 

@@ -129,7 +129,7 @@ def refuse_quantized(source: str, config: ModelConfig) -> None:
     quantization: Any = getattr(AutoConfig.from_pretrained(source, **origin), "quantization_config", None)
     if quantization:
         raise ModelError(
-            f"{source} is quantized (its config.json names {dict(quantization).get('quant_method')}), and rl-vlm trains "
+            f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), and rl-vlm trains "
             "and samples with weights of 16 or 32 bits, also with LoRA: name the checkpoint that it was made from"
         )
 

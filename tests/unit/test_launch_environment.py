@@ -62,7 +62,9 @@ def test_the_files_of_this_project(monkeypatch, name: str, expected: Launch):
             "zero3",
             Launch(
                 "deepspeed", "bf16",
-                zero_of_options(3, offload_optimizer=NONE, offload_param=NONE, stage3_gather_16bit_weights_on_model_save=True),
+                zero_of_options(
+                    3, offload_optimizer=NONE, offload_param=NONE, stage3_gather_16bit_weights_on_model_save=True
+                ),
             ),
         ),
         ("fsdp2", Launch("fsdp2", "bf16")),
