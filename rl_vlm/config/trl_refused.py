@@ -88,8 +88,8 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "push_to_hub": False, "hub_token": None, "hub_private_repo": None, "hub_model_id": None,
         "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "log_completions_hub_repo": None,
     },
-    "processes are data-parallel, and each holds the whole model; `use_peft`, `gradient_checkpointing` and a smaller "
-    "`micro_batch_tokens` save memory": {
+    "the file of `accelerate launch --config_file` says how processes share the model, such as "
+    "launch/accelerate/zero3.yaml; it can name a DeepSpeed JSON (docs/distributed.md)": {
         "deepspeed": None, "fsdp": (None, "", []), "fsdp_config": None, "parallelism_config": None,
     },
     "`accelerate launch` starts the processes and chooses their devices": {

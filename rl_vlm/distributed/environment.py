@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
-FSDP_DEFAULTS = {
-    "fsdp_offload_params": "false",
-    "fsdp_min_num_params": "100000000",
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_backward_prefetch": "BACKWARD_PRE",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_forward_prefetch": "false",
-    "fsdp_use_orig_params": "true",
-    "fsdp_cpu_ram_efficient_loading": "true",
-    "fsdp_sync_module_states": "true",
-    "fsdp_activation_checkpointing": "false",
-    "fsdp_activation_checkpointing_offload": "false",
-    "fsdp_sharding_strategy": "FULL_SHARD",
+FSDP_KEYS = {
+    "fsdp_offload_params": (["false"], "to keep weights in host memory, use launch/accelerate/zero3_offload.yaml"),
+    "fsdp_auto_wrap_policy": (["TRANSFORMER_BASED_WRAP"], "the model is sharded layer by layer"),
+    "fsdp_min_num_params": (["100000000", "0"], "the model is sharded layer by layer"),
+    "fsdp_activation_checkpointing": (["false"], "set memory.gradient_checkpointing of the run instead"),
+    "fsdp_activation_checkpointing_offload": (["false"], "set memory.gradient_checkpointing of the run instead"),
+    "fsdp_cpu_ram_efficient_loading": (["true"], "rank 0 alone reads the weights, and sends each rank its part"),
+    "fsdp_sync_module_states": (["true"], "rank 0 alone reads the weights, and sends each rank its part"),
+    "fsdp_state_dict_type": (["FULL_STATE_DICT", "SHARDED_STATE_DICT"], "checkpoints hold unsharded tensors"),
+    "fsdp_sharding_strategy": (["FULL_SHARD", "1"], "fsdp_reshard_after_forward is the setting of FSDP2"),
+    "fsdp_forward_prefetch": (["false"], "FSDP2 decides what it prefetches"),
+    "fsdp_backward_prefetch": (["BACKWARD_PRE"], "FSDP2 decides what it prefetches"),
+    "fsdp_use_orig_params": (["true"], "FSDP2 always keeps the original parameters"),
+    "fsdp_ignored_modules": ([], "all modules are sharded"),
 }
-"""Keys of `fsdp_config` that are not read, with the only value that is accepted: it describes what FSDP2 does here."""
-READ_BY_FSDP2 = ("fsdp_version", "fsdp_reshard_after_forward", "fsdp_transformer_cls_to_wrap")
+"""Keys of `fsdp_config` that are not read: the values that describe what happens anyway, and the reason."""
+READ_BY_FSDP2 = "fsdp_version, fsdp_reshard_after_forward, fsdp_transformer_layer_cls_to_wrap"
+OTHER_ENGINES = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config (tensor, context or sequence parallelism)",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
+DEEPSPEED_OPTIONS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_optimization.stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "zero_optimization.offload_optimizer.device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "zero_optimization.offload_param.device",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+}
+"""Options of `accelerate launch` and of `deepspeed_config` in its files, with their keys in a DeepSpeed config."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,7 @@ class Launch:
     kind: Literal["ddp", "deepspeed", "fsdp2"]
     mixed_precision: str = "no"
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """The DeepSpeed config: a user's JSON, or what accelerate makes of `deepspeed_config` in its own file."""
+    """The DeepSpeed config: a user's JSON file, with the options of `deepspeed_config` in accelerate's file."""
     reshard_after_forward: bool = True
     """Whether FSDP2 frees a layer's weights after its forward and gathers them again for its backward."""
     layers: tuple[str, ...] = ()
@@ -51,64 +67,102 @@ def take_launch() -> Launch:
     mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     refuse_other_engines()
     if _take("ACCELERATE_USE_DEEPSPEED"):
-        return Launch("deepspeed", mixed_precision, deepspeed=_deepspeed_config())
+        return Launch("deepspeed", mixed_precision, deepspeed=deepspeed_config(os.environ))
     if _take("ACCELERATE_USE_FSDP"):
-        check_fsdp()
+        check_fsdp(os.environ)
         reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
         layers = tuple(filter(None, os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").replace(" ", "").split(",")))
         return Launch("fsdp2", mixed_precision, reshard_after_forward=reshard, layers=layers)
     return Launch("ddp", mixed_precision)
 
 
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true")
+
+
 def _take(name: str) -> bool:
-    return os.environ.pop(name, "false").lower() in ("1", "true")
+    asked = _is_true(name)
+    os.environ.pop(name, None)
+    return asked
 
 
 def refuse_other_engines() -> None:
     """Raise LaunchError if the launcher asks for tensor parallelism, Megatron-LM or torch.compile."""
-    for name, setting in (
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "parallelism_config (tensor, context or sequence parallelism)"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-    ):
-        if os.environ.get(name, "false").lower() in ("1", "true"):
+    for name, setting in OTHER_ENGINES.items():
+        if _is_true(name):
             raise LaunchError(
                 f"the launcher asks for {setting}, which rl-vlm does not train with. If the model does not fit on one "
                 "device, use launch/accelerate/zero3.yaml or launch/accelerate/fsdp2.yaml."
             )
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() not in ("NO", ""):
-        raise LaunchError("the launcher's dynamo_backend is not used; set it to no")
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() not in ("no", ""):
+        raise LaunchError(f"the launcher's dynamo_backend is {backend.lower()}, which is not used: set it to no")
 
 
-def check_fsdp() -> None:
+def check_fsdp(environment: Mapping[str, str]) -> None:
     """Raise LaunchError if `fsdp_config` sets something that FSDP2 does not do here."""
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise LaunchError("fsdp_config.fsdp_version must be 2, as in launch/accelerate/fsdp2.yaml")
-    for key, accepted in FSDP_DEFAULTS.items():
-        value = os.environ.get(key.upper())
-        if value not in (None, "None", "") and value.lower() != accepted.lower():
+    version = environment.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise LaunchError(
+            f"fsdp_config.fsdp_version is {version}, and rl-vlm shards with FSDP2: set fsdp_version to 2, as in "
+            "launch/accelerate/fsdp2.yaml"
+        )
+    reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+    if reshard.lower() not in ("true", "false"):
+        raise LaunchError(f"fsdp_config.fsdp_reshard_after_forward is {reshard}: with FSDP2 it is true or false")
+    for key, (accepted, reason) in FSDP_KEYS.items():
+        value = environment.get(key.upper(), "")
+        if value and value.lower() not in map(str.lower, accepted):
+            expected = f"only {' or '.join(accepted)}: remove it" if accepted else "remove it"
             raise LaunchError(
-                f"fsdp_config.{key} {value} is not supported, only {accepted}; remove it. Keys that are read: "
-                f"{', '.join(READ_BY_FSDP2)}. Gradient checkpointing is memory.gradient_checkpointing. To keep "
-                "optimizer state or weights in host memory, use launch/accelerate/zero3_offload.yaml."
+                f"fsdp_config.{key} {value} is not supported, {expected}; {reason}. Keys that are read: {READ_BY_FSDP2}"
             )
 
 
-def _deepspeed_config() -> dict[str, Any]:
-    """Return the DeepSpeed config. Raises LaunchError if the file cannot be read or accelerate refuses it."""
-    from accelerate import DeepSpeedPlugin
+def deepspeed_config(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the DeepSpeed config: the JSON file, if one is named, with the launcher's own options.
 
-    try:
-        config = dict(DeepSpeedPlugin(zero3_init_flag=False).deepspeed_config)
-    except (ValueError, OSError) as error:
-        raise LaunchError(f"the DeepSpeed config cannot be used: {error}") from error
-    if "gradient_accumulation_steps" not in _named_fields():
-        config["gradient_accumulation_steps"] = "auto"  # 1 is accelerate's default
+    Raises LaunchError if the file cannot be read, or if it has another value for an option.
+    """
+    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    options = {key: _parsed(environment[name]) for name, key in DEEPSPEED_OPTIONS.items() if name in environment}
+    if path == "none":
+        options.setdefault("zero_optimization.stage", 2)  # accelerate's default
+    # Without a file, sizes follow the width of the model: DeepSpeed's own buckets are 2 GB each.
+    config = {"zero_optimization": dict.fromkeys(AUTO_SIZES, "auto")} if path == "none" else read_json(path)
+    for key, value in options.items():
+        set_option(config, key, value)
+    if "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES" in environment:
+        raise LaunchError("deepspeed_config.deepspeed_moe_layer_cls_names is not supported: remove it")
     return config
 
 
-def _named_fields() -> list[str]:
-    """Return the fields that a user's JSON sets, or accelerate's own file."""
-    file = Path(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
-    if file.is_file():
-        return list(json.loads(file.read_text()))
-    return os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+def read_json(path: str) -> dict[str, Any]:
+    """Return the content of a DeepSpeed config file. Raises LaunchError if it has no ZeRO section."""
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"the DeepSpeed config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        raise LaunchError(f"the DeepSpeed config {path} has no section zero_optimization with a stage")
+    return config
+
+
+def set_option(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value by its dotted key. Raises LaunchError if there is another one that is not `auto`."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config[section] = config.get(section) or {}
+        config = config[section]
+    if config.get(name, "auto") not in ("auto", value):
+        raise LaunchError(
+            f"accelerate's options set {key} to {value}, and the DeepSpeed config file to {config[name]}: remove one"
+        )
+    config[name] = value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text  # a word, such as none, cpu and auto

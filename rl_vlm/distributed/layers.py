@@ -11,7 +11,7 @@ from torch import nn
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import is_shard
-from rl_vlm.errors import LaunchError
+from rl_vlm.errors import LaunchError, listed
 
 
 def parameters_without_storage() -> AbstractContextManager[None]:
@@ -25,15 +25,22 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
     """Return the repeated layers of a policy's model, inner ones first.
 
     `classes` are the names of their classes; by default those that transformers keeps on one device
-    (`_no_split_modules`). Raises LaunchError if there is none.
+    (`_no_split_modules`). Raises LaunchError if there is none, or none of a class in `classes`.
     """
     names = set(classes or policy.transformer._no_split_modules or ())
     found = [module for module in policy.modules() if type(module).__name__ in names]
-    if not found:
-        named = ", ".join(sorted(names)) or "none"
+    if unknown := set(classes) - {type(module).__name__ for module in found}:
+        lists = [module for module in policy.modules() if isinstance(module, nn.ModuleList)]
         raise LaunchError(
-            f"{type(policy.transformer).__name__} cannot be sharded layer by layer: it has no layers of the classes "
-            f"that are named ({named}); name them in fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+            f"fsdp_config.fsdp_transformer_layer_cls_to_wrap names {listed(unknown)}, which the model does not have. "
+            f"It has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the "
+            f"key, those that the model names are used: {listed(policy.transformer._no_split_modules or ())}"
+        )
+    if not found:
+        raise LaunchError(
+            f"{type(policy.transformer).__name__} cannot be sharded layer by layer: it names no classes of layers that "
+            f"it has (_no_split_modules: {listed(names)}). With FSDP2, name them in "
+            "fsdp_config.fsdp_transformer_layer_cls_to_wrap; with ZeRO, use stage 2"
         )
     return found[::-1]
 

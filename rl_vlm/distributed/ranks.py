@@ -31,6 +31,7 @@ class Ranks:
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
         self.launch = take_launch()
+        check_devices(torch.accelerator.device_count())
 
         # A micro-batch of text alone leaves the vision tower without gradients.
         ddp = DistributedDataParallelKwargs(
@@ -115,5 +116,16 @@ def check_launch(seen: int) -> None:
     if launched != str(seen):
         raise LaunchError(
             f"the launcher was asked for {launched} processes, but this one sees {seen} and would train alone. "
-            "On CPUs use: accelerate launch --config_file launch/accelerate/cpu.yaml"
+            "On CPUs use: accelerate launch --config_file launch/accelerate/cpu.yaml, or another file of that folder "
+            "with ACCELERATE_USE_CPU=true before the command, and never --cpu"
+        )
+
+
+def check_devices(num_devices: int) -> None:
+    """Raise LaunchError if this machine has devices, but fewer than processes were started on it."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if 0 < num_devices < processes:
+        raise LaunchError(
+            f"the launcher started {processes} processes on this machine, which has {num_devices} devices: give it "
+            f"--num_processes {num_devices}, or the number of devices of all machines together"
         )

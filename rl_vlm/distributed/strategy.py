@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.environment import Launch
 from rl_vlm.distributed.fsdp2 import FSDP2
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.zero import ZeRO
@@ -89,10 +90,21 @@ def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     return DDP(ranks, config.train.max_grad_norm)
 
 
+def check_evaluation_launch(launch: Launch, dtype: str) -> None:
+    """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: no rank shards its model."""
+    check_precision(launch.mixed_precision, dtype)
+    if launch.kind != "ddp":
+        raise LaunchError(
+            "the launcher asks for DeepSpeed or FSDP, and an evaluation does not shard the model: use "
+            "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "
+            "vllm and vllm_tensor_parallel_size."
+        )
+
+
 def check_precision(mixed_precision: str, dtype: str) -> None:
     """Raise LaunchError if the launcher's mixed precision is not that of `model.dtype`."""
     if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
         raise LaunchError(
-            f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: leave the precision "
-            'to model.dtype, with mixed_precision "no"'
+            f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: set mixed_precision "
+            'to "no", which leaves the precision to model.dtype (float32 or bfloat16)'
         )

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.zero_config import zero_config
+from rl_vlm.distributed.zero_config import check_zero_config, zero_config
 from rl_vlm.errors import LaunchError
 
 OLDEST_VERSION = "0.19.8"
@@ -35,9 +35,10 @@ class ZeRO:
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
         import_deepspeed()
+        check_zero_config(ranks.launch.deepspeed, config, ranks.world_size)
         self.ranks = ranks
         self.config = config
-        self.stage = self.deepspeed_config(hidden_size=1)["zero_optimization"]["stage"]
+        self.stage: int = ranks.launch.deepspeed["zero_optimization"]["stage"]
         self.name = f"ZeRO-{self.stage}"
         self.equal_calls = self.stage == 3
         self.loads_empty = self.stage == 3 and not ranks.is_main
@@ -197,12 +198,15 @@ def import_deepspeed() -> None:
     try:
         import deepspeed
         from packaging.version import Version
-    except ImportError as error:
+    except Exception as error:  # also those of DeepSpeed's own checks of the machine
         raise LaunchError(
-            f"the launcher asks for DeepSpeed, and it cannot be imported ({error}): pip install rl-vlm[deepspeed]"
+            f"the launcher asks for DeepSpeed, which cannot be imported ({error}): pip install 'rl-vlm[deepspeed]'"
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST_VERSION):
-        raise LaunchError(f"DeepSpeed {deepspeed.__version__} is too old: rl-vlm is tested with {OLDEST_VERSION}")
+        raise LaunchError(
+            f"DeepSpeed {deepspeed.__version__} is too old, rl-vlm needs {OLDEST_VERSION} or newer: "
+            "pip install --upgrade 'rl-vlm[deepspeed]'"
+        )
     # In DeepSpeed's own calls, at every step.
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():

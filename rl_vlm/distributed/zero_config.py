@@ -1,4 +1,7 @@
-"""The DeepSpeed config of a run: the launcher's, with the run's values for what the run sets."""
+"""The DeepSpeed config of a run: the launcher's, with the run's values for what the run sets.
+
+A config is checked first. Every key is used, or has a value that asks for nothing, or is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -6,95 +9,195 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import LaunchError
+from rl_vlm.errors import LaunchError, did_you_mean
 
 SET_BY_RUN = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16".split()
 )
+PASSED_ON = """
+    zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type
+    prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown memory_breakdown dump_state
+    flops_profiler comms_logger disable_python_gc log_level
+""".split()
+"""Keys that DeepSpeed gets unchanged."""
+OTHER_SHARDING = "if the model does not fit on one device, use ZeRO-3 or FSDP2"
+PRECISION = "the precision is model.dtype, with trained weights, their gradients and moments in float32"
+REPORTS = "metrics are in metrics.jsonl, and log.report_to sends them to trackers"
 REFUSED = {
-    "optimizer": "the optimizer is AdamW, with train.learning_rate and other settings",
-    "scheduler": "the schedule is train.lr_scheduler_type",
-    "tensor_parallel": "to train a model that does not fit on one device, use ZeRO-3 or FSDP2",
-    "amp": "the precision is model.dtype",
-    "torch_autocast": "the precision is model.dtype",
-    "activation_checkpointing": "gradient checkpointing is memory.gradient_checkpointing",
-    "managed_gradient_accumulation": "the trainer sets the micro-batches of a step",
-    "pipeline": "to train a model that does not fit on one device, use ZeRO-3 or FSDP2",
+    "optimizer": "the optimizer is AdamW, with train.learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon",
+    "scheduler": "the schedule is train.lr_scheduler_type, with train.warmup_steps",
+    "tensor_parallel": OTHER_SHARDING,
+    "autotp_size": OTHER_SHARDING,
+    "pipeline": OTHER_SHARDING,
+    "expert_parallel": OTHER_SHARDING,
+    "sequence_parallel_size": OTHER_SHARDING,
+    "amp": PRECISION,
+    "torch_autocast": PRECISION,
+    "data_types": PRECISION,
+    "activation_checkpointing": "set memory.gradient_checkpointing instead",
+    "managed_gradient_accumulation": "the trainer decides which micro-batches make a step",
+    "gradient_allreduce_op": "gradients are averaged over ranks",
+    "data_efficiency": "the trainer draws the rows",
+    "dataloader_drop_last": "the trainer draws the rows",
     "compression_training": "it changes the weights that are trained",
+    "weight_quantization": "it changes the weights that are trained",
     "hybrid_engine": "rollouts are rollout.engine",
-    "sequence_parallel_size": "it is not supported",
+    "compile": "the model is not compiled",
+    "checkpoint": "checkpoints are train.save_steps, and hold unsharded tensors",
+    "aio": "offloading to NVMe is not supported",
+    "elasticity": "a run resumes on any number of processes",
+    "autotuning": "memory.micro_batch_tokens sets how much a device holds",
+    "tensorboard": REPORTS,
+    "wandb": REPORTS,
+    "csv_monitor": REPORTS,
+    "comet": REPORTS,
 }
-"""Sections that contradict the run, with what to use instead."""
+"""Keys that contradict the run or have no effect, with what to use instead."""
+QUANTIZED = "it rounds what the ranks send each other, and the losses would not be those of one process"
+ZERO_REFUSED = {
+    "cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
+    "elastic_checkpoint": "checkpoints resume on any number of processes",
+    "leaf_module": "it does not work with gradient checkpointing",
+    "stage3_module_granularity_threshold": "it does not work with gradient checkpointing",
+    "zero_hpz_partition_size": "weights are sharded over all ranks",
+    "zero_quantized_weights": QUANTIZED,
+    "zero_quantized_nontrainable_weights": QUANTIZED,
+    "zero_quantized_gradients": QUANTIZED,
+    "zenflow": "it delays updates",
+    "save_muon_momentum_buffer_in_memory": "the optimizer is AdamW",
+}
+"""Keys of `zero_optimization` that are not supported, with the reason."""
+ZERO_NEEDED = {
+    "ignore_unused_parameters": "a batch of text alone leaves the vision tower without gradients",
+    "compute_grad_norm": "the norm of the gradients is a metric, and says whether they are finite",
+}
+"""Keys of `zero_optimization` that must not be false, with the reason."""
+
 AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 """Sizes that depend on the model's width if they are `auto`."""
 
 
-def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, has_gpu: bool) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`.
+def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
+    """Raise LaunchError if a DeepSpeed config contradicts the run, or has a key that is not used."""
+    known = [*SET_BY_RUN, *PASSED_ON, *REFUSED]
+    for name, value in asked.items():
+        if name in REFUSED and not asks_for_nothing(value):
+            raise LaunchError(f"the DeepSpeed config has {name}: remove it; {REFUSED[name]}")
+        if name not in known:
+            raise LaunchError(f"the DeepSpeed config has the unknown key {name}{did_you_mean(name, known)}: remove it")
+    check_batches(asked, config, world_size)
+    check_precision(asked, config.model.dtype)
+    check_zero(asked.get("zero_optimization") or {})
 
-    `auto` takes the run's value. Raises LaunchError if a section or an explicit value contradicts the run.
+
+def asks_for_nothing(value: Any) -> bool:
+    """Return whether a value is empty or disabled, or splits a model over one device only."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(map(asks_for_nothing, value.values()))
+    return value in (None, False, "none", "auto") or (value == 1 and value is not True)
+
+
+def check_batches(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
+    """Raise LaunchError if an explicit batch size or clipping differs from the run's."""
+    plan = plan_batches(config, world_size)
+    accumulation = plan.gradient_accumulation_steps
+    run_values = {
+        "train_batch_size": plan.completions_per_step,
+        "train_micro_batch_size_per_gpu": plan.completions_per_step // (world_size * accumulation),
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": config.train.max_grad_norm,
+    }
+    for name, value in run_values.items():
+        if asked.get(name) not in ("auto", None, value):
+            raise LaunchError(
+                f"the DeepSpeed config sets {name} to {asked[name]}, and the run to {value}: set {name} to auto. "
+                "Batches are counted in completions, as in TRL; clipping is train.max_grad_norm."
+            )
+
+
+def check_precision(asked: Mapping[str, Any], dtype: str) -> None:
+    """Raise LaunchError if the config's precision differs from the run's."""
+    for name, wanted in {"bf16": dtype == "bfloat16", "fp16": False}.items():
+        section = asked.get(name) or {}
+        enabled = section.get("enabled", "auto")
+        if enabled not in ("auto", wanted):
+            raise LaunchError(
+                f"the DeepSpeed config sets {name}.enabled to {enabled}, and model.dtype is {dtype}: set "
+                f"{name}.enabled to auto, or remove the section"
+            )
+        for key, value in section.items():
+            if key.startswith(f"{name}_") and value is not False:  # weights, gradients or moments of 16 bits
+                raise LaunchError(f"the DeepSpeed config sets {name}.{key}: remove it; {PRECISION}")
+
+
+def check_zero(zero: Mapping[str, Any]) -> None:
+    """Raise LaunchError if `zero_optimization` is not supported, or if DeepSpeed does not accept it."""
+    stage = zero.get("stage")
+    if stage not in (1, 2, 3):
+        raise LaunchError(
+            f"ZeRO stage {stage} is not supported: 1, 2 and 3 are. Without sharding, use launch/accelerate/ddp.yaml"
+        )
+    check_zero_keys(zero)
+    for name, reason in ZERO_REFUSED.items():
+        if not asks_for_nothing(zero.get(name)):
+            raise LaunchError(f"zero_optimization.{name} is not supported, {reason}")
+    for name, reason in ZERO_NEEDED.items():
+        if zero.get(name) is False:
+            raise LaunchError(f"zero_optimization.{name} false is not supported: {reason}; remove it")
+    check_offload(zero)
+
+
+def check_zero_keys(zero: Mapping[str, Any]) -> None:
+    """Raise LaunchError if DeepSpeed does not know a key or cannot use its value."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+        problem = f"not known{did_you_mean(key, known)}" if first["type"] == "extra_forbidden" else first["msg"]
+        raise LaunchError(f"the DeepSpeed config has zero_optimization.{key} {first['input']!r}: {problem}") from error
+
+
+def check_offload(zero: Mapping[str, Any]) -> None:
+    """Raise LaunchError if optimizer state or weights are to be kept elsewhere than in host memory."""
+    sections = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
+    for name, section in sections.items():
+        device = section.get("device", "none")
+        if device not in ("none", "cpu"):
+            raise LaunchError(f"zero_optimization.{name}.device {device} is not supported: cpu and none are")
+    if sections["offload_param"].get("device") == "cpu" and zero["stage"] < 3:
+        raise LaunchError(
+            f"zero_optimization.offload_param needs stage 3, and the stage is {zero['stage']}: before stage 3 every "
+            "device holds all weights"
+        )
+    optimizer = sections["offload_optimizer"]
+    if optimizer.get("super_offload") or optimizer.get("ratio", 1) != 1:
+        raise LaunchError("zero_optimization.offload_optimizer keeps all optimizer state: remove ratio, super_offload")
+
+
+def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, has_gpu: bool) -> dict[str, Any]:
+    """Return the config for `deepspeed.initialize`, from one that `check_zero_config` accepts.
+
+    `auto` takes the run's value.
     """
-    for name, instead in REFUSED.items():
-        if asked.get(name) not in (None, {}, False, 1):
-            raise LaunchError(f"the DeepSpeed config has {name!r}: remove it, {instead}")
-    check_values(asked, config)
-    result = {name: copy.deepcopy(value) for name, value in asked.items() if name not in SET_BY_RUN}
-    zero = result["zero_optimization"]
-    check_zero(zero)
-    fill_sizes(zero, hidden_size)
+    result = {name: copy.deepcopy(asked[name]) for name in PASSED_ON if name in asked}
+    fill_sizes(result["zero_optimization"], hidden_size)
     if not has_gpu:
         result["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own Adam would be compiled first
-    return result | {
+    return {"steps_per_print": 2**31} | result | {
         # One engine step per optimizer step; the trainer says which backward pass is the last of a step.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.train.max_grad_norm,
         "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**31,
-    }
-
-
-def check_values(asked: Mapping[str, Any], config: RunConfig) -> None:
-    """Raise LaunchError if an explicit batch size, clipping or precision differs from the run's."""
-    train = config.train
-    run_values = {
-        "train_micro_batch_size_per_gpu": ("train.per_device_train_batch_size", train.per_device_train_batch_size),
-        "gradient_accumulation_steps": ("train.gradient_accumulation_steps", train.gradient_accumulation_steps),
-        "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm),
-        "train_batch_size": ("the run's batch", None),
-    }
-    for name, (setting, value) in run_values.items():
-        if asked.get(name, "auto") not in ("auto", None, value):
-            raise LaunchError(
-                f"the DeepSpeed config sets {name} to {asked[name]}, and {setting} is {value}: set {name} to auto"
-            )
-    precisions = {"bf16": config.model.dtype == "bfloat16", "fp16": False}
-    for name, wanted in precisions.items():
-        enabled = (asked.get(name) or {}).get("enabled", "auto")
-        if enabled not in ("auto", wanted):
-            raise LaunchError(
-                f"the DeepSpeed config has {name}.enabled {enabled}, and model.dtype is {config.model.dtype}: set "
-                f"{name}.enabled to auto, or remove the section"
-            )
-
-
-def check_zero(zero: Mapping[str, Any]) -> None:
-    """Raise LaunchError if the ZeRO stage, an offload device, or the missing norm of gradients is not supported."""
-    if zero.get("stage") not in (1, 2, 3):
-        raise LaunchError(
-            f"ZeRO stage {zero.get('stage')} is not supported: 1, 2 and 3 are. Without sharding, use "
-            "launch/accelerate/ddp.yaml"
-        )
-    if not zero.get("compute_grad_norm", True):
-        raise LaunchError(
-            "zero_optimization.compute_grad_norm false is not supported: steps that are not finite are found by the "
-            "norm; remove it"
-        )
-    for part in ("offload_optimizer", "offload_param"):
-        device = (zero.get(part) or {}).get("device", "none")
-        if device not in ("none", "cpu"):
-            raise LaunchError(f"zero_optimization.{part}.device {device} is not supported: cpu and none are")
+    }  # fmt: skip
 
 
 def fill_sizes(zero: dict[str, Any], hidden_size: int) -> None:

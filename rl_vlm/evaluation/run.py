@@ -18,6 +18,7 @@ from rl_vlm.config.schema import RewardSpec, RunConfig
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.strategy import check_evaluation_launch
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
@@ -92,6 +93,7 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     """
     config, ranks = next(iter(configs.values())), Ranks()
     check_evaluable(config)
+    check_evaluation_launch(ranks.launch, config.model.dtype)
     root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
     with ExitStack() as opened:
         opened.callback(ranks.close)

@@ -95,6 +95,7 @@ def load_model(
 ) -> PreTrainedModel | PeftModel:
     """Load the transformers or PEFT model from `weights` if given (a resumed run), else from `initial`."""
     source, load = str(weights or initial), empty_transformer if empty else load_transformer
+    refuse_quantized(base_of(source), config)
     if is_adapter(source):
         model = load_adapter(load(base_of(source), config), source)
         check_adapter_settings(model.peft_config["default"], config, source)
@@ -118,6 +119,19 @@ def adapter_rank(source: str) -> int | None:
 def is_adapter(source: str) -> bool:
     """Return whether a checkpoint directory holds a PEFT adapter."""
     return (Path(source) / ADAPTER_CONFIG).is_file()
+
+
+def refuse_quantized(source: str, config: ModelConfig) -> None:
+    """Raise ModelError if a checkpoint's weights are quantized: they have no gradients, and cannot be cast."""
+    from transformers import AutoConfig
+
+    origin = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
+    quantization: Any = getattr(AutoConfig.from_pretrained(source, **origin), "quantization_config", None)
+    if quantization:
+        raise ModelError(
+            f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), and rl-vlm trains "
+            "and samples with weights of 16 or 32 bits, also with LoRA: name the checkpoint that it was made from"
+        )
 
 
 def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:

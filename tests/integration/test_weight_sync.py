@@ -132,7 +132,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_servers_get_the_weights_of_a_sharded_policy_whole(checkpoint: Path, sharding: str, tmp_path: Path) -> None:
     if sharding == "ZeRO-3":
-        pytest.importorskip("deepspeed")
+        pytest.importorskip("deepspeed", reason="DeepSpeed is in the development requirements on Linux only")
     spawn(send_all_variants, (sharding, checkpoint, tmp_path), nprocs=NUM_RANKS)
     for variant in VARIANTS:
         _, source = policy_and_source(checkpoint, variant)
