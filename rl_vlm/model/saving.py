@@ -34,7 +34,7 @@ class PolicyFiles:
     def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks, in_parts: bool = False) -> None:
         """Gather this rank's share of the files in host memory. All ranks must call this together.
 
-        With `in_parts` every rank writes some files of a model. Otherwise the main process writes all: it has all weights.
+        With `in_parts` every rank writes some files of a model. Otherwise the main process, which has it whole, does.
         """
         self.policy = policy
         self.processor = processor
