@@ -227,7 +227,8 @@ def gather_weights_read(policy: Any) -> None:
 def allow_reading(module: nn.Module, allowed: bool) -> None:
     """Let a module that reads another one's weight gather it first, or stop that."""
     for part in module.modules():
-        part._parameters._in_forward = allowed
+        parameters: Any = part._parameters  # DeepSpeed's own kind of dict
+        parameters._in_forward = allowed
 
 
 def remove_hooks(offload: Any) -> None:
