@@ -234,7 +234,7 @@ def gather_weights_read(policy: Any) -> None:
 def allow_reading(module: nn.Module, allowed: bool) -> None:
     """Let a module that reads another one's weight gather it first, or stop that."""
     for part in module.modules():
-        parameters: Any = part._parameters  # DeepSpeed's own dictionary
+        parameters: Any = part._parameters  # DeepSpeed's own kind of dict
         parameters._in_forward = allowed
 
 
