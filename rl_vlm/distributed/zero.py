@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.zero_config import check_zero_config, zero_config
 from rl_vlm.errors import LaunchError
 
-OLDEST_VERSION = "0.19.8"
+OLDEST_VERSION, FIRST_UNTESTED = "0.19.8", "0.20"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+logger = logging.getLogger(__name__)
 
 
 class ZeRO:
@@ -207,6 +210,8 @@ def import_deepspeed() -> None:
             f"DeepSpeed {deepspeed.__version__} is too old, rl-vlm needs {OLDEST_VERSION} or newer: "
             "pip install --upgrade 'rl-vlm[deepspeed]'"
         )
+    if Version(deepspeed.__version__) >= Version(FIRST_UNTESTED):
+        logger.warning("DeepSpeed %s is newer than what rl-vlm is tested with, 0.19", deepspeed.__version__)
     # In DeepSpeed's own calls, at every step.
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
