@@ -8,6 +8,7 @@ in parts    an adapter: gathered by all ranks, written by the main process
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
     (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
-    share = sum(map(num_bytes, blocks)) / ranks.world_size
+    share = math.ceil(sum(map(num_bytes, blocks)) / ranks.world_size)
     files = split_into_files(blocks, min(MAX_FILE_BYTES, share))
     kept: dict[str, dict[str, Tensor]] = {}
     for i, blocks in enumerate(files):
@@ -125,7 +126,7 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     return kept
 
 
-def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[list[NamedWeights]]:
+def split_into_files(blocks: Iterable[NamedWeights], max_bytes: int) -> list[list[NamedWeights]]:
     """Split blocks into files that end with the block that reaches `max_bytes`; equal on all ranks."""
     files: list[list[NamedWeights]] = []
     size = max_bytes
