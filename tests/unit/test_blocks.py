@@ -12,7 +12,7 @@ from tests.tiny.build import build_tiny
 
 
 def test_experts_that_deepspeed_shards_keep_the_layout_of_their_checkpoint(tmp_path: Path) -> None:
-    """Its parameters are empty between forwards. A matrix of experts is square here, so that its shape tells nothing."""
+    """Its parameters are empty between forwards. One matrix of experts is square: its shape tells nothing."""
     checkpoint = build_tiny("qwen3_vl_moe", tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     whole: dict[str, Any] = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
