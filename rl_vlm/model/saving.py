@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import whole, whole_shape
-from rl_vlm.model.blocks import NamedWeights, by_block, persistent_buffers, untied
+from rl_vlm.model.blocks import NamedWeights, as_in_checkpoints, by_block, persistent_buffers, untied
 from rl_vlm.model.policy import Policy
 
 if TYPE_CHECKING:
@@ -101,8 +101,6 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks. There are at
     least as many files as ranks, if the model has enough blocks, so that no rank holds more than its share.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     model: Any = policy.transformer
     conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
     (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
@@ -122,7 +120,7 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
                 if is_mine:
                     gathered[weight_name] = tensor.cpu()
             if is_mine:
-                kept[name] |= {n: t.contiguous() for n, t in revert_weight_conversion(model, gathered).items()}
+                kept[name] |= {n: t.contiguous() for n, t in as_in_checkpoints(model, gathered).items()}
     return kept
 
 
