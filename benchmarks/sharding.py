@@ -28,14 +28,15 @@ from benchmarks.common import RETURN_FREED_MEMORY, ROOT, environment
 from benchmarks.report import finish, result_arguments
 from benchmarks.shapes import SHAPES, build_checkpoint
 from benchmarks.sharding_tables import ENGINES, sharding_tables
+from rl_vlm.distributed.zero_config import AUTO_SIZES
 
 LAUNCH_FILES = {"ddp": "cpu", "zero2": "zero2", "zero3": "zero3", "zero3_freed": "zero3", "fsdp2": "fsdp2"}
 """The launcher's file of each engine. `zero3_freed` is ZeRO-3 as it runs on a model of billions of parameters."""
 FREED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 """By default DeepSpeed frees no layer within a step before a billion weights are gathered, more than this model has."""
 LARGEST_DDP = 2
-SMALLER = {("zero2", 4): {"medium": "half"}}
-"""Other shapes of cases that need more memory than the machine has: half the layers. DDP on four is left out."""
+TOO_LARGE = {("zero2", 4)}
+"""Cases that need more memory than the machine has, and run a model with half the layers. DDP on four is left out."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def memory_cases(args: argparse.Namespace) -> Iterator[Case]:
         for engine in args.engines:
             if (engine == "ddp" and num_processes > LARGEST_DDP) or engine == "zero3":
                 continue
-            shape = SMALLER.get((engine, num_processes), {}).get(args.shape, args.shape)
+            fits = args.shape != "medium" or (engine, num_processes) not in TOO_LARGE
+            shape = args.shape if fits else "half"
             yield Case(engine, num_processes, shape)
             if num_processes == 2 and engine in ("zero3_freed", "fsdp2"):
                 yield Case(engine, num_processes, shape, beta=0.04)
@@ -125,10 +127,10 @@ def with_freed_layers(file: Path, directory: Path) -> Path:
     """Write a launcher's file that names a DeepSpeed config with `FREED`."""
     import yaml
 
-    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    zero = {"stage": 3, **dict.fromkeys(sizes, "auto"), **FREED}
+    batch = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    zero = {"stage": 3, **dict.fromkeys(AUTO_SIZES, "auto"), **FREED}
     deepspeed = directory / "zero3.json"
-    deepspeed.write_text(json.dumps({"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero}))
+    deepspeed.write_text(json.dumps({**batch, "zero_optimization": zero}))
     changed = directory / "zero3.yaml"
     content = yaml.safe_load(file.read_text()) | {"deepspeed_config": {"deepspeed_config_file": str(deepspeed)}}
     del content["mixed_precision"]  # accelerate refuses it beside a DeepSpeed config

@@ -1,9 +1,11 @@
 """Checkpoints that are complete or absent: written to another directory, flushed to disk, then renamed.
 
 checkpoint-40/
-    model.safetensors, config.json, … or adapter_model.safetensors, …     as `save_pretrained` writes them
+    model.safetensors, model-00001-of-00002.safetensors, adapter_model.safetensors, config.json, …
+                            the model or the adapter, as `save_pretrained` writes it
     trainer_state.json      step, versions of the weights, evaluations, settings, fingerprints of data and model
     optimizer/              moments by the names of the weights, one file per rank of a sharded run
+    reference/              the reference model, if it moves
     rank_0.pt               random states, position in the data and generation windows of each rank
     manifest.json           every file with its size and SHA-256; a checkpoint without one is ignored
 """

@@ -18,7 +18,7 @@ from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import warn_of_dropped
 from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
-from rl_vlm.errors import CheckpointError, TrainingError, text_of
+from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError, text_of
 from rl_vlm.evaluation import check_rewarded
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
@@ -197,7 +197,7 @@ class Run:
             self.refuse_nonfinite_weights()
         try:
             self.collector.finish_prefetch()
-        except Exception as error:
+        except RLVLMError as error:
             logger.warning("the next window could not be generated, and will be generated again: %s", text_of(error))
         own_state = {
             "random": checkpoint.random_states(),
@@ -226,12 +226,12 @@ class Run:
 
         `states` are those of all ranks.
         """
-        reference = self.trainer.reference
-        policy_files = PolicyFiles(self.trainer.policy, self.parts.data.processor, self.ranks)
+        reference, in_parts = self.trainer.reference, self.parts.strategy.is_sharded
+        policy_files = PolicyFiles(self.trainer.policy, self.parts.data.processor, self.ranks, in_parts)
         optimizer_files = OptimizerFiles(self.trainer.optimizer, self.ranks)
         reference_files = None
         if self.config.algorithm.sync_ref_model and reference and reference.frozen:
-            reference_files = PolicyFiles(reference.frozen, self.parts.data.processor, self.ranks)
+            reference_files = PolicyFiles(reference.frozen, self.parts.data.processor, self.ranks, in_parts)
 
         def write_files(directory: Path) -> None:
             policy_files.write(directory)

@@ -37,22 +37,21 @@ class FSDP2:
 
     def place(self, policy: Any) -> None:
         """Shard the policy, one layer after the other, with the weights of rank 0."""
-        self.shard(policy, frees_root=False)
+        self.shard(policy, self.ranks.launch.reshard_after_forward)
 
     def place_frozen(self, policy: Any) -> None:
         """Shard a policy that is not trained."""
-        self.shard(policy, frees_root=True)
+        self.shard(policy, reshard=True)
 
-    def shard(self, policy: Any, frees_root: bool) -> None:
-        """Shard a policy. Weights outside of layers, such as embeddings, stay gathered until backward by default."""
+    def shard(self, policy: Any, reshard: bool) -> None:
+        """Shard a policy; `reshard` frees a layer's weights after its forward. All others are freed always."""
         from torch.distributed.fsdp import fully_shard
 
-        reshard = self.ranks.launch.reshard_after_forward
         for layer in layers_of(policy, self.ranks.launch.layers):
             receive_weights(layer, self.ranks)
             fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard)
         receive_weights(policy, self.ranks)
-        fully_shard(policy, mesh=self.mesh, reshard_after_forward=frees_root)
+        fully_shard(policy, mesh=self.mesh, reshard_after_forward=True)
         policy.to(self.ranks.device)  # buffers
 
     def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
@@ -98,7 +97,7 @@ class FSDP2:
         finally:
             for unit in units:
                 unit.reshard()
-                reshard = unit is not self.policy and self.ranks.launch.reshard_after_forward
+                reshard = unit is self.policy or self.ranks.launch.reshard_after_forward
                 unit.set_reshard_after_forward(reshard, recurse=False)
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,9 @@ from rl_vlm.distributed.environment import take_launch
 from rl_vlm.errors import LaunchError, RLVLMError
 
 T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=30)
+"""Longest time that a rank waits for another one, which may still generate or write a checkpoint."""
 
 
 class Ranks:
@@ -24,7 +28,7 @@ class Ranks:
         Raises LaunchError if accelerate sees another number of them, or if the launcher asks for something that has no
         effect.
         """
-        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
         self.launch = take_launch()
         check_devices(torch.accelerator.device_count())
@@ -36,7 +40,9 @@ class Ranks:
             gradient_as_bucket_view=True,  # else gradients are held twice
         )
         self.accelerator: Any = Accelerator(
-            cpu=not torch.accelerator.is_available(), mixed_precision="no", kwargs_handlers=[ddp]
+            cpu=not torch.accelerator.is_available(),
+            mixed_precision="no",
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=TIMEOUT)],
         )
         check_launch(self.world_size)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_rank
 from torch.distributed.tensor import distribute_tensor
 
 
@@ -16,7 +17,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def whole_shape(parameter: Any) -> torch.Size:
-    """Return the shape of the unsharded parameter."""
+    """Return the shape of the unsharded parameter, which is that of a DTensor."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -27,7 +28,11 @@ def local_part(parameter: Any) -> Tensor:
     """
     if hasattr(parameter, "to_local"):
         return parameter.detach().to_local()
-    return getattr(parameter, "ds_tensor", parameter).detach()
+    if hasattr(parameter, "ds_id"):
+        part = parameter.ds_tensor.detach()
+        start = part.numel() * get_rank(parameter.ds_process_group)
+        return part[: max(0, parameter.ds_numel - start)]  # the rest is padding, with any values
+    return parameter.detach()
 
 
 def whole(parameter: Any) -> Tensor:

@@ -29,7 +29,7 @@ class Strategy(Protocol):
     needs_all_gradients: bool
     """Whether every micro-batch must give a gradient to the vision tower, even if it has no image."""
     is_sharded: bool
-    """Whether optimizer state is sharded, so that every rank writes a part of it."""
+    """Whether optimizer state is sharded, so that every rank writes a part of a checkpoint."""
 
     def place(self, policy: Any) -> None:
         """Move a policy to the rank's device, and shard it if this strategy shards weights."""
@@ -54,8 +54,8 @@ class Strategy(Protocol):
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
 
-        `loss_is_finite` must be equal on all ranks. Returns the gradient's global norm before clipping, and whether the
-        weights were updated.
+        `loss_is_finite` is that of the loss over all ranks. Returns the gradient's global norm before clipping, and
+        whether the weights were updated.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of, receive_weights
@@ -16,8 +18,10 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.zero_config import check_zero_config, zero_config
 from rl_vlm.errors import LaunchError
 
-OLDEST_VERSION = "0.19.8"
+OLDEST_VERSION, FIRST_UNTESTED = "0.19.8", "0.20"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+logger = logging.getLogger(__name__)
 
 
 class ZeRO:
@@ -81,7 +85,6 @@ class ZeRO:
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         if offload and settings.get("zero_force_ds_cpu_optimizer", True):
             self.adamw = map_pytorch_optim_to_deepspeed(adamw)  # with its parameter groups, so the schedule sets both
-        self.trainable = [p for p in policy.parameters() if p.requires_grad]
         self.engine: Any = deepspeed.initialize(model=policy, optimizer=self.adamw, config=settings)[0]
         if self.stage == 3:
             gather_weights_read(policy)
@@ -95,23 +98,15 @@ class ZeRO:
 
     def backward(self, loss: Tensor) -> None:
         """Add a micro-batch's gradients."""
-        # DeepSpeed averages over ranks, and losses are shares of a sum.
-        self.engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
+        # DeepSpeed averages over ranks, and losses are shares of a sum. It drops gradients that are not finite, and
+        # ignores the loss: one that is not finite makes them NaN.
+        factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size), float("nan"))
+        self.engine.backward(loss * factor, scale_wrt_gas=False)
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
-        if not loss_is_finite:
-            self.spoil_gradients()
         self.engine.step()
         return float(self.engine.get_global_grad_norm()), self.engine.was_step_applied()
-
-    def spoil_gradients(self) -> None:
-        """Make a gradient NaN, so that DeepSpeed drops them all: it looks at gradients, and not at the loss."""
-        from deepspeed.utils import safe_set_full_grad
-
-        smallest: Any = min(self.trainable, key=lambda p: getattr(p, "ds_numel", p.numel()))
-        nan = torch.full(getattr(smallest, "ds_shape", smallest.shape), float("nan"), device=self.ranks.device)
-        safe_set_full_grad(smallest, nan)
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
@@ -157,18 +152,27 @@ class ZeRO:
 
     def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Load unsharded optimizer states; each rank keeps its part. All parameters get one step count."""
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if not any(states.values()):
             return
         self.make_states()
         for parameter, state in states.items():
             for name in MOMENTS:
                 if name in state:
-                    safe_set_full_optimizer_state(parameter, state[name].to(self.ranks.device), name)
+                    self.load_moment(parameter, name, state[name])
         steps = max(state["step"] for state in states.values() if state)
         for state in self.adamw.state.values():
-            state["step"] = steps.clone()
+            # DeepSpeed's own Adam counts in Python.
+            state["step"] = steps.clone() if isinstance(self.adamw, torch.optim.AdamW) else int(steps)
+
+    def load_moment(self, parameter: Any, name: str, value: Tensor) -> None:
+        """Load this rank's part of a moment that every rank has whole."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self.stage < 3:
+            return safe_set_full_optimizer_state(parameter, value.to(self.ranks.device), name)
+        size = parameter.ds_tensor.numel()  # the last parts are padded if the ranks do not divide the weight
+        part = value.flatten()[self.ranks.rank * size : (self.ranks.rank + 1) * size]
+        safe_set_local_optimizer_state(parameter, pad(part, (0, size - len(part))).to(self.ranks.device), name)
 
     @property
     def num_updates(self) -> int:
@@ -206,6 +210,8 @@ def import_deepspeed() -> None:
             f"DeepSpeed {deepspeed.__version__} is too old, rl-vlm needs {OLDEST_VERSION} or newer: "
             "pip install --upgrade 'rl-vlm[deepspeed]'"
         )
+    if Version(deepspeed.__version__) >= Version(FIRST_UNTESTED):
+        logger.warning("DeepSpeed %s is newer than what rl-vlm is tested with, 0.19", deepspeed.__version__)
     # In DeepSpeed's own calls, at every step.
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
@@ -233,7 +239,8 @@ def gather_weights_read(policy: Any) -> None:
 def allow_reading(module: nn.Module, allowed: bool) -> None:
     """Let a module that reads another one's weight gather it first, or stop that."""
     for part in module.modules():
-        part._parameters._in_forward = allowed
+        parameters: Any = part._parameters  # DeepSpeed's own kind of dict
+        parameters._in_forward = allowed
 
 
 def remove_hooks(offload: Any) -> None:

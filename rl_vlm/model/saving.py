@@ -1,13 +1,14 @@
 """The files of a model in a checkpoint, in the format of `from_pretrained`.
 
-unsharded   `save_pretrained`, on the main process
-sharded     an adapter: gathered by all ranks, written by the main process
-            a model: each rank gathers and writes some blocks, as files of one sharded checkpoint
+whole       `save_pretrained`, on the main process
+in parts    an adapter: gathered by all ranks, written by the main process
+            a model: each rank gathers and writes some blocks, as files of one checkpoint
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.shards import is_shard, whole, whole_shape
+from rl_vlm.distributed.shards import whole, whole_shape
 from rl_vlm.model.blocks import NamedWeights, by_block, persistent_buffers, untied
 from rl_vlm.model.policy import Policy
 
@@ -31,15 +32,19 @@ INDEX = "model.safetensors.index.json"
 class PolicyFiles:
     """The model, or only the trained adapter, with its processor. Shards are gathered when this is made."""
 
-    def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks) -> None:
-        """Gather this rank's share of the files in host memory. All ranks must call this together."""
+    def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks, in_parts: bool = False) -> None:
+        """Gather this rank's share of the files in host memory. All ranks must call this together.
+
+        With `in_parts` every rank writes some files of a model. Otherwise the main process, which has it whole, does.
+        """
         self.policy = policy
         self.processor = processor
         self.ranks = ranks
+        self.in_parts = in_parts
         self.adapter: dict[str, Tensor] | None = None
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """The tensors of each file of a sharded model that this rank writes."""
-        if not any(map(is_shard, policy.model.parameters())):
+        if not in_parts:
             return
         if policy.model is not policy.transformer:
             self.adapter = gathered_adapter(policy)
@@ -67,7 +72,7 @@ class PolicyFiles:
             )
         elif model is not self.policy.transformer:
             model.save_pretrained(directory, selected_adapters=["default"])
-        elif self.tensors:
+        elif self.in_parts:
             self.write_configs(directory)
         else:
             model.save_pretrained(directory)
@@ -98,26 +103,30 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = policy.transformer
+    model: Any = policy.transformer
+    conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
+    (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
-    share = sum(map(num_bytes, blocks)) / ranks.world_size
+    share = math.ceil(sum(map(num_bytes, blocks)) / ranks.world_size)
     files = split_into_files(blocks, min(MAX_FILE_BYTES, share))
     kept: dict[str, dict[str, Tensor]] = {}
     for i, blocks in enumerate(files):
+        name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
         is_mine = i % ranks.world_size == ranks.rank
-        tensors: dict[str, Tensor] = {}
-        for block in blocks:
-            gathered = {
-                name: tensor.cpu() for name, weight in block if (tensor := whole(weight)) is not None and is_mine
-            }
-            tensors |= revert_weight_conversion(model, gathered) if is_mine else {}
         if is_mine:
-            name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-            kept[name] = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            kept[name] = {}
+        for block in blocks:
+            gathered: dict[str, Tensor] = {}
+            for weight_name, weight in block:
+                tensor = whole(weight)  # by all ranks
+                if is_mine:
+                    gathered[weight_name] = tensor.cpu()
+            if is_mine:
+                kept[name] |= {n: t.contiguous() for n, t in revert_weight_conversion(model, gathered).items()}
     return kept
 
 
-def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[list[NamedWeights]]:
+def split_into_files(blocks: Iterable[NamedWeights], max_bytes: int) -> list[list[NamedWeights]]:
     """Split blocks into files that end with the block that reaches `max_bytes`; equal on all ranks."""
     files: list[list[NamedWeights]] = []
     size = max_bytes

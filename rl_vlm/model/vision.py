@@ -47,10 +47,6 @@ class ImageFeatures:
     lists: tuple[bool, bool]
     """Whether the model's own call returns embeddings, and each deepstack layer, as lists, which its forward joins."""
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.embeddings, *self.deepstack, *([] if self.indicators is None else [self.indicators])]
-
 
 FeatureCache = WeakKeyDictionary[Prompt, ImageFeatures]
 """Features from a frozen tower in this optimizer step. Policy and reference share them: their towers are equal."""
@@ -138,7 +134,7 @@ class VisionEncoder:
         assert self.idle_prompt is not None, "runs of several ranks, and of DeepSpeed, have a prompt for idle runs"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             runs = [self.run([self.idle_prompt])[self.idle_prompt] for _ in range(num_calls)]
-        return torch.stack([0.0 * tensor.sum() for features in runs for tensor in features.tensors]).sum()
+        return 0.0 * torch.stack([part.sum() for run in runs for part in (run.embeddings, *run.deepstack)]).sum()
 
     def placeholders(self, prompts: Sequence[Prompt]) -> list[int]:
         """Count the placeholder tokens of each prompt."""

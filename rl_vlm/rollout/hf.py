@@ -42,7 +42,7 @@ class SampledPolicy(Protocol):
 
     vision: VisionEncoder
 
-    def autocast(self) -> AbstractContextManager[None]: ...
+    def autocast(self, keeps_casts: bool) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,11 @@ class HFEngine:
         tokenizer: Any,
         stop_token_ids: Sequence[int],
         max_num_seqs: int,
-        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        autocast: Callable[[bool], AbstractContextManager[None]] = lambda keeps_casts: nullcontext(),
     ) -> None:
-        """`max_num_seqs` is the number of completions decoded at once; `autocast` opens the context of forwards."""
+        """`max_num_seqs` is the number of completions decoded at once; `autocast` opens the context of
+        forwards, and its argument is that of `Policy.autocast`.
+        """
         self.model = vision.model
         self.vision = vision
         self.tokenizer = tokenizer
@@ -108,7 +110,7 @@ class HFEngine:
         """Generate in this context if the weights are gathered layer by layer. All ranks open it together."""
         self.lockstep = Lockstep(ranks, self.vision.idle, self.idle_forward)
         try:
-            with torch.no_grad(), generation_mode(self.model), self.autocast(), self.lockstep.open():
+            with torch.no_grad(), generation_mode(self.model), self.autocast(False), self.lockstep.open():
                 yield
         finally:
             self.lockstep = None
@@ -122,10 +124,9 @@ class HFEngine:
         row = token_inputs(prompt, [], list(extra), self.vision.family, self.model)
         self.model(**collate_rows([row], self.model.device), use_cache=True, logits_to_keep=1)
 
-    def join_lockstep(self, num_vision_calls: int) -> None:
-        """Wait until all ranks are at a forward, if they must run it together."""
-        if self.lockstep is not None:
-            self.lockstep.join(num_vision_calls)
+    def together(self, num_vision_calls: int) -> AbstractContextManager[None]:
+        """Run one forward, with this many vision calls, in this context: all ranks together, if they must."""
+        return nullcontext() if self.lockstep is None else self.lockstep.forward(num_vision_calls)
 
     def close(self) -> None:
         """Do nothing: the engine holds only the policy's own weights."""
@@ -142,7 +143,7 @@ class HFEngine:
         if self.vision.family.cross_attends:
             prompts_at_once = 1
         groups: dict[int, Group] = {}
-        with generation_mode(self.model), self.autocast():
+        with generation_mode(self.model), self.autocast(self.lockstep is None):
             for _, equally_long in groupby(by_length, key=lambda i: lengths[i][0]):
                 alike = list(equally_long)
                 for start in range(0, len(alike), prompts_at_once):
@@ -177,10 +178,10 @@ class HFEngine:
         names = token_input_names(prompts)
         rows = [token_inputs(prompt, [], names, family, self.model) for prompt in prompts]
         kwargs = collate_rows(rows, device, pad_left=True)
-        self.join_lockstep(len(self.vision.calls(prompts)))
-        features = self.vision.encode(prompts)
-        with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
-            output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
+        with self.together(len(self.vision.calls(prompts))):
+            features = self.vision.encode(prompts)
+            with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
+                output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
         next_positions = torch.stack([row["position_ids"].max() + 1 for row in rows]).to(device)[:, None]
         next_positions = next_positions.expand(*kwargs["position_ids"].shape[:-1], 1)
         cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
@@ -217,18 +218,18 @@ class HFEngine:
         self, prefix: Prefix, rows: Int[Tensor, " rows"], tokens_NS: Int[Tensor, "rows new"], step: int
     ) -> Float[Tensor, "rows vocabulary"]:
         """Compute the logits after new tokens of the completions `rows`, the first of which is their token `step`."""
-        self.join_lockstep(0)
         num_new = tokens_NS.shape[1]
         mask = prefix.mask[rows]
-        return self.model(
-            input_ids=tokens_NS,
-            attention_mask=torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
-            position_ids=prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
-            past_key_values=prefix.cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
-        ).logits[:, -1]
+        with self.together(num_vision_calls=0):
+            return self.model(
+                input_ids=tokens_NS,
+                attention_mask=torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
+                position_ids=prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
+                past_key_values=prefix.cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
+            ).logits[:, -1]
 
     def completions(
         self,

@@ -22,23 +22,37 @@ class Lockstep:
         self.ranks = ranks
         self.idle_vision = idle_vision
         self.idle_forward = idle_forward
+        self.in_forward = False
 
-    def join(self, num_vision_calls: int) -> None:
-        """Wait for all ranks before a forward with this many vision calls, and fill them up to the most of any rank."""
+    @contextmanager
+    def forward(self, num_vision_calls: int) -> Iterator[None]:
+        """Run a forward with this many vision calls, after idle ones up to the most calls of any rank."""
         _, most_calls = self.ranks.max([1, num_vision_calls])
+        self.in_forward = True  # still so after an error
         if most_calls > num_vision_calls:
             self.idle_vision(most_calls - num_vision_calls)
+        yield
+        self.in_forward = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Run forwards in this context, which all ranks open. It closes when all ranks have finished theirs."""
+        """Run forwards in this context, which all ranks open. It closes when all ranks have finished theirs.
+
+        After an error within a forward it closes at once: the other ranks are in the middle of the same forward, and
+        end when this process does.
+        """
         try:
             yield
         finally:
-            while True:
-                goes_on, num_vision_calls = self.ranks.max([0, 0])
-                if not goes_on:
-                    break
-                if num_vision_calls:
-                    self.idle_vision(num_vision_calls)
-                self.idle_forward()
+            if not self.in_forward:
+                self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """Run forwards without effect until no rank needs one."""
+        while True:
+            goes_on, num_vision_calls = self.ranks.max([0, 0])
+            if not goes_on:
+                return
+            if num_vision_calls:
+                self.idle_vision(num_vision_calls)
+            self.idle_forward()

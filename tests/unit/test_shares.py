@@ -1,5 +1,7 @@
 """What keeps memory per rank at its share: who writes which part of a checkpoint, tied weights, and buckets."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def test_a_file_ends_with_the_block_that_reaches_its_size():
 
 def test_tied_weights_stay_tied_on_the_meta_device(tmp_path):
     """Ranks would broadcast unlike numbers of weights otherwise, and wait for each other."""
-    model = empty_transformer(str(build_checkpoint(TOY, tmp_path)), ModelConfig(model_name_or_path=str(tmp_path)))
+    model: Any = empty_transformer(str(build_checkpoint(TOY, tmp_path)), ModelConfig(model_name_or_path=str(tmp_path)))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model.get_output_embeddings().weight.is_meta
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
-from rl_vlm.rollout.vllm.servers import VLLMServers
+from rl_vlm.rollout.vllm.servers import VLLMServers, parts_of
 from rl_vlm.types import Prompt, RolloutRequest, Sample, Sampling
 
 
@@ -110,3 +110,9 @@ def jpeg(image: Image.Image) -> bytes:
     file = BytesIO()
     image.save(file, "JPEG")
     return file.getvalue()
+
+
+def test_weights_are_written_in_parts_of_a_limited_size():
+    weights = [("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(9)), ("d", torch.zeros(1))]
+    assert [list(part) for part in parts_of(weights, max_bytes=20)] == [["a", "b"], ["c"], ["d"]]
+    assert list(parts_of([], max_bytes=20)) == []

@@ -11,10 +11,12 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from rl_vlm.data.images import image_urls
 from rl_vlm.errors import RolloutError
@@ -37,6 +39,9 @@ from rl_vlm.types import Group, RolloutRequest, Sampling
 
 RESET_TRIES = 20
 """Attempts, half a second apart, to reset a cache that is in use."""
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Size from which on a file of weights gets no further one, since the main process holds a file's weights at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -194,10 +199,12 @@ class VLLMServers:
             return source.save_adapter(self.folder)
         from safetensors.torch import save_file
 
-        weights = {name: weight.cpu().contiguous() for name, weight in source.trained_weights()}
         self.folder.mkdir(parents=True)
-        save_file(weights, self.folder / "weights.safetensors")
-        return sum(weight.nbytes for weight in weights.values())
+        num_bytes = 0
+        for i, weights in enumerate(parts_of(source.trained_weights(), MAX_FILE_BYTES)):
+            save_file(weights, self.folder / f"weights-{i:05d}.safetensors")
+            num_bytes += sum(weight.nbytes for weight in weights.values())
+        return num_bytes
 
     def update(self, client: VLLMClient, send: Callable[[VLLMClient], None], version: int) -> None:
         """Send the weights to one server, reset its caches, and set its version. A lost server is removed."""
@@ -269,3 +276,15 @@ def read_completion(client: VLLMClient, choice: dict[str, Any]) -> GeneratedToke
     logprobs = [position["logprob"] for position in choice["logprobs"]["content"]]
     versions = [span["version"] for span in choice["weight_versions"] or ()]
     return GeneratedTokens(choice["token_ids"], logprobs, str(choice["finish_reason"]), versions)
+
+
+def parts_of(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights, in host memory, in parts that end with the weight that reaches `max_bytes`."""
+    part: dict[str, Tensor] = {}
+    for name, weight in weights:
+        part[name] = weight.cpu().contiguous()
+        if sum(tensor.nbytes for tensor in part.values()) >= max_bytes:
+            yield part
+            part = {}
+    if part:
+        yield part
