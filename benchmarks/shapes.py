@@ -56,8 +56,8 @@ TOY: Shape = (
 )  # fmt: skip
 """For tests of the benchmarks themselves."""
 
-HALF: Shape = (MEDIUM[0] | {"num_hidden_layers": 12}, MEDIUM[1])
-SHAPES = {"small": SMALL, "medium": MEDIUM, "half": HALF, "toy": TOY}
+QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
+SHAPES = {"small": SMALL, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY}
 LORA_R = 5
 """LoRA rank for SMALL: the same fraction of its width as rank 16 is of the 3B's."""
 FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 32, 256

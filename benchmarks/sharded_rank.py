@@ -129,9 +129,10 @@ class ShardedRank:
         processor = AutoProcessor.from_pretrained(self.config.model.model_name_or_path)
         self.before_saving = self.resident.growth("anonymous", resident_bytes())
         with tempfile.TemporaryDirectory() as directory, self.resident.stage("saving"):
-            parts = [PolicyFiles(self.policy, processor, self.ranks), OptimizerFiles(self.optimizer, self.ranks)]
-            for part in parts:
-                part.write(Path(directory))
+            policy_files = PolicyFiles(self.policy, processor, self.ranks, in_parts=self.strategy.is_sharded)
+            optimizer_files = OptimizerFiles(self.optimizer, self.ranks)
+            policy_files.write(Path(directory))
+            optimizer_files.write(Path(directory))
 
 
 def run_config(case: dict[str, Any]) -> RunConfig:

@@ -189,17 +189,35 @@ def test_traffic_of_each_collective_is_counted(four_ranks):
     assert counter.sent(world_size=4) == (2 + 5) * 128 * 3 / 4
 
 
-def test_traffic_of_sharded_layers_is_counted(four_ranks):
-    """Of FSDP2, for a model of 64 weights in two layers: gathered for forward and for backward, and reduced."""
+def two_layers() -> torch.nn.Sequential:
+    """Return a model of 64 weights, which are 256 bytes."""
+    return torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+
+
+def traffic_of_a_pass(model: torch.nn.Module) -> dict[str, int]:
+    with CountTraffic() as counter:
+        model(torch.ones(1, 4)).sum().backward()
+    return dict(counter.payloads)
+
+
+def test_traffic_of_layers_that_are_gathered_is_counted(four_ranks):
     from torch.distributed.fsdp import fully_shard
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+    model = two_layers()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
     for layer in [*model, model]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    with CountTraffic() as counter:
-        model(torch.ones(1, 4)).sum().backward()
-    assert counter.payloads == {"_allgather_base_": 512, "_reduce_scatter_base_": 256}
+    # Gathered for the forward and for the backward.
+    assert traffic_of_a_pass(model) == {"_allgather_base_": 512, "_reduce_scatter_base_": 256}
+
+
+def test_traffic_of_reducers_in_cpp_is_counted():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(two_layers())
+        assert traffic_of_a_pass(model) == {"allreduce_": 256}
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_memory_in_theory():
