@@ -212,7 +212,8 @@ def test_traffic_of_layers_that_are_gathered_is_counted(four_ranks):
 
 
 def test_traffic_of_reducers_in_cpp_is_counted():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         model = torch.nn.parallel.DistributedDataParallel(two_layers())
         assert traffic_of_a_pass(model) == {"allreduce_": 256}
