@@ -212,7 +212,9 @@ def test_traffic_of_layers_that_are_gathered_is_counted(four_ranks):
 
 
 def test_traffic_of_reducers_in_cpp_is_counted():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    from torch._C._distributed_c10d import HashStore
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     try:
         model = torch.nn.parallel.DistributedDataParallel(two_layers())
         assert traffic_of_a_pass(model) == {"allreduce_": 256}
