@@ -5,9 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from rl_vlm.distributed.shards import whole_shape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NamedWeights = list[tuple[str, Tensor]]
 
@@ -34,6 +41,23 @@ def block_of(name: str) -> str:
     """Return the prefix up to the first number, or "": `model.layers.3.` of `model.layers.3.mlp.up_proj.weight`."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else ""
+
+
+def as_in_checkpoints(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return unsharded weights by the names, and in the layouts, of the checkpoint that the model was loaded from.
+
+    transformers looks at shapes of the model's own weights, which are empty if DeepSpeed shards them, and would
+    transpose experts.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own_parameter = model.get_parameter
+    inner: Any = model
+    inner.get_parameter = lambda name: torch.empty(whole_shape(own_parameter(name)), device="meta")
+    try:
+        return revert_weight_conversion(model, weights)
+    finally:
+        del inner.get_parameter
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

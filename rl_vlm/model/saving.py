@@ -8,6 +8,7 @@ in parts    an adapter: gathered by all ranks, written by the main process
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import whole, whole_shape
-from rl_vlm.model.blocks import NamedWeights, by_block, persistent_buffers, untied
+from rl_vlm.model.blocks import NamedWeights, as_in_checkpoints, by_block, persistent_buffers, untied
 from rl_vlm.model.policy import Policy
 
 if TYPE_CHECKING:
@@ -100,13 +101,11 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks. There are at
     least as many files as ranks, if the model has enough blocks, so that no rank holds more than its share.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     model: Any = policy.transformer
     conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
     (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
-    share = sum(map(num_bytes, blocks)) / ranks.world_size
+    share = math.ceil(sum(map(num_bytes, blocks)) / ranks.world_size)
     files = split_into_files(blocks, min(MAX_FILE_BYTES, share))
     kept: dict[str, dict[str, Tensor]] = {}
     for i, blocks in enumerate(files):
@@ -121,11 +120,11 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
                 if is_mine:
                     gathered[weight_name] = tensor.cpu()
             if is_mine:
-                kept[name] |= {n: t.contiguous() for n, t in revert_weight_conversion(model, gathered).items()}
+                kept[name] |= {n: t.contiguous() for n, t in as_in_checkpoints(model, gathered).items()}
     return kept
 
 
-def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[list[NamedWeights]]:
+def split_into_files(blocks: Iterable[NamedWeights], max_bytes: int) -> list[list[NamedWeights]]:
     """Split blocks into files that end with the block that reaches `max_bytes`; equal on all ranks."""
     files: list[list[NamedWeights]] = []
     size = max_bytes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rl_vlm.distributed.shards import is_shard, whole, whole_copy
 from rl_vlm.errors import ConfigError
-from rl_vlm.model.blocks import by_block, untied
+from rl_vlm.model.blocks import as_in_checkpoints, by_block, untied
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.vllm.arguments import read_weights
 
@@ -73,14 +73,12 @@ class PolicyWeights:
         Other frozen weights are included: vLLM fuses layers (query, key and value become one), and loads a fused layer
         completely or not at all. Weights are gathered and merged for one block of the model at a time.
         """
-        from transformers.core_model_loading import revert_weight_conversion
-
         model = self.policy.transformer
         frozen = self.policy.family.vision_prefixes if self.policy.vision.is_frozen else ()
         moved = ((name, weight) for name, weight in untied(merged_weights(model)) if not name.startswith(frozen))
         for block in by_block(moved):
             weights = {name: whole(weight) for name, weight in block}
-            for name, weight in revert_weight_conversion(model, weights).items():
+            for name, weight in as_in_checkpoints(model, weights).items():
                 yield name, weight.to(self.policy.compute_dtype)
 
 

@@ -74,6 +74,11 @@ def test_the_files_of_trl(monkeypatch, name: str, expected: Launch):
     assert launch_of(monkeypatch, TRL / f"{name}.yaml") == expected
 
 
+def test_without_a_stage_deepspeed_has_stage_2_as_with_accelerate(monkeypatch):
+    set_environment(monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true"})
+    assert take_launch() == Launch("deepspeed", deepspeed=zero_of_options(2))
+
+
 def test_trl_s_file_for_fsdp1_is_refused(monkeypatch):
     with pytest.raises(LaunchError, match=r"fsdp_version is 1, .* set fsdp_version to 2, as in .*fsdp2.yaml"):
         launch_of(monkeypatch, TRL / "fsdp1.yaml")
