@@ -105,14 +105,16 @@ class ShardedRank:
             self.step(num_micro_batches)
         return {"payloads": counter.payloads, "sent": counter.sent(self.ranks.world_size)}
 
-    def seconds(self, num_steps: int) -> list[float]:
-        """Return the seconds of some steps of one micro-batch."""
-        found = []
+    def seconds(self, num_steps: int) -> dict[str, list[float]]:
+        """Return the seconds of some steps of one micro-batch, and those that this process computed."""
+        clocks = {"passed": time.perf_counter, "computed": time.process_time}
+        found: dict[str, list[float]] = {name: [] for name in clocks}
         for _ in range(num_steps):
             self.ranks.sum([0.0])
-            start = time.perf_counter()
+            start = {name: clock() for name, clock in clocks.items()}
             self.step(1)
-            found.append(time.perf_counter() - start)
+            for name, clock in clocks.items():
+                found[name].append(clock() - start[name])
         return found
 
     def gathered(self) -> dict[str, int]:

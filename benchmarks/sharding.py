@@ -32,8 +32,8 @@ from rl_vlm.distributed.zero_config import AUTO_SIZES
 
 LAUNCH_FILES = {"ddp": "cpu", "zero2": "zero2", "zero3": "zero3", "zero3_freed": "zero3", "fsdp2": "fsdp2"}
 """The launcher's file of each engine. `zero3_freed` is ZeRO-3 as it runs on a model of billions of parameters."""
-FREED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-"""By default DeepSpeed frees no layer within a step before a billion weights are gathered, more than this model has."""
+FREED = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+"""DeepSpeed frees layers within a step if more weights than this are gathered: by default a billion."""
 LARGEST_DDP = 2
 TOO_LARGE = {("zero2", 2), ("zero2", 4), ("zero3_freed", 4)}
 """Cases that run a model with 6 of 24 layers, because the machine has 24 GiB. DDP on four is left out."""
@@ -91,7 +91,10 @@ def step_cases(args: argparse.Namespace) -> Iterator[Case]:
 def launch(case: Case, checkpoint: Path, directory: Path) -> list[dict[str, Any]]:
     """Run a case in processes of its own and return the results of its ranks. Raises CalledProcessError if it fails."""
     work = {"checkpoint": str(checkpoint), **vars(case)}
-    start = ["-m", "accelerate.commands.launch", *launcher_options(case, directory)] if is_launched(case) else []
+    file = ROOT / "launch" / "accelerate" / f"{LAUNCH_FILES[case.engine]}.yaml"
+    if case.engine == "zero3_freed":
+        file = with_freed_layers(file, layer_size(checkpoint), directory)
+    start = ["-m", "accelerate.commands.launch", *launcher_options(case, file)] if is_launched(case) else []
     output = Path(tempfile.mkdtemp(dir=directory))
     subprocess.run(
         [sys.executable, *start, "benchmarks/sharded_rank.py", json.dumps(work), str(output)],
@@ -108,11 +111,8 @@ def is_launched(case: Case) -> bool:
     return case.engine != "ddp" or case.num_processes > 1
 
 
-def launcher_options(case: Case, directory: Path) -> list[str]:
+def launcher_options(case: Case, file: Path) -> list[str]:
     """Return the options of `accelerate launch`, with a free port."""
-    file = ROOT / "launch" / "accelerate" / f"{LAUNCH_FILES[case.engine]}.yaml"
-    if case.engine == "zero3_freed":
-        file = with_freed_layers(file, directory)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -121,12 +121,12 @@ def launcher_options(case: Case, directory: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def with_freed_layers(file: Path, directory: Path) -> Path:
-    """Write a launcher's file that names a DeepSpeed config with `FREED`."""
+def with_freed_layers(file: Path, num_kept: int, directory: Path) -> Path:
+    """Write a launcher's file with a DeepSpeed config that frees layers if more than `num_kept` weights are gathered."""
     import yaml
 
     batch = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
-    zero = {"stage": 3, **dict.fromkeys(AUTO_SIZES, "auto"), **FREED}
+    zero = {"stage": 3, **dict.fromkeys(AUTO_SIZES, "auto"), **dict.fromkeys(FREED, num_kept)}
     deepspeed = directory / "zero3.json"
     deepspeed.write_text(json.dumps({**batch, "zero_optimization": zero}))
     changed = directory / "zero3.yaml"
@@ -137,10 +137,20 @@ def with_freed_layers(file: Path, directory: Path) -> Path:
 
 
 def count_parameters(checkpoint: Path) -> int:
-    """Return the number of weights of a checkpoint in float32."""
+    """Return the number of a checkpoint's weights."""
+    return sum(sizes(checkpoint).values())
+
+
+def layer_size(checkpoint: Path) -> int:
+    """Return the number of weights of one layer of the language model."""
+    return sum(size for name, size in sizes(checkpoint).items() if name.startswith("model.layers.0."))
+
+
+def sizes(checkpoint: Path) -> dict[str, int]:
+    """Return the number of values of each tensor of a checkpoint, by name."""
     from safetensors.torch import load_file
 
-    return sum(weight.numel() for weight in load_file(checkpoint / "model.safetensors").values())
+    return {name: tensor.numel() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

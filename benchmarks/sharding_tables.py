@@ -94,7 +94,8 @@ def files_table(result: dict[str, Any]) -> str:
 
 def traffic_table(result: dict[str, Any]) -> str:
     head = ["traffic, 2 processes", "1 micro-batch", "theory", "3 micro-batches", "theory", "within rollouts", "after"]
-    seconds = {case["engine"]: median(case["ranks"][0]["seconds"]) for case in result["steps"]}
+    clocks = ("passed", "computed")
+    seconds = {c["engine"]: [median(c["ranks"][0]["seconds"][k]) for k in clocks] for c in result["steps"]}
     rows = []
     for case in result["steps"]:
         one, num_processes, rank = unit(case), case["num_processes"], case["ranks"][0]
@@ -104,9 +105,9 @@ def traffic_table(result: dict[str, Any]) -> str:
             row += [f"{rank['traffic'][str(n)]['sent'] / ring:.2f}", str(theory_of_traffic(case["engine"], n))]
         gathered = rank["gathered"]
         row += [f"{(gathered[when] - gathered['before']) / one:+.2f}" for when in ("within", "after")]
-        relative = seconds[case["engine"]] / seconds["ddp"] if "ddp" in seconds else None
-        rows.append([*row, f"{relative:.2f}" if relative else ""])
-    return markdown_table([*head, "time / DDP"], rows)
+        pairs = zip(seconds[case["engine"]], seconds.get("ddp", []), strict=False)
+        rows.append([*row, *(f"{ours / ddp:.2f}" for ours, ddp in pairs)])
+    return markdown_table([*head, *(["time / DDP", "CPU time / DDP"] if "ddp" in seconds else [])], rows)
 
 
 def sharding_chart(results: Sequence[dict[str, Any]], pyplot: Any) -> Any:
