@@ -60,9 +60,11 @@ def resident_bytes() -> dict[str, int]:
 
 
 def live_bytes() -> int:
-    """Return the bytes of all tensors that Python can reach."""
+    """Return the bytes of all tensors that Python can reach, and of their gradients."""
     gc.collect()
-    return storage_bytes(value for value in gc.get_objects() if issubclass(type(value), Tensor))
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return storage_bytes([*tensors, *gradients])
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,12 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)
 """Longest time that a rank waits for another one, which may still generate or write a checkpoint."""
+
+SECONDS_TO_FREE = 0.2
+"""Time for gloo's threads to free the tensors of the last collective, for which they need Python's lock.
+
+If the interpreter ends before they have it, the process is aborted: "terminate called without an active exception".
+"""
 
 
 class Ranks:
@@ -100,8 +107,10 @@ class Ranks:
             torch.distributed.broadcast(tensor, src=0)
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, whose threads may outlive it (DistributedDataParallel keeps them)."""
         self.accelerator.end_training()
+        if self.world_size > 1:
+            time.sleep(SECONDS_TO_FREE)
 
 
 def check_launch(seen: int) -> None:

@@ -29,14 +29,19 @@ def train_on_two_processes(config: RunConfig, path: Path) -> None:
     train_on_processes(2, config, path)
 
 
-def train_on_processes(num: int, config: RunConfig, path: Path) -> None:
+CPU = Path("launch/accelerate/cpu.yaml")
+
+
+def train_on_processes(num: int, config: RunConfig, path: Path, launcher: Path = CPU) -> None:
     """Train with the settings of `config`, which are put in a file at `path`."""
-    result = launch_training(num, config, path)
+    result = launch_training(num, config, path, launcher)
     assert result.returncode == 0, result.stderr
 
 
-def launch_training(num: int, config: RunConfig, path: Path) -> subprocess.CompletedProcess[str]:
+def launch_training(
+    num: int, config: RunConfig, path: Path, launcher: Path = CPU
+) -> subprocess.CompletedProcess[str]:
     """Start a training run, which may fail, with the settings of `config`, which are put in a file at `path`."""
     path.write_text(to_yaml(config))
-    cpu = ("--config_file", "launch/accelerate/cpu.yaml", "--num_processes", str(num))
-    return launch(*cpu, "-m", "launch.train", str(path))
+    options = ("--config_file", str(launcher), "--num_processes", str(num))
+    return launch(*options, "-m", "launch.train", str(path))

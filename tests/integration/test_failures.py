@@ -221,3 +221,10 @@ def test_a_rank_ends_with_its_launcher(tiny_checkpoint, tmp_path):
     time.sleep(2.0)
     assert lines.stat().st_size == size
     Run(make_config(tiny_checkpoint, tmp_path / "run", overwrite_output_dir=True)).close()  # the lock is free
+
+
+@pytest.mark.ci
+def test_processes_that_end_right_after_a_collective_do_not_abort():
+    command = [sys.executable, "-m", "tests.helpers.leave_at_once", "10"]
+    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

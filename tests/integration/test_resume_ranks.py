@@ -14,13 +14,12 @@ from rl_vlm.errors import CheckpointError
 from rl_vlm.run import train
 from tests.helpers import mixed_run, tiny_run
 from tests.helpers.resuming import resumed
+from tests.helpers.sharded_runs import launcher_file
 from tests.helpers.tiny_run import completions, metric_lines, weights
 from tests.helpers.two_processes import train_on_processes
 
 NUM_STEPS = 6
 """A window is four of them: two passes over two steps of eight prompts."""
-
-pytestmark = pytest.mark.ci
 
 
 def make_config(checkpoint: Path, output_dir: Path, **settings: Any) -> RunConfig:
@@ -66,6 +65,25 @@ def sampled(output_dir: Path) -> dict[tuple[str, int], tuple[str, float]]:
     return {(row["group_id"], row["completion_index"]): (row["completion"], row["advantage"]) for row in rows}
 
 
+def assert_continued(run: Path, straight: Path, step: int) -> None:
+    """Assert that a run resumed after `step` is the run of one process that was not interrupted."""
+    for later in [s for s in range(step + 1, NUM_STEPS + 1) if s != 4]:  # after step 4 there is no window
+        draws = draws_by_step(run / f"checkpoint-{later}")
+        assert draws == draws_by_step(straight / f"checkpoint-{later}")
+        assert sorted(row for draws_of_step in draws for _, row in draws_of_step) == list(range(16))
+    assert sampled(run) == sampled(straight)
+    lines = list(zip(metric_lines(run), metric_lines(straight), strict=True))
+    assert [line["step"] for line, _ in lines] == list(range(1, NUM_STEPS + 1))
+    for line, expected in lines:
+        for name in {name for name in expected if not name.startswith(("compute/", "balance/"))}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (line["step"], name)
+    found, expected = (weights(path / f"checkpoint-{NUM_STEPS}") for path in (run, straight))
+    start = weights(straight / "checkpoint-1")
+    assert max((found[name] - tensor).abs().max() for name, tensor in expected.items()) <= 1e-5
+    assert max((start[name] - tensor).abs().max() for name, tensor in expected.items()) > 1e-2
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("num_saved", "num_present", "step"),
     [
@@ -88,22 +106,28 @@ def test_every_prompt_is_trained_on_once(
         train_on_processes(num_present, config, tmp_path / "run.yaml")
 
     assert len(own_states(run / f"checkpoint-{NUM_STEPS}")) == num_present
-    for later in [s for s in range(step + 1, NUM_STEPS + 1) if s != 4]:  # after step 4 there is no window
-        draws = draws_by_step(run / f"checkpoint-{later}")
-        assert draws == draws_by_step(straight / f"checkpoint-{later}")
-        assert sorted(row for draws_of_step in draws for _, row in draws_of_step) == list(range(16))
-    assert sampled(run) == sampled(straight)
-    lines = list(zip(metric_lines(run), metric_lines(straight), strict=True))
-    assert [line["step"] for line, _ in lines] == list(range(1, NUM_STEPS + 1))
-    for line, expected in lines:
-        for name in {name for name in expected if not name.startswith(("compute/", "balance/"))}:
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (line["step"], name)
-    found, expected = (weights(path / f"checkpoint-{NUM_STEPS}") for path in (run, straight))
-    start = weights(straight / "checkpoint-1")
-    assert max((found[name] - tensor).abs().max() for name, tensor in expected.items()) <= 1e-5
-    assert max((start[name] - tensor).abs().max() for name, tensor in expected.items()) > 1e-2
+    assert_continued(run, straight, step)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_sharded_runs_continue_on_other_numbers_of_processes(
+    engine: str, saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Saved by 2 processes at step 3, by 1 at step 5, by 4 at the end; each time in the middle of a window."""
+    launcher = launcher_file(engine, tmp_path)
+    on_two, on_one, on_four = tmp_path / "2", tmp_path / "1", tmp_path / "4"
+    train_on_processes(2, make_config(tiny_checkpoint, on_two), tmp_path / "run.yaml", launcher)
+    stopped_at(3, on_two, on_one)
+    train_on_processes(1, resumed(make_config(tiny_checkpoint, on_one)), tmp_path / "run.yaml", launcher)
+    stopped_at(5, on_one, on_four)
+    train_on_processes(4, resumed(make_config(tiny_checkpoint, on_four)), tmp_path / "run.yaml", launcher)
+
+    assert [len(own_states(on_four / f"checkpoint-{step}")) for step in (3, 4, 5, 6)] == [2, 1, 1, 4]
+    assert_continued(on_four, saved[1], step=3)
+
+
+@pytest.mark.ci
 def test_the_same_number_of_processes_repeats_the_run_bit_for_bit(
     saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +144,7 @@ def test_the_same_number_of_processes_repeats_the_run_bit_for_bit(
     assert sizes[0] != [4, 4]  # as they were drawn
 
 
+@pytest.mark.ci
 def test_sizes_per_device_must_make_the_same_batch(
     saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +163,7 @@ def test_sizes_per_device_must_make_the_same_batch(
     assert (ours["step_tokens"], ours["reward"]) == (theirs["step_tokens"], pytest.approx(theirs["reward"]))
 
 
+@pytest.mark.ci
 def test_paused_completions_are_continued(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Which of them are finished first depends on the number of processes, so the windows are others."""
     settings = {"max_rollout_tokens": 3, "max_completion_length": 12, "steps_per_generation": 1, "num_iterations": 1}
