@@ -122,7 +122,7 @@ def launcher_options(case: Case, file: Path) -> list[str]:
 
 
 def with_freed_layers(file: Path, num_kept: int, directory: Path) -> Path:
-    """Write a launcher's file with a DeepSpeed config that frees layers if more than `num_kept` weights are gathered."""
+    """Write a launcher's file whose DeepSpeed config frees layers if more than `num_kept` weights are gathered."""
     import yaml
 
     batch = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")

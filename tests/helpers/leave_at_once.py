@@ -1,4 +1,6 @@
-"""Pairs of processes that end right after a collective: `python -m tests.helpers.leave_at_once NUM_PAIRS`. Exits with 1 if one aborts.
+"""Pairs of processes that end right after a collective. Exits with 1 if one aborts.
+
+    python -m tests.helpers.leave_at_once NUM_PAIRS
 
 The interpreter is not to change threads by itself, and each process is to stay on one CPU. A thread of gloo then often
 frees the collective's tensors only when the interpreter ends.

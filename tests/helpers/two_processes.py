@@ -38,9 +38,7 @@ def train_on_processes(num: int, config: RunConfig, path: Path, launcher: Path =
     assert result.returncode == 0, result.stderr
 
 
-def launch_training(
-    num: int, config: RunConfig, path: Path, launcher: Path = CPU
-) -> subprocess.CompletedProcess[str]:
+def launch_training(num: int, config: RunConfig, path: Path, launcher: Path = CPU) -> subprocess.CompletedProcess[str]:
     """Start a training run, which may fail, with the settings of `config`, which are put in a file at `path`."""
     path.write_text(to_yaml(config))
     options = ("--config_file", str(launcher), "--num_processes", str(num))

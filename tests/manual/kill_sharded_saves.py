@@ -61,7 +61,7 @@ def main() -> int:
     shutil.rmtree(options.directory, ignore_errors=True)
     options.directory.mkdir(parents=True)
     model = tiny_run.build_checkpoint(options.directory / "model")
-    steps = options.kills + 2
+    steps = options.kills + options.kills // len(KILLS) + 3  # a kill after the commit leaves one checkpoint more
     settings = {
         "dataset_name": mixed_run.ROWS, "reward_funcs": [mixed_run.REWARD, tiny_run.COIN], "prompts_per_step": 4,
         "max_steps": steps, "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-3, "num_iterations": 2,
