@@ -24,6 +24,7 @@ from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
+from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.directory import RunDirectory
@@ -119,6 +120,11 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
             directory.refuse_another_run(config, resumed)
     resumed = ranks.gather([resumed])[0]
     with ranks.agree():
+        if not directory.is_visible:
+            raise ConfigError(
+                f"train.output_dir: process {ranks.rank} does not see {directory.path}, where process 0 writes: all "
+                "processes need the same directory, on a file system that they share"
+            )
         return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
 
 

@@ -19,7 +19,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,9 +51,22 @@ def begin(unfinished: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def commit(unfinished: Path) -> Path:
-    """Turn the directory of `begin` into a checkpoint: write the manifest, flush every file, rename."""
-    files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+def file_names(directory: Path) -> list[str]:
+    """Return the files in a directory and below it."""
+    return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+
+
+def commit(unfinished: Path, written: Iterable[str]) -> Path:
+    """Turn the directory of `begin` into a checkpoint: write the manifest, flush every file, rename.
+
+    `written` are the names of the files that the ranks see. Raises CheckpointError if one of them is not there.
+    """
+    files = sorted(unfinished / name for name in set(written))
+    if absent := [path.name for path in files if not path.is_file()]:
+        raise CheckpointError(
+            f"{absent[0]} of another process is not in {unfinished}: all processes need the same train.output_dir, on "
+            "a file system that they share"
+        )
     manifest = {
         str(path.relative_to(unfinished)): {"size": path.stat().st_size, "sha256": digest}
         for path, digest in zip(files, digests(files), strict=True)
@@ -103,9 +116,10 @@ def write(output_dir: Path, step: int, write_files: Callable[[Path], None], rank
                 begin(unfinished)
         with ranks.agree(), named_errors(output_dir, step):
             write_files(unfinished)
+        written = ranks.gather(file_names(unfinished))
         with ranks.agree(), named_errors(output_dir, step):
             if ranks.is_main:
-                commit(unfinished)
+                commit(unfinished, written)
     except CheckpointError:
         if ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)

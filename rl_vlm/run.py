@@ -271,6 +271,9 @@ class Run:
         }
         if record.best_step is not None:
             summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, record.best_step))
+            with self.ranks.agree():
+                if self.ranks.is_main:
+                    checkpoint.check(Path(summary["checkpoint"]))
             empty = self.parts.strategy.loads_empty
             load_weights(self.trainer.policy, summary["checkpoint"], self.config.model, empty, self.ranks)
             summary["eval_after"] = record.eval_best

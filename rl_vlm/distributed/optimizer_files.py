@@ -57,7 +57,7 @@ def choose_writers(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path) -> None:
-    """Load the state that `OptimizerFiles` wrote. Raises CheckpointError if it is that of other weights."""
+    """Load the state that `OptimizerFiles` wrote. Raises CheckpointError if it is not that of the trained weights."""
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path in sorted((directory / FOLDER).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -68,6 +68,10 @@ def load_optimizer(optimizer: Optimizer, directory: Path) -> None:
         raise CheckpointError(
             f"{directory} has optimizer states of {len(unknown)} weights that this run does not train, such as "
             f"{min(unknown)}"
+        )
+    if states and (missing := optimizer.trainable.keys() - states.keys()):
+        raise CheckpointError(
+            f"{directory} has no optimizer state of {len(missing)} weights that this run trains, such as {min(missing)}"
         )
     loaded: dict[nn.Parameter, dict[str, Tensor]] = {p: states[name] for name, p in optimizer.trainable.items()}
     optimizer.strategy.load_optimizer_state(loaded)

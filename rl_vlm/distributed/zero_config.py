@@ -11,17 +11,19 @@ from typing import Any
 
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import LaunchError, did_you_mean
+from rl_vlm.errors import LaunchError, did_you_mean, shorten
 
-SET_BY_RUN = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16".split()
-)
+SET_BY_RUN = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16
+    zero_allow_untested_optimizer
+""".split()
 PASSED_ON = """
-    zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type
+    zero_optimization zero_force_ds_cpu_optimizer communication_data_type
     prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown memory_breakdown dump_state
     flops_profiler comms_logger disable_python_gc log_level
 """.split()
 """Keys that DeepSpeed gets unchanged."""
+SECTIONS = "bf16 fp16 flops_profiler comms_logger zero_optimization".split()
 OTHER_SHARDING = "if the model does not fit on one device, use ZeRO-3 or FSDP2"
 PRECISION = "the precision is model.dtype, with trained weights, their gradients and moments in float32"
 REPORTS = "metrics are in metrics.jsonl, and log.report_to sends them to trackers"
@@ -86,11 +88,30 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
     for name, value in asked.items():
         if name in REFUSED and not asks_for_nothing(value):
             raise LaunchError(f"the DeepSpeed config has {name}: remove it; {REFUSED[name]}")
-        if name not in known:
+        if name not in known and value not in (False, {"enabled": False}):
             raise LaunchError(f"the DeepSpeed config has the unknown key {name}{did_you_mean(name, known)}: remove it")
+        if name in SECTIONS and not isinstance(value, Mapping | None):
+            raise LaunchError(f'the DeepSpeed config sets {name} to {value!r}: write a section, {{"{name}": {{…}}}}')
     check_batches(asked, config, world_size)
     check_precision(asked, config.model.dtype)
     check_zero(asked.get("zero_optimization") or {})
+    check_readable(asked)
+
+
+def check_readable(asked: Mapping[str, Any]) -> None:
+    """Raise LaunchError if DeepSpeed cannot read a value, apart from those of `auto`."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for name in [*PASSED_ON, *SECTIONS]:
+        value = asked.get(name) or {}
+        if name in SECTIONS:
+            value = {key: part for key, part in value.items() if part != "auto"}
+        try:
+            DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **({name: value} if value else {})})
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise LaunchError(
+                f"the DeepSpeed config sets {name} to {asked[name]!r}, which DeepSpeed cannot read: {shorten(error)}"
+            ) from error
 
 
 def asks_for_nothing(value: Any) -> bool:
@@ -128,8 +149,9 @@ def check_precision(asked: Mapping[str, Any], dtype: str) -> None:
                 f"the DeepSpeed config sets {name}.enabled to {enabled}, and model.dtype is {dtype}: set "
                 f"{name}.enabled to auto, or remove the section"
             )
-        for key, value in section.items():
-            if key.startswith(f"{name}_") and value is not False:  # weights, gradients or moments of 16 bits
+        for key, value in section.items():  # weights, gradients or moments of 16 bits
+            is_set = value is not False and key.startswith(f"{name}_")
+            if is_set or (name == "bf16" and key != "enabled" and not asks_for_nothing(value)):
                 raise LaunchError(f"the DeepSpeed config sets {name}.{key}: remove it; {PRECISION}")
 
 

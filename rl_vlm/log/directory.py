@@ -27,7 +27,7 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.completions import drop_windows_from
-from rl_vlm.log.files import METRICS, disk_errors, refuse_earlier_run
+from rl_vlm.log.files import LOCK, METRICS, disk_errors, refuse_earlier_run
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.types import ScoredGroup
 
@@ -42,6 +42,11 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = MetricsLog(path / METRICS)
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether this process sees the files of the main process, which has locked the directory."""
+        return (self.path / LOCK).is_file()
 
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
         """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""

@@ -16,6 +16,7 @@ from rl_vlm.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
+LOCK = "run.lock"
 METRICS = "metrics.jsonl"
 
 
@@ -40,7 +41,7 @@ def lock_directory(path: Path) -> TextIO:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / "run.lock").open("a+")
+        file = (path / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(f"train.output_dir: {path} cannot be written to: {error.strerror}") from error
     try:

@@ -42,6 +42,7 @@ class PolicyFiles:
         self.ranks = ranks
         self.in_parts = in_parts
         self.adapter: dict[str, Tensor] | None = None
+        """The weights of an adapter, if they had to be gathered."""
         self.tensors: dict[str, dict[str, Tensor]] = {}
         """The tensors of each file of a sharded model that this rank writes."""
         if not in_parts:
@@ -66,12 +67,10 @@ class PolicyFiles:
         if not self.ranks.is_main:
             return
         model: Any = self.policy.model
-        if self.adapter is not None:
+        if model is not self.policy.transformer:
             model.save_pretrained(
                 directory, selected_adapters=["default"], state_dict=self.adapter, save_embedding_layers=False
             )
-        elif model is not self.policy.transformer:
-            model.save_pretrained(directory, selected_adapters=["default"])
         elif self.in_parts:
             self.write_configs(directory)
         else:
@@ -98,15 +97,15 @@ def gathered_adapter(policy: Policy) -> dict[str, Tensor]:
 def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """Return the files of a sharded model that this rank writes, with their tensors in host memory.
 
-    All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks. There are at
-    least as many files as ranks, if the model has enough blocks, so that no rank holds more than its share.
+    All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks. Each rank
+    gets about as many bytes, since a file ends with the block that reaches its size.
     """
     model: Any = policy.transformer
     conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
     (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
-    share = math.ceil(sum(map(num_bytes, blocks)) / ranks.world_size)
-    files = split_into_files(blocks, min(MAX_FILE_BYTES, share))
+    share = sum(map(num_bytes, blocks)) / ranks.world_size
+    files = split_into_files(blocks, share / math.ceil(share / MAX_FILE_BYTES))
     kept: dict[str, dict[str, Tensor]] = {}
     for i, blocks in enumerate(files):
         name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
@@ -124,7 +123,7 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     return kept
 
 
-def split_into_files(blocks: Iterable[NamedWeights], max_bytes: int) -> list[list[NamedWeights]]:
+def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[list[NamedWeights]]:
     """Split blocks into files that end with the block that reaches `max_bytes`; equal on all ranks."""
     files: list[list[NamedWeights]] = []
     size = max_bytes

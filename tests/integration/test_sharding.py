@@ -77,6 +77,9 @@ def test_two_processes_train_as_one(one: Runs, two: Runs, name: str) -> None:
     without_variance = [line["skipped_updates/no_variance"] for line in lines]
     if name in ("full", "lora", "checkpointing"):
         assert without_variance == [0, 0, 0, 0, 1, 0, 0, 0]
+        tokens = [(line["balance/tokens_max"], 2 * line["balance/tokens_mean"]) for line in lines]
+        assert tokens[3][0] == tokens[3][1] > 0  # one rank has nothing to train
+        assert tokens[4] == (0, 0)
 
 
 @pytest.mark.ci

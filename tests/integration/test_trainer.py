@@ -15,7 +15,7 @@ from rl_vlm import trainer as trainer_module
 from rl_vlm.algorithm.losses import Denominators, LossInputs
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import CheckpointError, ConfigError
 from rl_vlm.evaluation import Evaluation, Evaluator
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_model
@@ -119,6 +119,26 @@ def test_best_checkpoint_is_kept_and_its_weights_end_the_run(
     assert all(same(run.trainer.policy.model.state_dict(), stored).values())
     assert not all(same(stored, model_weights(tmp_path / "checkpoint-4")).values())
     run.close()
+
+
+def test_a_damaged_best_checkpoint_is_named_and_not_loaded(tiny_checkpoint, tmp_path, monkeypatch):
+    script_evaluations(monkeypatch, [0.1, 0.9, 0.5])
+    config = make_config(
+        tiny_checkpoint, tmp_path, max_steps=2, eval_dataset_name=tiny_run.HELD_OUT_ROWS, eval_steps=1, save_steps=1,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    finish = Run.finish
+
+    def finish_on_a_failing_disk(self):
+        file = tmp_path / "checkpoint-1" / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        return finish(self)
+
+    monkeypatch.setattr(Run, "finish", finish_on_a_failing_disk)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1: the contents of model.safetensors are not those"):
+        train(config)
 
 
 def test_unknown_metric_for_the_best_model(tiny_checkpoint, tmp_path, monkeypatch):

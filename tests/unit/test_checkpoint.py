@@ -80,6 +80,17 @@ def test_failed_write_names_the_way_out_and_leaves_nothing(tmp_path):
     assert names(tmp_path) == ["checkpoint-1"]
 
 
+def test_files_that_only_another_process_sees_are_named(tmp_path, monkeypatch):
+    """As on two machines whose run directories have the same path and are not the same."""
+    ranks = Ranks()
+    monkeypatch.setattr(
+        ranks, "gather", lambda values: [*values, "model-2.bin"] if values == ["model-1.bin"] else values
+    )
+    with pytest.raises(CheckpointError, match=r"model-2.bin of another process is not in .*a file system that they"):
+        checkpoint.write(tmp_path, 1, lambda directory: write_file(directory / "model-1.bin", ""), ranks)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_complete_checkpoint_is_never_written_again(tmp_path):
     save(tmp_path, 1, "first")
     save(tmp_path, 1, "second")

@@ -22,7 +22,7 @@ def test_each_state_goes_to_the_rank_with_the_smallest_share():
 
 def test_a_file_ends_with_the_block_that_reaches_its_size():
     blocks = [[(name, torch.zeros(n))] for name, n in (("a", 3), ("b", 1), ("c", 6), ("d", 2), ("e", 2))]
-    files = split_into_files(blocks, max_bytes=16)
+    files = split_into_files(blocks, max_bytes=16.0)
     assert [[name for block in file for name, _ in block] for file in files] == [["a", "b"], ["c"], ["d", "e"]]
 
 

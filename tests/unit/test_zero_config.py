@@ -1,5 +1,6 @@
 """DeepSpeed configs as other projects ship them, and what is changed in them here."""
 
+import re
 import sys
 from typing import Any
 
@@ -116,6 +117,37 @@ def test_what_is_passed_on():
     assert (config["steps_per_print"], config["wall_clock_breakdown"]) == (7, True)
     assert "zero_force_ds_cpu_optimizer" not in config
     assert zero_config(asked, run_config(), hidden_size=8, has_gpu=False)["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"bf16": True}, 'write a section, {"bf16": {…}}'),
+        ({"flops_profiler": True}, 'write a section, {"flops_profiler": {…}}'),
+        ({"fp16": {"enable": True}}, "fp16 to {'enable': True}, which DeepSpeed cannot read"),
+        ({"bf16": {"enabld": False}}, "bf16 to {'enabld': False}, which DeepSpeed cannot read"),
+        ({"bf16": {"immediate_grad_update": True}}, "bf16.immediate_grad_update: remove it"),
+        ({"communication_data_type": "float16"}, "communication_data_type to 'float16', which DeepSpeed cannot read"),
+        ({"comms_logger": {"enabld": True}}, "comms_logger to {'enabld': True}, which DeepSpeed cannot read"),
+        ({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown to 'auto', which DeepSpeed cannot read"),
+    ],
+)
+def test_values_that_deepspeed_cannot_read_are_refused(section: dict[str, Any], message: str):
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        check({"zero_optimization": {"stage": 3}, **section})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"sparse_gradients": False},
+        {"curriculum_learning": {"enabled": False}},
+        {"zero_allow_untested_optimizer": True},
+        {"fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}},
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(section: dict[str, Any]):
+    check({"zero_optimization": {"stage": 3}, **section})
 
 
 @pytest.mark.parametrize(
