@@ -31,10 +31,10 @@ from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
 from rl_vlm.model.fingerprint import model_fingerprint
-from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt
+from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
-from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable
+from rl_vlm.model.sharding import refuse_initialisation, refuse_unlike_weights, refuse_unshardable
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward import RewardSuite
@@ -171,14 +171,20 @@ def load_models(
     logger.info(loading_line(config, ranks.device))
     if strategy.equal_calls:
         refuse_initialisation(config.model, strategy.name)
-    policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
+    with ranks.agree():
+        policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
     if strategy.equal_calls:
+        refuse_unlike_weights(policy, ranks)
         refuse_unshardable(policy, strategy.name)
+        share_weight_names(policy.transformer, ranks)
     add_initial_adapter(config, data.initial, policy)
     logger.info(parameters_line(policy))
     strategy.place(policy)
-    reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
+    with ranks.agree():
+        reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
     if reference is not None and reference.frozen is not None:
+        if strategy.equal_calls:
+            share_weight_names(reference.frozen.transformer, ranks)
         strategy.place_frozen(reference.frozen)
     return policy, reference
 

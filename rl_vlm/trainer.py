@@ -174,7 +174,7 @@ class Trainer:
             with self.optimizer.strategy.accumulating(last):
                 output = self.optimizer.policy(batch, vision_calls[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
-                if last:  # its backward waits for the other ranks
+                if last and not self.optimizer.strategy.is_sharded:  # shards make ranks wait in every micro-batch
                     seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
                     metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
                 self.optimizer.strategy.backward(loss)

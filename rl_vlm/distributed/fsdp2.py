@@ -57,10 +57,15 @@ class FSDP2:
     def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
         """Return the policy, which computes gradients of its shards."""
         self.policy, self.adamw = policy, adamw
+        self.trains_adapter = policy.model is not policy.transformer
         return policy
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Do nothing: gradients are reduced to shards in every micro-batch, since whole ones would need the memory."""
+        """Reduce an adapter's gradients in the last micro-batch of a step.
+
+        Other gradients are reduced to shards in every micro-batch, since whole ones would need the memory.
+        """
+        self.policy.set_requires_gradient_sync(last or not self.trains_adapter)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -77,13 +82,25 @@ class FSDP2:
 
     def gathered(self) -> AbstractContextManager[None]:
         """All-gather the policy's weights, for forwards that ranks run independently of each other."""
+        return self.unsharded([self.policy, *self.layers()])
+
+    @contextmanager
+    def gathered_by_layer(self) -> Iterator[None]:
+        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
+        for layer in self.layers():
+            layer.set_reshard_after_forward(True, recurse=False)
+        try:
+            with self.unsharded([self.policy]):  # the weights outside of layers
+                yield
+        finally:
+            for layer in self.layers():
+                layer.set_reshard_after_forward(self.ranks.launch.reshard_after_forward, recurse=False)
+
+    def layers(self) -> list[Any]:
+        """Return the policy's sharded layers."""
         from torch.distributed.fsdp import FSDPModule
 
-        return self.unsharded([module for module in self.policy.modules() if isinstance(module, FSDPModule)])
-
-    def gathered_by_layer(self) -> AbstractContextManager[None]:
-        """Run forwards of the policy's modules, which gather their weights layer by layer. Ranks run them together."""
-        return self.unsharded([self.policy])  # the weights outside of layers
+        return [module for module in self.policy.modules() if isinstance(module, FSDPModule)][1:]
 
     @contextmanager
     def unsharded(self, units: Sequence[Any]) -> Iterator[None]:
@@ -99,6 +116,8 @@ class FSDP2:
                 unit.reshard()
                 reshard = unit is self.policy or self.ranks.launch.reshard_after_forward
                 unit.set_reshard_after_forward(reshard, recurse=False)
+            # Ranks may have run other forwards, and would prefetch other layers in the next backward.
+            units[0].reset_iter_state()
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's all-gathered optimizer state, or nothing if it was never updated."""

@@ -36,7 +36,7 @@ class Strategy(Protocol):
         ...
 
     def place_frozen(self, policy: Any) -> None:
-        """Do the same for a policy that is not trained."""
+        """Move a policy that is not trained to the rank's device, and shard it if this strategy shards weights."""
         ...
 
     def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:

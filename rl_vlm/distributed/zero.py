@@ -62,7 +62,7 @@ class ZeRO:
         policy.to(self.ranks.device)
 
     def place_frozen(self, policy: Any) -> None:
-        """Do the same for a policy that is not trained."""
+        """Place a policy that is not trained."""
         self.place(policy)
         if self.stage == 3:
             import deepspeed

@@ -160,6 +160,11 @@ def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     return model
 
 
+def share_weight_names(model: Any, ranks: Ranks) -> None:
+    """Give every rank the names of weights in checkpoints, which transformers finds on the rank that reads them."""
+    (model._weight_conversions,) = ranks.gather([getattr(model, "_weight_conversions", None)] if ranks.is_main else [])
+
+
 def creation(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments with which models are created."""
     # By default a model uses sdpa in every part that supports it; GOT-OCR2 raises an error if it is named.
@@ -291,7 +296,8 @@ def load_weights(policy: Policy, source: str, config: ModelConfig, empty: bool, 
 
     The optimizer keeps its own copies, if any. Ranks with `empty` get the weights from rank 0.
     """
-    loaded = dict(load_model(source, None, config, empty).named_parameters())
+    with ranks.agree():
+        loaded = dict(load_model(source, None, config, empty).named_parameters())
     present = {n: p for n, p in policy.model.named_parameters() if f".{INITIAL_ADAPTER}." not in n}
     check_keys(source, present.keys() - loaded.keys(), loaded.keys() - present.keys())
     for name, parameter in present.items():

@@ -101,8 +101,6 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
     gets about as many bytes, since a file ends with the block that reaches its size.
     """
     model: Any = policy.transformer
-    conversions = [getattr(model, "_weight_conversions", None)] if ranks.is_main else []
-    (model._weight_conversions,) = ranks.gather(conversions)  # found by the rank that has read the checkpoint
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
     share = sum(map(num_bytes, blocks)) / ranks.world_size
     files = split_into_files(blocks, share / math.ceil(share / MAX_FILE_BYTES))

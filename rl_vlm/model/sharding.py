@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rl_vlm.config.schema import ModelConfig
-from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import ConfigError, ModelError, listed
 from rl_vlm.model.policy import Policy, is_plain_head
 
 NEEDS_WEIGHTS = ("pissa", "olora")
@@ -19,6 +20,16 @@ def refuse_initialisation(config: ModelConfig, strategy: str) -> None:
         raise ConfigError(
             f"model.init_lora_weights: {config.init_lora_weights} is computed from the base weights, and with "
             f"{strategy} only one process loads them: use true, gaussian or orthogonal, or train with DDP or ZeRO-2"
+        )
+
+
+def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
+    """Raise ModelError if the ranks have made other weights than rank 0, which has read the checkpoint."""
+    names = ranks.gather([sorted(name for name, _ in policy.named_parameters())])
+    if unlike := {name for others in names for name in set(names[0]) ^ set(others)}:
+        raise ModelError(
+            f"the checkpoint's config.json ties weights that differ in the checkpoint ({listed(unlike)}), so that only "
+            "the process that reads it knows them: set tie_word_embeddings to false in config.json, or use ddp.yaml"
         )
 
 

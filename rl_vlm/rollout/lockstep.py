@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import RLVLMError
 
 
 class Lockstep:
@@ -31,7 +32,10 @@ class Lockstep:
         self.in_forward = True  # still so after an error
         if most_calls > num_vision_calls:
             self.idle_vision(most_calls - num_vision_calls)
-        yield
+        try:
+            yield
+        except RLVLMError as error:  # which all ranks would agree on, but the others are in the forward
+            raise RuntimeError(f"{error} This process ends, since the others are in the same forward.") from error
         self.in_forward = False
 
     @contextmanager
@@ -50,8 +54,8 @@ class Lockstep:
     def wait_for_all(self) -> None:
         """Run forwards without effect until no rank needs one."""
         while True:
-            goes_on, num_vision_calls = self.ranks.max([0, 0])
-            if not goes_on:
+            any_runs, num_vision_calls = self.ranks.max([0, 0])
+            if not any_runs:
                 return
             if num_vision_calls:
                 self.idle_vision(num_vision_calls)

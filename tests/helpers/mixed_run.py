@@ -7,6 +7,7 @@ from tests.helpers.builders import QUESTION, noise_image
 ROWS = f"{__name__}:rows"
 UNLIKE_ROWS = f"{__name__}:unlike_rows"
 LONG_FIRST = f"{__name__}:long_rows_first"
+ONE_ROW = f"{__name__}:one_row"
 REWARD = f"{__name__}:token_sum_or_constant"
 
 IMAGES_BY_ROW = [
@@ -51,6 +52,11 @@ def make_rows(images_by_row: list[list[tuple[int, int]]], constant_rows: set[int
         }
         for i, sizes in enumerate(images_by_row)
     ]
+
+
+def one_row() -> list[dict[str, Any]]:
+    """A single row, so that only one of several ranks has something to sample in an evaluation."""
+    return rows()[:1]
 
 
 def long_rows_first() -> list[dict[str, Any]]:

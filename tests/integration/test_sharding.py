@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import tiny_run
+from tests.helpers import mixed_run, tiny_run
 from tests.helpers.builders import sharpen
 from tests.helpers.sharded_runs import ENGINES, Runs, differences, distance, first_gradients
 
@@ -28,8 +28,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl_lora_checkpointing": {"beta": 0.04, "gradient_checkpointing": True, **LORA},
     "unclipped": {"max_grad_norm": 0.0},
     "checked": {"top_entropy_quantile": 0.5},
-}
-"""`kl_adapter` starts from an adapter. In `checked` the generator is compared with the policy."""
+    "evaluated": {
+        "eval_dataset_name": mixed_run.ONE_ROW, "eval_steps": 1, "eval_on_start": False,
+        "gradient_accumulation_steps": 1, "steps_per_generation": 2,
+    },
+}  # fmt: skip
+"""`kl_adapter` starts from an adapter. In `checked` the generator is compared with the policy. In `evaluated` one rank
+alone samples in the middle of each window."""
 BFLOAT16: dict[str, dict[str, Any]] = {"bf16": {}, "bf16_lora": LORA}
 FAULTS = ["fault-nan", "fault-inf", "fault-gradient"]
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rl_vlm.data.images import image_urls
@@ -156,8 +157,8 @@ class VLLMServers:
     def sync(self, source: WeightSource, version: int) -> int:
         """Send the adapter, or the trained weights, to every server, and read back their versions.
 
-        Every rank calls it. Shards are gathered before anything that can fail, since a rank that fails would leave the
-        others waiting.
+        Every rank calls it. Shards are gathered to the end even if they cannot be written, since the other ranks would
+        wait for this one.
         """
         num_bytes = 0
         if self.sends_weights:
@@ -168,7 +169,7 @@ class VLLMServers:
                 num_bytes = self.write(source) * len(self.live)
                 with ThreadPoolExecutor(len(self.live)) as pool:
                     list(pool.map(lambda client: self.update(client, send, version), list(self.live)))
-            except OSError as error:
+            except (OSError, SafetensorError) as error:  # the latter for a full disk
                 raise RolloutError(f"Weights for the servers cannot be written to {self.folder}: {error}") from error
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -199,11 +200,15 @@ class VLLMServers:
             return source.save_adapter(self.folder)
         from safetensors.torch import save_file
 
-        self.folder.mkdir(parents=True)
-        num_bytes = 0
-        for i, weights in enumerate(parts_of(source.trained_weights(), MAX_FILE_BYTES)):
-            save_file(weights, self.folder / f"weights-{i:05d}.safetensors")
-            num_bytes += sum(weight.nbytes for weight in weights.values())
+        num_bytes, weights = 0, source.trained_weights()
+        try:
+            self.folder.mkdir(parents=True)
+            for i, part in enumerate(parts_of(weights, MAX_FILE_BYTES)):
+                save_file(part, self.folder / f"weights-{i:05d}.safetensors")
+                num_bytes += sum(weight.nbytes for weight in part.values())
+        finally:
+            for _ in weights:  # after an error, since the other ranks gather all weights with this one
+                pass
         return num_bytes
 
     def update(self, client: VLLMClient, send: Callable[[VLLMClient], None], version: int) -> None:
