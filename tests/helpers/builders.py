@@ -38,7 +38,7 @@ def sharpen(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def make_policy(checkpoint: Path, gradient_checkpointing: bool = False, **model: Any) -> Policy:
+def make_policy(checkpoint: Path, gradient_checkpointing: bool | str = False, **model: Any) -> Policy:
     """A policy in train mode without banned tokens; a LoRA adapter gets weights that have an effect."""
     config = RunConfig.model_validate(
         {
