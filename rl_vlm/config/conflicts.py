@@ -30,6 +30,7 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
     """Yield one message per conflict."""
     yield from unread_settings(config)
     yield from _model_conflicts(config)
+    yield from _memory_conflicts(config)
     yield from _rollout_conflicts(config)
     yield from _vllm_conflicts(config)
     yield from _reward_conflicts(config)
@@ -41,6 +42,14 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
 def _changed(section: Section) -> list[str]:
     """Return the names of the settings of a section that differ from their defaults."""
     return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+
+
+def _memory_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.memory.expandable_segments and config.vllm.vllm_enable_sleep_mode:
+        yield (
+            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`: vLLM cannot put expandable segments to "
+            "sleep; leave one of them out"
+        )
 
 
 def _model_conflicts(config: RunConfig) -> Iterator[str]:

@@ -355,6 +355,12 @@ class MemoryConfig(Section):
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
     gradient_checkpointing: bool | Literal["vision_tower", "language_model"] = False
     """Recompute activations in the backward pass instead of keeping them: of all layers, or of one part's."""
+    activation_offloading: bool = False
+    """Keep activations of a GPU in host memory until the backward pass: with `gradient_checkpointing` the inputs of
+    layers, else all of them."""
+    expandable_segments: bool | None = None
+    """Let PyTorch's CUDA allocator grow its segments, which avoids fragmentation (`PYTORCH_ALLOC_CONF`; a value in the
+    environment wins). Not with `vllm_enable_sleep_mode`. Default: true with `engine` hf."""
 
 
 class LogConfig(Section):

@@ -72,7 +72,8 @@ def load_policy(
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(compute_dtype)
-    return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features)
+    offloads = config.memory.activation_offloading
+    return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features, offloads)
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:

@@ -192,6 +192,10 @@ def test_malformed_overrides(write):
     [
         ("sync_ref_model: true", "`sync_ref_model` needs `beta` above 0"),
         ("{sync_ref_model: true, beta: 0.1, use_peft: true}", "`sync_ref_model` cannot be used with `use_peft`"),
+        (
+            "{engine: vllm, vllm_enable_sleep_mode: true, expandable_segments: true}",
+            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`",
+        ),
         ("{trainable_modules: [lm_head], use_peft: true}", "`trainable_modules` cannot be used with `use_peft`"),
         ("{trainable_modules: lm_head, freeze_vision_tower: true}", "`freeze_vision_tower` are both given"),
         ("loss_type: cispo", "`loss_type` cispo needs `epsilon_high`"),
