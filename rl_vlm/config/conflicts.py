@@ -47,7 +47,7 @@ def _changed(section: Section) -> list[str]:
 def _memory_conflicts(config: RunConfig) -> Iterator[str]:
     if config.memory.expandable_segments and config.vllm.vllm_enable_sleep_mode:
         yield (
-            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`: vLLM cannot put expandable segments to "
+            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`: vLLM cannot put such segments to "
             "sleep; leave one of them out"
         )
 
