@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -124,15 +124,16 @@ class Trainer:
     @torch.no_grad()
     def outputs(
         self, model: Policy | Reference, batches: Sequence[MicroBatch]
-    ) -> list[tuple[MicroBatch, PolicyOutput]]:
-        """Compute a model's outputs without gradients. Returns those of this rank's micro-batches, without dummies."""
+    ) -> Iterator[tuple[MicroBatch, PolicyOutput]]:
+        """Compute a model's outputs without gradients, one micro-batch after the other. Dummies are left out."""
         self.policy.eval()
-        tower_runs = self.tower_runs(batches, model.vision)
-        outputs = [model(batch, runs) for batch, runs in zip(batches, tower_runs, strict=True)]
+        for batch, runs in zip(batches, self.tower_runs(batches, model.vision), strict=True):
+            output = model(batch, runs)
+            if not batch.is_dummy:
+                yield batch, output
         self.policy.train()
-        return [(batch, output) for batch, output in zip(batches, outputs, strict=True) if not batch.is_dummy]
 
-    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> list[tuple[MicroBatch, PolicyOutput]]:
+    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> Iterator[tuple[MicroBatch, PolicyOutput]]:
         """Compute the policy's outputs for groups that differ between ranks, in equally many micro-batches."""
         return self.outputs(self.policy, self.pack(groups, self.logprob_sharing, spare=groups[0]))
 

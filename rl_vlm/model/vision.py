@@ -96,9 +96,11 @@ class VisionEncoder:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             found = {p: features for call in self.calls(prompts) for p, features in self.run(call).items()}
         if self.is_frozen:
-            self.features.update(found)
+            # In host memory, since an optimizer step may have any number of prompts.
+            self.features.update({p: features.map(Tensor.cpu) for p, features in found.items()})
         found |= {p: self.kept[p].features() for p in prompts if p in self.kept}
-        return {p: found[p] if p in found else self.features[p] for p in prompts if p.mm_inputs}
+        cached = {p: self.features[p] for p in prompts if p in self.features and p not in found}
+        return found | {p: features.map(lambda t: t.to(self.model.device)) for p, features in cached.items()}
 
     def calls(self, prompts: Sequence[Prompt], known: Container[Prompt] = ()) -> list[list[Prompt]]:
         """Return the prompts of each run of the tower: one run if image inputs can be concatenated, else one each."""
