@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,12 @@ class Policy(nn.Module):
         """
         if isinstance(work, MicroBatch):
             return self.score(work, runs)
-        with self.autocast(keeps_casts=False):
+        with self.autocast(keeps_casts=False), self.offloading():
             return self.vision.kept_loss(work)
+
+    def offloading(self) -> AbstractContextManager[Any]:
+        """Keep the block's activations in host memory if `offloads_activations` is set."""
+        return ActivationOffloading(self.device) if self.offloads_activations else nullcontext()
 
     def score(self, batch: MicroBatch, runs: TowerRuns) -> PolicyOutput:
         """Compute log-probs of a micro-batch's completions at the sampling temperature, and detached entropies.
@@ -111,8 +115,7 @@ class Policy(nn.Module):
         """
         check_completions(batch, self.banned_token_ids)
         by_cache = batch.shared and self.family.hybrid
-        offloading = ActivationOffloading(self.device) if self.offloads_activations else nullcontext()
-        with self.autocast(keeps_casts=False), offloading:
+        with self.autocast(keeps_casts=False), self.offloading():
             # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
             self.vision.keep(batch, runs.before)
             num_idle = runs.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
