@@ -26,8 +26,6 @@ from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
 
 NUM_MICRO_BATCHES = 2
 """In the second micro-batch of a step all gradients are held beside its activations."""
-NUM_STEPS = 2
-"""From the second step on the optimizer state is held as well."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,11 @@ class Activations:
     logprobs_per_token: float
     """Of a pass without gradients, for old and reference log-probs."""
     logprobs_fixed: float
-    update: float
-    """Temporary tensors of clipping and of the update, if nothing is sharded."""
+
+    @property
+    def patch_price(self) -> float:
+        """Language tokens that hold as much as one patch."""
+        return self.per_patch / self.per_token
 
     def training(self, tokens: int, patches: int) -> float:
         """Return the most bytes of a forward and backward pass."""
@@ -86,7 +87,6 @@ def trace_shallow(config: RunConfig, model_config: Any, size: PromptSize) -> Act
         vision_per_patch=small.vision_peak / small.patches,
         logprobs_per_token=logprobs_per_token,
         logprobs_fixed=small.logprobs - logprobs_per_token * small.logprob_tokens,
-        update=small.update,
     )
 
 
@@ -103,11 +103,10 @@ class PassTrace:
     logprobs: int
     vision_kept: int
     vision_peak: int
-    update: int
 
     @staticmethod
     def of(config: RunConfig, model_config: Any, size: PromptSize, num_completions: int) -> PassTrace:
-        """Trace two steps of two micro-batches, and a pass without gradients."""
+        """Trace a step of two micro-batches, and a pass without gradients."""
         length = config.rollout.max_completion_length
         groups = [make_group(make_prompt(model_config, size), num_completions, length) for _ in range(NUM_MICRO_BATCHES)]
         with tempfile.TemporaryDirectory() as directory:
@@ -115,9 +114,8 @@ class PassTrace:
             policy, reference = models_without_storage(config, directory, groups)
         with fake_tensors() as live:
             make_fake(policy, *([reference.frozen] if reference and reference.frozen else []))
-            trainer = WholeGroupTrainer(config, policy, reference, groups, NUM_STEPS, live)
-            step = [trainer.traced_step() for _ in range(NUM_STEPS)][-1]
-            training, update = step.phases["forward_backward"], step.phases["update"]
+            trainer = WholeGroupTrainer(config, policy, reference, groups, 1, live)
+            training = trainer.traced_step().phases["forward_backward"]
             trainer.add_logprobs(groups[:1], policy, "old_logprobs", StepMetrics())
             logprobs = trainer.phases["old_logprobs"]
         gradients = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
@@ -129,7 +127,6 @@ class PassTrace:
             logprobs=logprobs.peak - logprobs.before,
             vision_kept=max(phase.after - phase.before for phase in trainer.vision_runs),
             vision_peak=max(phase.peak - phase.before for phase in trainer.vision_runs),
-            update=update.peak - update.before,
         )
 
 

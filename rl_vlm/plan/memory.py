@@ -135,8 +135,3 @@ class MemoryPlan:
         if self.activations.vision_per_patch * self.load.patches > free:
             return 0
         return max(0, int((free - self.activations.fixed) / self.activations.per_token))
-
-    @property
-    def patch_price(self) -> float:
-        """Language tokens that hold as much as one patch."""
-        return self.activations.per_patch / self.activations.per_token

@@ -5,9 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.plan.build import Hardware, Model
 from rl_vlm.plan.memory import MemoryPlan
 
 GIB = 2**30
+
+
+def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> str:
+    """Return the plan for people: the set-up, the table, the phase that peaks, and what fits."""
+    weights = plan.weights
+    lines = [
+        f"{config.model.model_name_or_path}: {weights.num / 1e9:.2f}B weights, {weights.num_trained / 1e9:.2f}B trained",
+        f"{hardware.nodes} x {hardware.gpus} GPUs {plan.card.name} ({plan.card.memory / GIB:.1f} GiB each), "
+        f"{plan.engine.name}, prompts of {model.prompt_tokens:,} tokens, completions of "
+        f"{config.rollout.max_completion_length:,}",
+        "",
+        plan_table(plan),
+        "",
+        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB that the card offers beside CUDA's "
+        f"own memory and a reserve: {'it fits' if plan.fits else 'it does not fit'}.",
+        f"memory.micro_batch_tokens: {config.memory.micro_batch_tokens:,} is set; up to {plan.largest_tokens:,} fit.",
+    ]
+    return "\n".join(lines)
 
 
 def plan_table(plan: MemoryPlan) -> str:
@@ -49,6 +69,6 @@ def plan_data(plan: MemoryPlan) -> dict[str, Any]:
         "peak_bytes": plan.peak.total,
         "fits": plan.fits,
         "largest_micro_batch_tokens": plan.largest_tokens,
-        "patch_price": plan.patch_price,
+        "patch_price": plan.activations.patch_price,
         "activations": vars(plan.activations),
     }
