@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
-from benchmarks.common import environment, in_fresh_process, markdown_table, peak_growth
+from benchmarks.common import environment, in_fresh_process, markdown_table
 from benchmarks.flops import Workload
 from benchmarks.report import finish, result_arguments
 from benchmarks.shapes import SHAPES, build_checkpoint, make_group, make_prompt
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
         "shape": "qwen3_vl", "model": LORA, "memory": {"gradient_checkpointing": True}, "G": 4,
     },
 }  # fmt: skip
-"""What differs from a full fine-tuning of the small model: G = 8, 1,000 image and 40 text tokens, completions of 200."""
+"""What differs from full fine-tuning of the small model: G = 8, 1,000 image and 40 text tokens, completions of 200."""
 
 
 def run_config(case: dict[str, Any], checkpoint: Path) -> RunConfig:
@@ -89,7 +89,7 @@ def measure(case: dict[str, Any], checkpoint: Path) -> int:
     """Take the steps, and return by how many bytes the resident size grew."""
     from benchmarks.resident import Resident
 
-    toy = case | {"shape": TOYS.get(case.get("shape"), "toy"), "image": 4, "completion": 4}
+    toy = case | {"shape": TOYS.get(case.get("shape", "small"), "toy"), "image": 4, "completion": 4}
     directory = build_checkpoint(SHAPES[toy["shape"]], checkpoint / "toy")
     take_steps(toy, directory, groups_of(toy, directory))  # imports modules, and starts libraries
     groups = groups_of(case, checkpoint)
@@ -97,6 +97,8 @@ def measure(case: dict[str, Any], checkpoint: Path) -> int:
     with resident.stage("steps"):
         take_steps(case, checkpoint, groups)
     return resident.peaks["steps"]["anonymous"]
+
+
 def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGroup]) -> None:
     """Load the models of a case and take its steps."""
     from rl_vlm.model.loading import load_policy

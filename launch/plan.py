@@ -21,7 +21,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         f"{parser.usage} [--gpus N] [--gpu-memory SIZE] [--nodes M] [--engine NAME] [--config_file FILE] [--suggest] "
         "[--json] [--picture FILE]"
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node; default: those of --config_file, or 1")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of each node; default: those of --config_file, or 1"
+    )
     parser.add_argument(
         "--gpu-memory", metavar="SIZE",
         help="a card's memory, as on its label (80GB), as it offers (79.1GiB), or a card's name (h100); default: this "
@@ -84,7 +86,8 @@ def accelerate_file(path: Path) -> dict[str, Any]:
     if asked.get("distributed_type") == "DEEPSPEED":
         zero = asked.get("deepspeed_config", {})
         offloads = zero.get("offload_optimizer_device", "none") != "none"
-        found["engine"] = f"zero{zero.get('zero_stage', 2)}" + ("_offload" if offloads else "")
-        if found["engine"] not in ENGINES:
-            raise ConfigError(f"--config_file {path} asks for {found['engine']}: plan with --engine {', '.join(ENGINES)}")
+        engine = f"zero{zero.get('zero_stage', 2)}" + ("_offload" if offloads else "")
+        if engine not in ENGINES:
+            raise ConfigError(f"--config_file {path} asks for {engine}: give --engine, one of {', '.join(ENGINES)}")
+        found["engine"] = engine
     return found

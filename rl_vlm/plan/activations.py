@@ -1,6 +1,6 @@
 """What the passes of a step hold beside weights, gradients and optimizer state, on one rank.
 
-    config ─ three shallow models ─ steps of two sizes on fake tensors ─► bytes of each pass, linear in the tokens
+config ─ three shallow models ─ steps of two sizes on fake tensors ─► bytes of each pass, linear in the tokens
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.memory.micro_batches import Size, valid_members, why_dense
 from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS
 from rl_vlm.model.vision import ImageFeatures, num_patches
-from rl_vlm.plan.depth import Depth, Extrapolation, with_depth
+from rl_vlm.plan.depth import Extrapolation, with_depth
 from rl_vlm.plan.fake import fake_tensors, make_fake
 from rl_vlm.plan.gpu_attention import attention_as_on_gpu
 from rl_vlm.plan.groups import PromptSize, make_group, make_prompt
@@ -108,7 +108,9 @@ class PassTrace:
     def of(config: RunConfig, model_config: Any, size: PromptSize, num_completions: int) -> PassTrace:
         """Trace a step of two micro-batches, and a pass without gradients."""
         length = config.rollout.max_completion_length
-        groups = [make_group(make_prompt(model_config, size), num_completions, length) for _ in range(NUM_MICRO_BATCHES)]
+        groups = [
+            make_group(make_prompt(model_config, size), num_completions, length) for _ in range(NUM_MICRO_BATCHES)
+        ]
         with tempfile.TemporaryDirectory() as directory:
             model_config.save_pretrained(directory)
             policy, reference = models_without_storage(config, directory, groups)

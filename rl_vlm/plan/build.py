@@ -16,7 +16,7 @@ from rl_vlm.model.families import family_of
 from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.activations import Activations, trace_activations
-from rl_vlm.plan.engines import ENGINES, Engine
+from rl_vlm.plan.engines import Engine
 from rl_vlm.plan.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts

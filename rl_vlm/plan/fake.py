@@ -46,7 +46,8 @@ def make_fake(*modules: nn.Module) -> None:
         return made[tensor]
 
     for part in (part for module in modules for part in module.modules()):
-        for tensors in (part._parameters, part._buffers):
+        own: list[Any] = [part._parameters, part._buffers]
+        for tensors in own:
             tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
@@ -63,7 +64,7 @@ class IntegerValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        values = [self.value(tensor) for tensor in tensors]
+        values: list[Any] = [self.value(tensor) for tensor in tensors]
         known = all(value is not None for value in values)
         if func is aten._local_scalar_dense.default:
             return self.read(values[0], tensors[0].dtype)

@@ -112,7 +112,10 @@ class MemoryPlan:
         """Return the bytes of a forward and backward pass beside weights and gradients."""
         found = self.activations
         kept, running = round(found.per_patch * load.patches), round(found.vision_per_patch * load.patches)
-        language = {"language activations": round(found.per_token * load.tokens), "LM head and copies": round(found.fixed)}
+        language = {
+            "language activations": round(found.per_token * load.tokens),
+            "LM head and copies": round(found.fixed),
+        }
         if running > kept + sum(language.values()):
             return {"vision activations": running}
         return {"vision activations": kept} | language

@@ -16,15 +16,16 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
     """Return the plan for people: the set-up, the table, the phase that peaks, and what fits."""
     weights = plan.weights
     lines = [
-        f"{config.model.model_name_or_path}: {weights.num / 1e9:.2f}B weights, {weights.num_trained / 1e9:.2f}B trained",
+        f"{config.model.model_name_or_path}: {weights.num / 1e9:.2f}B weights, "
+        f"{weights.num_trained / 1e9:.2f}B of them trained",
         f"{hardware.nodes} x {hardware.gpus} GPUs {plan.card.name} ({plan.card.memory / GIB:.1f} GiB each), "
         f"{plan.engine.name}, prompts of {model.prompt_tokens:,} tokens, completions of "
         f"{config.rollout.max_completion_length:,}",
         "",
         plan_table(plan),
         "",
-        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB that the card offers beside CUDA's "
-        f"own memory and a reserve: {'it fits' if plan.fits else 'it does not fit'}.",
+        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB that the card offers beside "
+        f"CUDA's own memory and a reserve: {'it fits' if plan.fits else 'it does not fit'}.",
         f"memory.micro_batch_tokens: {config.memory.micro_batch_tokens:,} is set; up to {plan.largest_tokens:,} fit.",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Trace the run's own training step on fake tensors, on one rank, without memory for weights or activations.
 
-    checkpoint's config ─ load_policy ─► Policy without storage ─ Trainer.step on given groups ─► bytes by phase
+checkpoint's config ─ load_policy ─► Policy without storage ─ Trainer.step on given groups ─► bytes by phase
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 
 T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class StepTrace:
@@ -75,13 +76,24 @@ def models_without_storage(
 class Alone(Ranks):
     """The only rank, which has nothing to exchange."""
 
-    rank = 0
-    world_size = 1
-    is_main = True
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
         """Join no processes."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def is_main(self) -> bool:
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)

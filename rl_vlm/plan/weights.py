@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of
 from rl_vlm.model.loading import load_policy
-from rl_vlm.model.policy import Policy
 
 TRAINED_BYTES = 4
 """Trained weights, their gradients and each of AdamW's moments are float32."""
