@@ -18,6 +18,7 @@ from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, Progress, ScoredGroup
 
+
 def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]) -> Trainer:
     """Build a trainer that has no collector; `model` and `memory` are settings of these sections."""
     config = RunConfig.model_validate({"model": {"model_name_or_path": str(checkpoint), **model}, "memory": memory})
