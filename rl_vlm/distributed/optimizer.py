@@ -77,4 +77,5 @@ def build_adamw(trainable: list[nn.Parameter], train: TrainConfig) -> torch.opti
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_epsilon,
+        fused=True,  # without temporary tensors, for which memory could run out when some weights are updated
     )

@@ -86,6 +86,12 @@ class Size:
         return self.vision_tokens + (self.unique_tokens if shared else self.num_rows * self.longest_row)
 
 
+def batch_tokens(batch: MicroBatch, vision_tokens: VisionTokens) -> int:
+    """Return the tokens of a micro-batch, as the budget counts them."""
+    sizes = [Size.of(s.scored, s.members, vision_tokens(s.prompt)) for s in batch.subgroups]
+    return sum(sizes, Size()).tokens(batch.shared)
+
+
 def sharing_ratio(group: ScoredGroup) -> float:
     """Compute the language tokens of one padded row per completion, divided by those of the shared row."""
     size = Size.of(group, valid_members(group))

@@ -8,7 +8,7 @@ MicroBatch ─ shared_inputs | dense_inputs, image features ─► forward of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,18 @@ class Policy(nn.Module):
         """Clear the counters and the cached image features of the last optimizer step."""
         self.counters.clear()
         self.vision.features.clear()
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that drops what is counted and cached after this call."""
+        counters, known = self.counters.copy(), list(self.vision.features)
+
+        def go_back() -> None:
+            self.counters.clear()
+            self.counters.update(counters)
+            for prompt in set(self.vision.features) - set(known):
+                del self.vision.features[prompt]
+
+        return go_back
 
     def forward(self, batch: MicroBatch, num_vision_calls: int = 0) -> PolicyOutput:
         """Compute log-probs of a micro-batch's completions at the sampling temperature, and detached entropies.

@@ -86,7 +86,7 @@ def steps(
     gradients: dict[str, Tensor] = {}
     monkeypatch.setattr(trainer.optimizer.adamw, "step", lambda: gradients.update(take_gradients(trainer.policy)))
     monkeypatch.setattr(trainer, "sharing", sharing)
-    monkeypatch.setattr(trainer.config.memory, "micro_batch_tokens", budget)
+    monkeypatch.setattr(trainer.progress, "micro_batch_tokens", budget)
     monkeypatch.setattr(trainer.config, "algorithm", AlgorithmConfig(**algorithm))
     window.updates_done = 0
     for scored in window.groups:
