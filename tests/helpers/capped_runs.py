@@ -25,6 +25,9 @@ STAGES = {
     "rollout": (HFEngine, "generate_batch"),
 }
 
+UPDATES_CAPPED = 1
+"""Attempts to reserve memory for an update that are capped: one that is repeated has no smaller batch to choose."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -51,7 +54,7 @@ class Trained:
 def train_capped(config: RunConfig, stage: str = "", step: int = 0, max_bytes: float = float("inf")) -> Trained:
     """Train with at most `max_bytes` of tensors in a stage of a step, counted from 1.
 
-    In the stage `update` only the first attempt is capped: one that is repeated has no smaller batch to choose.
+    In the stage `update` only the first `UPDATES_CAPPED` attempts are.
     """
     trained, cap = Trained(), MemoryCap()
 
@@ -60,7 +63,7 @@ def train_capped(config: RunConfig, stage: str = "", step: int = 0, max_bytes: f
 
         def run_limited(*arguments: Any, **named: Any) -> Any:
             now = run.progress.global_step + 1
-            is_capped = (name, now) == (stage, step) and not (name == "update" and cap.num_failures)
+            is_capped = (name, now) == (stage, step) and not (name == "update" and cap.num_failures == UPDATES_CAPPED)
             before, cap.peak, cap.max_bytes = cap.num_bytes, cap.num_bytes, max_bytes if is_capped else float("inf")
             try:
                 return function(*arguments, **named)

@@ -177,7 +177,7 @@ def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
         checkpoint, tmp_path, max_steps=6, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2,
         micro_batch_tokens=150, mask_truncated_completions=True,
     )  # fmt: skip
-    assert lines[5]["compute/dense_forwards"] == lines[5]["compute/shared_forwards"]  # dummies, on the other process
+    assert "compute/dense_forwards" not in lines[5]  # the other process runs nothing, not even dummies
 
 
 @pytest.mark.ci
