@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.distributed.gradients import clip_and_update, parameters_of, reserve_update, sum_gradients
+from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.ranks import Ranks
 
 BUCKET_ELEMENTS = 2**22
@@ -39,9 +40,9 @@ class DDP:
 
     place_frozen = place
 
-    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+    def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Give all ranks the weights of rank 0, and return the policy, which computes gradients of its own rank."""
-        self.policy, self.adamw = policy, adamw
+        self.policy, self.optimizer = policy, optimizer
         for tensor in [*policy.parameters(), *policy.buffers()]:
             self.ranks.broadcast(tensor.detach())
         size = BUCKET_ELEMENTS if self.ranks.world_size > 1 else 0
@@ -58,18 +59,18 @@ class DDP:
 
     def reserve_update(self) -> None:
         """Allocate what `update` needs."""
-        reserve_update(self.adamw)
+        reserve_update(self.optimizer)
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Sum and clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
         if self.ranks.world_size > 1:
-            gradients = [p.grad for p in parameters_of(self.adamw) if p.grad is not None]
+            gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
             sum_gradients(gradients, self.bucket, self.ranks)
-        return clip_and_update(self.ranks, self.adamw, self.max_grad_norm, loss_is_finite)
+        return clip_and_update(self.ranks, self.optimizer, self.max_grad_norm, loss_is_finite)
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
-        self.adamw.zero_grad()
+        self.optimizer.zero_grad()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Do nothing: every rank has all weights."""
@@ -79,9 +80,9 @@ class DDP:
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state, or nothing if it was never updated."""
-        return dict(self.adamw.state.get(parameter, {}))
+        return optimizer_state(self.optimizer, parameter)
 
     def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Load the states that `optimizer_state` returned."""
         for parameter, state in states.items():
-            self.adamw.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in state.items()}
+            load_optimizer_state(self.optimizer, parameter, state)

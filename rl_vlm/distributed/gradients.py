@@ -21,7 +21,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
 def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Set missing gradients to 0, such as those of the vision tower in a step without images.
 
-    DeepSpeed does the same. AdamW skips a weight without a gradient, which would then have a step count of its own.
+    DeepSpeed does the same. Optimizers skip a weight without a gradient, which would then have a step count of its own.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -56,39 +56,41 @@ def sum_together(gradients: Sequence[Tensor], bucket: Tensor, ranks: Ranks) -> N
         gradient.copy_(part)
 
 
-def parameters_of(adamw: torch.optim.AdamW) -> list[nn.Parameter]:
-    return [parameter for group in adamw.param_groups for parameter in group["params"]]
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def reserve_update(adamw: torch.optim.AdamW) -> None:
-    """Allocate missing gradients and moments, so that `AdamW.step` allocates nothing while it changes weights.
+def reserve_update(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate missing gradients and AdamW's moments, so that its `step` allocates nothing while it changes weights.
 
-    If memory is not sufficient, the optimizer state is unchanged.
+    If memory is not sufficient, the optimizer state is unchanged. Other optimizers make their state as they update.
     """
-    new = [parameter for parameter in parameters_of(adamw) if not adamw.state.get(parameter)]
-    fill_gradients(parameters_of(adamw))
+    parameters = parameters_of(optimizer)
+    fill_gradients(parameters)
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    new = [parameter for parameter in parameters if is_adamw and not optimizer.state.get(parameter)]
     try:
         for parameter in new:
             step = torch.zeros((), device=parameter.device)  # on the weight's device, as the fused kernel needs it
             moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            adamw.state[parameter] = {"step": step, **moments}
+            optimizer.state[parameter] = {"step": step, **moments}
     except RuntimeError:
         for parameter in new:
-            adamw.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)
         raise
 
 
 def clip_and_update(
-    ranks: Ranks, adamw: torch.optim.AdamW, max_norm: float, loss_is_finite: bool
+    ranks: Ranks, optimizer: torch.optim.Optimizer, max_norm: float, loss_is_finite: bool
 ) -> tuple[float, bool]:
     """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
 
     Arguments and results are those of `Strategy.update`.
     """
-    parameters = parameters_of(adamw)
+    parameters = parameters_of(optimizer)
     norm = clip_gradients(parameters, max_norm)
     num_nonfinite = ranks.sum([float(not math.isfinite(norm))])[0]
     is_finite = loss_is_finite and not num_nonfinite
     if is_finite:
-        adamw.step()
+        optimizer.step()
     return norm, is_finite
