@@ -38,7 +38,7 @@ from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
-from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import LogprobField, Window, store_logprobs, stored_logprobs
@@ -133,14 +133,14 @@ class Trainer:
     def outputs(
         self, stage: str, model: Policy | Reference, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup
     ) -> list[tuple[MicroBatch, PolicyOutput]]:
-        """Compute a model's outputs without gradients. Returns those of this rank's micro-batches, without dummies."""
+        """Compute a model's outputs without gradients, in host memory. Dummies are left out."""
         together = self.optimizer.strategy.equal_calls
 
         def passes() -> list[tuple[MicroBatch, PolicyOutput]]:
             batches, outputs = self.pack(groups, sharing, spare, together), []
-            for batch, num_calls in zip(batches, self.vision_calls(batches, model.vision, together), strict=True):
+            for batch, runs in zip(batches, self.tower_runs(batches, model.vision, together), strict=True):
                 with self.recovery.watch(batch):
-                    outputs.append((batch, model(batch, num_calls)))
+                    outputs.append((batch, PolicyOutput(*(part.cpu() for part in model(batch, runs)))))
             return [(batch, output) for batch, output in outputs if not batch.is_dummy]
 
         self.policy.eval()
@@ -187,11 +187,13 @@ class Trainer:
         )
         return pad_with_dummies(batches, self.ranks.max([len(batches)])[0], spare) if together else batches
 
-    def vision_calls(self, batches: Sequence[MicroBatch], vision: VisionEncoder, together: bool) -> list[int]:
-        """Return the least number of vision tower calls of each micro-batch: what any rank needs, if they wait."""
+    def tower_runs(self, batches: Sequence[MicroBatch], vision: VisionEncoder, together: bool) -> list[TowerRuns]:
+        """Return the runs of the vision tower for each micro-batch, equally many on every rank if they run together."""
+        plan = vision.plan(batches)
         if not together:
-            return [0] * len(batches)
-        return self.ranks.max(vision.count_calls([[s.prompt for s in batch.subgroups] for batch in batches]))
+            return plan
+        most = self.ranks.max([num for runs in plan for num in runs.numbers])
+        return [runs.at_least(most[3 * i : 3 * i + 3], vision.idle_prompt) for i, runs in enumerate(plan)]
 
     def accumulate_gradients(self, window: Window, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> Tensor:
         """Run forward and backward over micro-batches, and return this rank's share of the step's loss."""
@@ -212,23 +214,36 @@ class Trainer:
         """Add the gradients of all micro-batches. Returns the loss, the micro-batches' log-probs, and metrics."""
         strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
         batches = self.pack(self.contributing(groups), self.sharing, groups[0], together=strategy.is_sharded)
-        vision_calls = self.vision_calls(batches, self.policy.vision, together=strategy.is_sharded)
-        if strategy.needs_all_gradients and not self.policy.vision.is_frozen:
-            vision_calls = [max(1, num) for num in vision_calls]
+        batches, tower_runs = self.training_runs(batches, spare=groups[0])
         step_loss, outputs = torch.zeros((), device=self.ranks.device), []
         for i, batch in enumerate(batches):
             with self.recovery.watch(batch), strategy.accumulating(last=i == len(batches) - 1):
-                output = self.optimizer.policy(batch, vision_calls[i])
+                output = self.optimizer.policy(batch, tower_runs[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
                 strategy.backward(loss)
+                for prompt in tower_runs[i].after:
+                    strategy.backward(self.optimizer.policy(prompt), is_share=False)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
             if not batch.is_dummy:
-                outputs.append((batch, output.logprobs_NT.detach()))
+                outputs.append((batch, output.logprobs_NT.detach().cpu()))
         if not strategy.is_sharded:  # shards make ranks wait in every micro-batch
             seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
         return step_loss, outputs, metrics
+
+    def training_runs(
+        self, batches: Sequence[MicroBatch], spare: ScoredGroup
+    ) -> tuple[list[MicroBatch], list[TowerRuns]]:
+        """Return the micro-batches to train on, and the runs of the vision tower for each."""
+        strategy = self.optimizer.strategy
+        tower_runs = self.tower_runs(batches, self.policy.vision, together=strategy.is_sharded)
+        batches = list(batches)
+        if not strategy.needs_all_gradients or self.policy.vision.is_frozen:
+            return batches, tower_runs
+        if batches and tower_runs[-1].after:  # the last backward must give a gradient to the language model as well
+            batches, tower_runs = pad_with_dummies(batches, len(batches) + 1, spare), [*tower_runs, NO_RUNS]
+        return batches, [replace(runs, within=max(1, runs.within)) for runs in tower_runs]
 
     def denominators(self, window: Window, groups: Sequence[ScoredGroup]) -> Denominators:
         """Return the denominators of this step's losses, over all ranks and including skipped groups.
@@ -248,7 +263,7 @@ class Trainer:
         if quantile == 1.0:
             return None
         outputs = self.outputs("entropy", self.policy, self.contributing(groups), self.sharing, spare=groups[0])
-        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)].cpu() for batch, o in outputs])
+        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch).cpu()] for batch, o in outputs])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 
     def trained_tokens(self, batch: MicroBatch) -> Tensor:

@@ -53,7 +53,7 @@ class DDP:
         """Do nothing: gradients are exchanged in `update`."""
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Add a micro-batch's gradients."""
         loss.backward()
 
