@@ -21,7 +21,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OutOfMemory, shorten
 from rl_vlm.memory.budget import Budget
 from rl_vlm.memory.micro_batches import VisionTokens, batch_tokens
-from rl_vlm.types import MicroBatch
+from rl_vlm.types import MicroBatch, Progress
 
 T = TypeVar("T")
 
@@ -73,6 +73,11 @@ class Recovery:
         self.vision_tokens = vision_tokens
         self.events: Counter[str] = Counter()
         """Number of events of this step by stage, replayed ones included."""
+
+    @classmethod
+    def unrecorded(cls, ranks: Ranks, progress: Progress, vision_tokens: VisionTokens) -> Recovery:
+        """Build one for steps without a run directory."""
+        return cls(ranks, Budget(progress, progress.micro_batch_tokens, lambda change: None), vision_tokens)
 
     @contextmanager
     def watch(self, batch: MicroBatch) -> Iterator[None]:
