@@ -47,6 +47,10 @@ class TrainingError(RLVLMError):
     """A run that cannot continue, for instance after three consecutive non-finite losses."""
 
 
+class OutOfMemory(RLVLMError):
+    """Something that does not fit in memory and cannot be split further."""
+
+
 def shorten(text: object, length: int = 300) -> str:
     """Shorten the text to at most `length` characters; an ellipsis replaces the rest."""
     whole = str(text)

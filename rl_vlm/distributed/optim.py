@@ -60,9 +60,11 @@ def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> to
 
         # As in transformers' Trainer: the run's learning rate, not one relative to step and weights.
         return Adafactor(groups, lr=train.learning_rate, scale_parameter=False, relative_step=False)
-    adamw = torch.optim.AdamW if train.optim == "adamw_torch" else import_bitsandbytes().AdamW8bit
     betas = (train.adam_beta1, train.adam_beta2)
-    return adamw(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
+    if train.optim == "adamw_8bit":
+        return import_bitsandbytes().AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
+    # The fused kernel has no temporary tensors, for which memory could run out when some weights are updated.
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon, fused=True)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -73,15 +75,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -
 
 def load_optimizer_state(optimizer: Any, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
     """Replace a parameter's state by one that `optimizer_state` returned."""
-    values: dict[str, Any] = {name: loaded(name, value, parameter.device) for name, value in state.items()}
+    values: dict[str, Any] = {name: loaded(value, parameter.device) for name, value in state.items()}
     if "absmax1" in state:
         maps = optimizer.name2qmap
         values |= {name: maps[key].to(parameter.device) for name, key in QUANTIZATION_MAPS.items()}
     optimizer.state[parameter] = values
 
 
-def loaded(name: str, value: Tensor, device: torch.device) -> Tensor | int:
-    """Return a saved value in the form in which optimizers keep it: AdamW of torch counts steps in host memory."""
+def loaded(value: Tensor, device: torch.device) -> Tensor | int:
+    """Return a copy of a saved value, in the form in which optimizers keep it."""
     if value.ndim == 0 and value.dtype == torch.int64:
         return int(value)
-    return value.clone() if name == "step" else value.to(device)
+    return value.to(device, copy=True)
