@@ -11,6 +11,7 @@ UNCHANGEABLE = {
     "the checkpoint's weights were trained with the old value": (
         "model.use_peft", "model.lora_r", "model.lora_alpha", "model.lora_target_modules", "model.lora_exclude_modules",
         "model.init_lora_weights", "model.use_rslora", "model.freeze_vision_tower", "algorithm.sync_ref_model",
+        "model.load_in_4bit", "model.bnb_4bit_quant_type", "model.use_bnb_nested_quant",
     ),
     "rows are drawn in an order that follows from it": ("train.seed", "data.shuffle_dataset"),
     "the best step so far was chosen by the old value": ("train.metric_for_best_model", "train.greater_is_better"),
