@@ -93,7 +93,7 @@ class ShardedRank:
         live = live_bytes()
         with self.resident.stage("update"):
             self.update()
-        held = held_bytes(self.policy, self.optimizer.adamw)
+        held = held_bytes(self.policy, self.optimizer.torch_optimizer)
         frozen = self.reference.frozen if self.reference else None
         held["reference"] = storage_bytes(local_weights(frozen)) if frozen else 0
         self.strategy.clear_gradients()

@@ -60,6 +60,7 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
         refuse_earlier_run(Path(config.train.output_dir), config.train)
         check_resumed(config)
         report.checked.append(f"output directory {config.train.output_dir}")
+    check_optim(config, report)
     check_engine(config, report)
     check_model(config, report)
     return report
@@ -160,6 +161,14 @@ def check_resumed(config: RunConfig) -> None:
     refused = refused_changes(changed_settings(saved, config), False, config.train.load_best_model_at_end)
     if refused:
         raise CheckpointError(f"{newest} cannot be resumed with changed settings: {'; '.join(refused)}")
+
+
+def check_optim(config: RunConfig, report: Report) -> None:
+    """Note a problem if the optimizer needs bitsandbytes and it is not installed."""
+    if config.train.optim == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        report.problems.append(
+            "train.optim is adamw_8bit, and bitsandbytes is not installed: pip install 'rl-vlm[bitsandbytes]'"
+        )
 
 
 def check_engine(config: RunConfig, report: Report) -> None:

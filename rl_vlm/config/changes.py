@@ -13,6 +13,7 @@ UNCHANGEABLE = {
         "model.init_lora_weights", "model.use_rslora", "model.freeze_vision_tower", "algorithm.sync_ref_model",
         "model.load_in_4bit", "model.bnb_4bit_quant_type", "model.use_bnb_nested_quant",
     ),
+    "the checkpoint's optimizer state is that of the old value": ("train.optim",),
     "rows are drawn in an order that follows from it": ("train.seed", "data.shuffle_dataset"),
     "the best step so far was chosen by the old value": ("train.metric_for_best_model", "train.greater_is_better"),
 }  # fmt: skip

@@ -292,7 +292,10 @@ class TrainConfig(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps of the run. Overrides `num_train_epochs`."""
     learning_rate: float = Field(default=1e-6, ge=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optim: Literal["adamw_torch", "adamw_8bit", "adafactor"] = "adamw_torch"
+    """Optimizer: AdamW, AdamW with moments of 8 bits (bitsandbytes), or Adafactor, whose second moments are kept by row
+    and column. The last two save memory and need whole weights, so not ZeRO or FSDP2."""
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -311,7 +314,7 @@ class TrainConfig(Section):
     warmup_steps: float = Field(default=0.0, ge=0)
     """Optimizer steps of linear warm-up; a value below 1 is a fraction of all steps, rounded up."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay of AdamW, applied to all weights except biases and norms."""
+    """Weight decay, applied to all weights except biases and norms."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """First-moment decay rate of AdamW."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)

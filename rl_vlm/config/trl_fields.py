@@ -143,6 +143,19 @@ def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> Settings:
     return {"steps_per_generation": value // (per_device * processes)}
 
 
+OPTIMIZERS = {
+    "adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit", "adafactor": "adafactor",
+}  # fmt: skip
+"""Optimizers of transformers, by the setting here. A fused AdamW computes the same updates."""
+
+
+def _optim(value: Any, given: Mapping[str, Any]) -> Settings:
+    if value not in OPTIMIZERS:
+        raise ValueError(f"the optimizers are {', '.join(sorted(set(OPTIMIZERS.values())))}")
+    return {"optim": OPTIMIZERS[value]}
+
+
 INIT_KWARGS = {
     "dtype": "dtype", "torch_dtype": "dtype", "attn_implementation": "attn_implementation",
     "revision": "model_revision", "trust_remote_code": "trust_remote_code",
@@ -178,6 +191,7 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "bf16": _bf16,
     "generation_batch_size": _generation_batch_size,
     "model_init_kwargs": _model_init_kwargs,
+    "optim": _optim,
     "max_steps": lambda value, given: {"max_steps": None if value == -1 else value},
     "scale_rewards": _scale_rewards,
     "reward_funcs": _reward_funcs,

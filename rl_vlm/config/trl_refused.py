@@ -32,8 +32,8 @@ NOT_HERE: dict[str, dict[str, Any]] = {
     },
     "rewards are summed by weight, then made advantages": {"multi_objective_aggregation": "sum_then_normalize"},
     "a reward is a function; name it in `reward_funcs`": {"reward_model_name_or_path": None},
-    "the optimizer is AdamW, with the settings `adam_…` and `weight_decay`": {
-        "optim": ("adamw_torch_fused", "adamw_torch"), "optim_args": None, "optim_target_modules": None,
+    "the optimizer has the settings `optim`, `adam_…` and `weight_decay`": {
+        "optim_args": None, "optim_target_modules": None,
     },
     "noise in the embeddings would make the trained policy another one than the sampled": {"neftune_noise_alpha": None},
     "the loss has no labels": {"label_smoothing_factor": 0.0, "label_names": None},

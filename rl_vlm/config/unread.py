@@ -165,6 +165,13 @@ UNREAD = (
     ),
     Unread(
         "train",
+        "adam_beta1 adam_beta2 adam_epsilon",
+        lambda run: run.train.optim == "adafactor",
+        "on `optim` adafactor, which has no such moments",
+        "set `optim` to adamw_torch or adamw_8bit",
+    ),
+    Unread(
+        "train",
         "warmup_steps",
         lambda run: run.train.lr_scheduler_type == "constant",
         "on `lr_scheduler_type` constant",

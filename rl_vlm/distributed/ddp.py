@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.distributed.gradients import clip_and_update
+from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.ranks import Ranks
 
 
@@ -32,9 +33,9 @@ class DDP:
 
     place_frozen = place
 
-    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+    def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Wrap the policy in DistributedDataParallel if there are several ranks."""
-        self.adamw = adamw
+        self.optimizer = optimizer
         self.policy = self.ranks.accelerator.prepare_model(policy)
         return self.policy
 
@@ -50,11 +51,11 @@ class DDP:
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
-        return clip_and_update(self.ranks, self.adamw, self.max_grad_norm, loss_is_finite)
+        return clip_and_update(self.ranks, self.optimizer, self.max_grad_norm, loss_is_finite)
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
-        self.adamw.zero_grad()
+        self.optimizer.zero_grad()
 
     def gathered(self) -> AbstractContextManager[None]:
         """Do nothing: every rank has all weights."""
@@ -64,11 +65,9 @@ class DDP:
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state, or nothing if it was never updated."""
-        return dict(self.adamw.state.get(parameter, {}))
+        return optimizer_state(self.optimizer, parameter)
 
     def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Load the states that `optimizer_state` returned."""
         for parameter, state in states.items():
-            self.adamw.state[parameter] = {
-                name: value.clone() if name == "step" else value.to(parameter.device) for name, value in state.items()
-            }
+            load_optimizer_state(self.optimizer, parameter, state)

@@ -54,9 +54,9 @@ class FSDP2:
         fully_shard(policy, mesh=self.mesh, reshard_after_forward=True)
         policy.to(self.ranks.device)  # buffers
 
-    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+    def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the policy, which computes gradients of its shards."""
-        self.policy, self.adamw = policy, adamw
+        self.policy, self.optimizer = policy, optimizer
         self.trains_adapter = policy.model is not policy.transformer
         return policy
 
@@ -74,11 +74,11 @@ class FSDP2:
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
-        return clip_and_update(self.ranks, self.adamw, self.max_grad_norm, loss_is_finite)
+        return clip_and_update(self.ranks, self.optimizer, self.max_grad_norm, loss_is_finite)
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
-        self.adamw.zero_grad()
+        self.optimizer.zero_grad()
 
     def gathered(self) -> AbstractContextManager[None]:
         """All-gather the policy's weights, for forwards that ranks run independently of each other."""
@@ -121,13 +121,13 @@ class FSDP2:
 
     def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's all-gathered optimizer state, or nothing if it was never updated."""
-        state: dict[str, Any] = self.adamw.state.get(parameter, {})
+        state: dict[str, Any] = self.optimizer.state.get(parameter, {})
         return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
     def load_optimizer_state(self, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
         """Load unsharded optimizer states; each rank keeps its part."""
         for parameter, state in states.items():
-            self.adamw.state[parameter] = {
+            self.optimizer.state[parameter] = {
                 name: value.clone() if name == "step" else self.part(value, parameter) for name, value in state.items()
             }
 

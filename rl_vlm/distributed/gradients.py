@@ -21,7 +21,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
 def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Set missing gradients to 0, such as those of the vision tower in a step without images.
 
-    DeepSpeed does the same. AdamW skips a weight without a gradient, which would then have a step count of its own.
+    DeepSpeed does the same. Optimizers skip a weight without a gradient, which would then have a step count of its own.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -29,17 +29,17 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def clip_and_update(
-    ranks: Ranks, adamw: torch.optim.AdamW, max_norm: float, loss_is_finite: bool
+    ranks: Ranks, optimizer: torch.optim.Optimizer, max_norm: float, loss_is_finite: bool
 ) -> tuple[float, bool]:
     """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
 
     Arguments and results are those of `Strategy.update`.
     """
-    parameters = [p for group in adamw.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fill_gradients(parameters)
     norm = clip_gradients(parameters, max_norm)
     num_nonfinite = ranks.sum([float(not math.isfinite(norm))])[0]
     is_finite = loss_is_finite and not num_nonfinite
     if is_finite:
-        adamw.step()
+        optimizer.step()
     return norm, is_finite

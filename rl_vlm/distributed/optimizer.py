@@ -1,4 +1,4 @@
-"""Updates of the policy: AdamW and the learning-rate schedule."""
+"""Updates of the policy: an optimizer of `optim.py` and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import math
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
 
 from rl_vlm.config.schema import TrainConfig
-from rl_vlm.distributed.shards import whole_shape
+from rl_vlm.distributed.optim import build_optimizer
 from rl_vlm.distributed.strategy import Strategy
 
 
 class Optimizer:
-    """AdamW over a policy's trainable weights, with its learning-rate schedule.
+    """The torch optimizer of a policy's trainable weights, with its learning-rate schedule.
 
     `policy` is the module to call for training: gradients of its forward are added up over ranks by `backward`.
     """
@@ -26,11 +25,11 @@ class Optimizer:
 
         self.strategy = strategy
         self.trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-        self.adamw = build_adamw(list(self.trainable.values()), train)
-        self.policy = strategy.prepare(policy, self.adamw)
+        self.torch_optimizer = build_optimizer(list(self.trainable.values()), train)
+        self.policy = strategy.prepare(policy, self.torch_optimizer)
         self.scheduler = get_scheduler(
             train.lr_scheduler_type,
-            self.adamw,
+            self.torch_optimizer,
             num_warmup_steps=warmup_steps(train.warmup_steps, num_steps),
             num_training_steps=num_steps,
             scheduler_specific_kwargs=train.lr_scheduler_kwargs,
@@ -53,7 +52,7 @@ class Optimizer:
         rates = [
             rate * factor(num_steps) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
-        for group, rate in zip(self.adamw.param_groups, rates, strict=True):
+        for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
 
@@ -64,17 +63,3 @@ def warmup_steps(setting: float, num_steps: int) -> int:
     A setting below 1 is a fraction of the steps, rounded up; any other is a number of steps, rounded down.
     """
     return int(setting) if setting >= 1 else math.ceil(num_steps * setting)
-
-
-def build_adamw(trainable: list[nn.Parameter], train: TrainConfig) -> torch.optim.AdamW:
-    """Build AdamW. Vectors, such as biases and norms, have no weight decay."""
-    groups = [
-        {"params": [p for p in trainable if len(whole_shape(p)) >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trainable if len(whole_shape(p)) < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-    )

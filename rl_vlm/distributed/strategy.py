@@ -12,6 +12,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.environment import Launch
 from rl_vlm.distributed.fsdp2 import FSDP2
+from rl_vlm.distributed.optim import check_optim
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.zero import ZeRO
 from rl_vlm.errors import LaunchError
@@ -39,7 +40,7 @@ class Strategy(Protocol):
         """Move a policy that is not trained to the rank's device, and shard it if this strategy shards weights."""
         ...
 
-    def prepare(self, policy: Any, adamw: torch.optim.AdamW) -> nn.Module:
+    def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Connect a placed policy with its optimizer, and return the module to call for training."""
         ...
 
@@ -83,6 +84,7 @@ class Strategy(Protocol):
 def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     """Return the strategy that the launcher asks for. Raises LaunchError if it contradicts the run's settings."""
     check_precision(ranks.launch.mixed_precision, config.model.dtype)
+    check_optim(config.train.optim, ranks.launch.kind)
     if ranks.launch.kind == "deepspeed":
         return ZeRO(ranks, config)
     if ranks.launch.kind == "fsdp2":

@@ -75,16 +75,17 @@ class ZeRO:
             gather_weights_read(policy)
             policy.eval()
 
-    def prepare(self, policy: Any, adamw: Any) -> nn.Module:
+    def prepare(self, policy: Any, optimizer: Any) -> nn.Module:
         """Return DeepSpeed's engine around the policy and its optimizer."""
         import deepspeed
         from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 
-        self.adamw: Any = adamw
+        self.adamw: Any = optimizer
         settings = self.deepspeed_config(hidden_size_of(policy))
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         if offload and settings.get("zero_force_ds_cpu_optimizer", True):
-            self.adamw = map_pytorch_optim_to_deepspeed(adamw)  # with its parameter groups, so the schedule sets both
+            # With its parameter groups, so the schedule sets both.
+            self.adamw = map_pytorch_optim_to_deepspeed(optimizer)
         self.engine: Any = deepspeed.initialize(model=policy, optimizer=self.adamw, config=settings)[0]
         if self.stage == 3:
             gather_weights_read(policy)

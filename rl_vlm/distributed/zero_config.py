@@ -28,7 +28,7 @@ OTHER_SHARDING = "if the model does not fit on one device, use ZeRO-3 or FSDP2"
 PRECISION = "the precision is model.dtype, with trained weights, their gradients and moments in float32"
 REPORTS = "metrics are in metrics.jsonl, and log.report_to sends them to trackers"
 REFUSED = {
-    "optimizer": "the optimizer is AdamW, with train.learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon",
+    "optimizer": "the optimizer is train.optim, with train.learning_rate, weight_decay and the adam_… settings",
     "scheduler": "the schedule is train.lr_scheduler_type, with train.warmup_steps",
     "tensor_parallel": OTHER_SHARDING,
     "autotp_size": OTHER_SHARDING,

@@ -62,7 +62,7 @@ READ_BY_EVERY_RUN = set(
     top_entropy_quantile
     output_dir overwrite_output_dir resume_from_checkpoint seed prompts_per_step per_device_train_batch_size
     gradient_accumulation_steps steps_per_generation num_train_epochs max_steps learning_rate lr_scheduler_type
-    weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm save_steps save_total_limit eval_on_start
+    optim weight_decay max_grad_norm save_steps save_total_limit eval_on_start
     endpoint_url micro_batch_tokens prefix_sharing gradient_checkpointing
     report_to log_completions num_completions_to_print disable_tqdm
     """.split()

@@ -30,6 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "qlora": {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True, "beta": 0.1},
     "bfloat16": {"dtype": "bfloat16", "use_peft": True},
+    "adamw_8bit": {"optim": "adamw_8bit"},
+    "adafactor": {"optim": "adafactor"},
     "partial_rollouts": {
         "max_rollout_tokens": 4, "max_completion_length": 24, "num_generations": 2, "prompts_per_step": 4,
     },

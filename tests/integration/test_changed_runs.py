@@ -31,7 +31,7 @@ def test_optimizer_settings_apply_from_the_resumed_step_on(tiny_checkpoint, tmp_
     train(make_config(tiny_checkpoint, tmp_path, max_steps=2, learning_rate=1e-3))
     settings = {"learning_rate": 4e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
     run = Run(changed(tiny_checkpoint, tmp_path, **settings))
-    matrices, vectors = run.trainer.optimizer.adamw.param_groups
+    matrices, vectors = run.trainer.optimizer.torch_optimizer.param_groups
     for group in (matrices, vectors):
         assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.9), 1e-6, 2e-3)  # half of the steps are left
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
@@ -49,6 +49,7 @@ def test_optimizer_settings_apply_from_the_resumed_step_on(tiny_checkpoint, tmp_
         ({"use_peft": True, "lora_r": 4}, {"use_peft": True, "lora_r": 8}),
         ({"use_peft": True}, {"use_peft": True, "load_in_4bit": True}),
         ({}, {"freeze_vision_tower": True}),
+        ({}, {"optim": "adafactor"}),
         ({}, {"seed": 1}),
         ({}, {"shuffle_dataset": False}),
         ({"beta": 0.1}, {"beta": 0.1, "sync_ref_model": True}),

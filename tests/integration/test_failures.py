@@ -161,7 +161,7 @@ def test_nothing_is_pruned_while_steps_are_skipped(tiny_checkpoint, tmp_path):
 def test_a_norm_that_is_not_finite_on_another_rank_skips_the_update_on_all(tiny_checkpoint, tmp_path, monkeypatch):
     run = Run(make_config(tiny_checkpoint, tmp_path))
     updates: list[str] = []
-    monkeypatch.setattr(run.trainer.optimizer.adamw, "step", lambda: updates.append("update"))
+    monkeypatch.setattr(run.trainer.optimizer.torch_optimizer, "step", lambda: updates.append("update"))
     of_others = iter([0.0, 0.0, 0.0, 1.0])  # loss and number of norms that are not finite, of two steps
     monkeypatch.setattr(Ranks, "sum", lambda _, values: [values[0] + next(of_others)])
     batches = [object.__new__(MicroBatch)]

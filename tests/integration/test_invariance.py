@@ -84,7 +84,8 @@ def steps(
     window = trainer.collector.window
     assert window is not None and trainer.reference is not None
     gradients: dict[str, Tensor] = {}
-    monkeypatch.setattr(trainer.optimizer.adamw, "step", lambda: gradients.update(take_gradients(trainer.policy)))
+    updates = trainer.optimizer.torch_optimizer
+    monkeypatch.setattr(updates, "step", lambda: gradients.update(take_gradients(trainer.policy)))
     monkeypatch.setattr(trainer, "sharing", sharing)
     monkeypatch.setattr(trainer.config.memory, "micro_batch_tokens", budget)
     monkeypatch.setattr(trainer.config, "algorithm", AlgorithmConfig(**algorithm))

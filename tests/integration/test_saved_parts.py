@@ -45,4 +45,4 @@ def test_optimizer_state_without_the_part_of_a_rank_is_refused(tiny_checkpoint, 
         load_optimizer(optimizer, tmp_path)
     save_file({f"{last}/step": torch.full((), 3.0)}, tmp_path / "optimizer" / "state-00002-of-00002.safetensors")
     load_optimizer(optimizer, tmp_path)
-    assert {float(state["step"]) for state in optimizer.adamw.state.values()} == {3.0}
+    assert {float(state["step"]) for state in optimizer.torch_optimizer.state.values()} == {3.0}

@@ -293,6 +293,7 @@ WITHOUT = {
     "vllm_importance_sampling_clip_max: 2, vllm_importance_sampling_clip_min: 1}": (
         "without `vllm_importance_sampling_correction`"
     ),
+    "{optim: adafactor, adam_beta1: 0.8, adam_beta2: 0.9, adam_epsilon: 1.0e-6}": "on `optim` adafactor",
     "{lr_scheduler_type: constant, warmup_steps: 5}": "on `lr_scheduler_type` constant",
     "metric_for_best_model: kl": "without `load_best_model_at_end`",
     "greater_is_better: false": "without `load_best_model_at_end`",

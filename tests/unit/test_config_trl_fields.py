@@ -119,7 +119,10 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
         ("vllm_importance_sampling_cap", None, {}),
         ("fp16", None, {}),
         ("bf16", False, {"dtype": "float32"}),
-        ("optim", "adamw_torch", {}),
+        ("optim", "adamw_torch", {"optim": "adamw_torch"}),
+        ("optim", "adamw_torch_fused", {"optim": "adamw_torch"}),
+        ("optim", "adamw_bnb_8bit", {"optim": "adamw_8bit"}),
+        ("optim", "adafactor", {"optim": "adafactor"}),
         ("torch_dtype", "bfloat16", {"dtype": "bfloat16"}),
         ("evaluation_strategy", "no", {"eval_steps": 0}),
         ("eval_strategy", False, {"eval_steps": 0}),  # what YAML makes of a bare `no`

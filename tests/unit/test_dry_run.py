@@ -123,6 +123,11 @@ def test_data_without_images(capsys):
     assert "no row has an image" in problem(capsys, "eval_dataset_name=null", "text_only=false")
 
 
+def test_an_optimizer_whose_package_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'rl-vlm[bitsandbytes]'" in problem(capsys, "optim=adamw_8bit")
+
+
 def test_fewer_rows_than_a_window(capsys):
     assert "have 3 rows, fewer than the 4 prompts" in problem(capsys, "prompts_per_step=4")
 

@@ -1,0 +1,87 @@
+"""The optimizers of `train.optim`, and their state as tensors: AdamW, AdamW with 8-bit moments, and Adafactor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_vlm.config.schema import TrainConfig
+from rl_vlm.distributed.shards import whole_shape
+from rl_vlm.errors import ConfigError, LaunchError
+
+WHOLE_WEIGHTS = {
+    "adamw_8bit": "its moments are quantized in blocks of 256 values, which shards would cut",
+    "adafactor": "its moments are those of the rows and columns of whole matrices",
+}
+"""Optimizers that need whole weights, by the reason."""
+QUANTIZATION_MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
+"""Constants that bitsandbytes keeps in every 8-bit state, by their names in the optimizer."""
+
+
+def check_optim(optim: str, launcher: str) -> None:
+    """Raise an error if an optimizer cannot be used.
+
+    Raises LaunchError if ranks would shard what it needs whole, and ConfigError if its package is missing. `launcher`
+    is the kind of launch.
+    """
+    if launcher != "ddp" and optim in WHOLE_WEIGHTS:
+        raise LaunchError(
+            f"train.optim: {optim} cannot be used with {launcher}: {WHOLE_WEIGHTS[optim]}. Use adamw_torch, whose "
+            "moments are sharded, or train with DDP (launch/accelerate/ddp.yaml)"
+        )
+    if optim == "adamw_8bit":
+        import_bitsandbytes()
+
+
+def import_bitsandbytes() -> Any:
+    """Import `bitsandbytes.optim`. Raises ConfigError if that fails."""
+    try:
+        import bitsandbytes.optim
+    except ImportError as error:
+        raise ConfigError(
+            f"train.optim: adamw_8bit needs bitsandbytes, which cannot be imported ({error}): "
+            "pip install 'rl-vlm[bitsandbytes]', or use adamw_torch or adafactor"
+        ) from error
+    return bitsandbytes.optim
+
+
+def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+    """Build the optimizer of `train.optim`. Vectors, such as biases and norms, have no weight decay."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if len(whole_shape(p)) >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trainable if len(whole_shape(p)) < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if train.optim == "adafactor":
+        from transformers import Adafactor
+
+        # As in transformers' Trainer: the run's learning rate, not one relative to step and weights.
+        return Adafactor(groups, lr=train.learning_rate, scale_parameter=False, relative_step=False)
+    adamw = torch.optim.AdamW if train.optim == "adamw_torch" else import_bitsandbytes().AdamW8bit
+    betas = (train.adam_beta1, train.adam_beta2)
+    return adamw(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return a parameter's state as tensors, or nothing if it was never updated. Integers are 0-dimensional."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    return {name: torch.as_tensor(value) for name, value in state.items() if name not in QUANTIZATION_MAPS}
+
+
+def load_optimizer_state(optimizer: Any, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
+    """Replace a parameter's state by one that `optimizer_state` returned."""
+    values: dict[str, Any] = {name: loaded(name, value, parameter.device) for name, value in state.items()}
+    if "absmax1" in state:
+        maps = optimizer.name2qmap
+        values |= {name: maps[key].to(parameter.device) for name, key in QUANTIZATION_MAPS.items()}
+    optimizer.state[parameter] = values
+
+
+def loaded(name: str, value: Tensor, device: torch.device) -> Tensor | int:
+    """Return a saved value in the form in which optimizers keep it: AdamW of torch counts steps in host memory."""
+    if value.ndim == 0 and value.dtype == torch.int64:
+        return int(value)
+    return value.clone() if name == "step" else value.to(device)
