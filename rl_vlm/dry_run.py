@@ -165,10 +165,9 @@ def check_resumed(config: RunConfig) -> None:
 
 def check_optim(config: RunConfig, report: Report) -> None:
     """Note a problem if the optimizer needs bitsandbytes and it is not installed."""
-    if config.train.optim == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        report.problems.append(
-            "train.optim is adamw_8bit, and bitsandbytes is not installed: pip install 'rl-vlm[bitsandbytes]'"
-        )
+    if config.train.optim == "adamw_8bit":
+        with report.problem():
+            require_bitsandbytes("train.optim: adamw_8bit")
 
 
 def check_engine(config: RunConfig, report: Report) -> None:

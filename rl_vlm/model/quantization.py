@@ -46,9 +46,9 @@ def keep_format(model: nn.Module) -> None:
     On some CPUs bitsandbytes changes it in the first forward in eval mode, for a kernel that has no gradient. This
     rounds the scales to bfloat16: the first rollout would change the policy.
     """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
 
 
 def is_in_4bit(parameter: Any) -> bool:

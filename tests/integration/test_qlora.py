@@ -24,6 +24,7 @@ from tests.helpers.sharded_runs import Runs, differences
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiny_run import make_config, metric_lines
 
+pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 QLORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "load_in_4bit": True}
 NESTED: dict[str, Any] = {**QLORA, "use_bnb_nested_quant": True, "bnb_4bit_quant_type": "fp4"}
 TOWER = ["model.vision_tower", "model.multi_modal_projector"]

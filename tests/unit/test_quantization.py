@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.nn
 import pytest
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from rl_vlm.model.sharding import refuse_quantization
 from tests.helpers.builders import make_policy
 from tests.tiny.build import build_tiny
 
+BITSANDBYTES: Any = pytest.importorskip("bitsandbytes.nn", reason="needs bitsandbytes")
 QLORA: dict[str, Any] = {"use_peft": True, "load_in_4bit": True}
 
 
@@ -47,7 +47,7 @@ def test_shards_of_4_bit_weights_are_refused() -> None:
 def test_linear_layers_of_the_language_model_are_quantized(checkpoint: Path, dtype: str) -> None:
     model = make_policy(checkpoint, dtype=dtype, **QLORA).transformer
     layers = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    in_4bit = {name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)}
+    in_4bit = {name for name, module in model.named_modules() if isinstance(module, BITSANDBYTES.Linear4bit)}
     assert {name.removesuffix(".base_layer").split(".")[-1] for name in in_4bit} == layers
     assert len(in_4bit) == 2 * len(layers)
     assert all(name.startswith("model.language_model.layers.") for name in in_4bit)
@@ -72,7 +72,7 @@ def test_parameters_are_counted_as_weights(checkpoint: Path) -> None:
     ],
 )
 def test_bytes_per_weight(nested: bool, scale_bytes: float) -> None:
-    weight = bitsandbytes.nn.Params4bit(torch.randn(1024, 1024), quant_type="nf4", compress_statistics=nested).to("cpu")
+    weight = BITSANDBYTES.Params4bit(torch.randn(1024, 1024), quant_type="nf4", compress_statistics=nested).to("cpu")
     state: Any = weight.quant_state
     scales = [state.absmax, *([state.state2.absmax] if nested else [])]
     assert (weight.nbytes + sum(scale.nbytes for scale in scales)) / 1024**2 == 0.5 + scale_bytes
@@ -81,7 +81,7 @@ def test_bytes_per_weight(nested: bool, scale_bytes: float) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_forward_in_eval_mode_changes_no_weight(nested: bool) -> None:
     """Also on CPUs for which bitsandbytes has another format; elsewhere this passes in any case."""
-    layer = bitsandbytes.nn.LinearNF4(64, 64, compute_dtype=torch.float32, compress_statistics=nested).to("cpu")
+    layer = BITSANDBYTES.LinearNF4(64, 64, compute_dtype=torch.float32, compress_statistics=nested).to("cpu")
     model, x = nn.Sequential(layer), torch.randn(3, 64)
     keep_format(model)
     before, expected = layer.weight.data.clone(), model(x)
