@@ -20,7 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
+import torch
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText
 
 from benchmarks.common import ROOT, alternate, environment, in_fresh_process, markdown_table
 from benchmarks.flops import Workload
@@ -118,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = build_checkpoint(SHAPES[args.shape], Path(directory))
+        AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(checkpoint)
         given = ["--shape", args.shape, "--checkpoint", str(checkpoint), "--variant"]
         found = {name: Measured(**in_fresh_process("qlora.py", [*given, name])) for name in VARIANTS}
     print(table(found))

@@ -15,7 +15,8 @@ Example: 4 prompts per step, G = 8, 2 processes, 2 steps per window, 3 iteration
 import math
 from dataclasses import dataclass
 
-from rl_vlm.config.schema import RunConfig, TrainConfig
+from rl_vlm.config.batch_settings import BatchSettings, solve
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE
 from rl_vlm.errors import ConfigError
 
@@ -44,6 +45,10 @@ class BatchPlan:
         return self.prompts_per_step * self.steps_per_window
 
     @property
+    def per_device_train_batch_size(self) -> int:
+        return self.completions_per_step // (self.world_size * self.gradient_accumulation_steps)
+
+    @property
     def prompts_per_rank_step(self) -> int:
         return self.prompts_per_step // self.world_size
 
@@ -53,25 +58,28 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
 
     Raises ConfigError with the nearest valid values if the settings have no solution in whole groups.
     """
-    group, train = config.rollout.num_generations, config.train
-    if train.prompts_per_step is None:
-        prompts_per_rank, accumulation = _from_device_batch(train, group)
-    else:
-        prompts_per_rank = _share_prompts(train.prompts_per_step, world_size)
-        accumulation = _split_completions(train, prompts_per_rank * group)
-    micro_steps = train.steps_per_generation or accumulation
-    if micro_steps % accumulation:
-        raise ConfigError(
-            f"`steps_per_generation` {micro_steps} is not a whole number of optimizer steps of {accumulation} "
-            f"micro-steps (`gradient_accumulation_steps`); nearest valid: {_multiples(micro_steps, accumulation)}"
-        )
+    settings = batch_settings(config, world_size)
+    solution = solve(settings)
     return BatchPlan(
-        prompts_per_step=prompts_per_rank * world_size,
-        num_generations=group,
+        prompts_per_step=solution.prompts_per_step,
+        num_generations=settings.num_generations,
         world_size=world_size,
-        gradient_accumulation_steps=accumulation,
-        steps_per_window=micro_steps // accumulation,
+        gradient_accumulation_steps=solution.gradient_accumulation_steps,
+        steps_per_window=solution.steps_per_window,
         num_iterations=config.algorithm.num_iterations,
+    )
+
+
+def batch_settings(config: RunConfig, world_size: int) -> BatchSettings:
+    """Return the settings of `config` that have to agree on `world_size` processes."""
+    train = config.train
+    return BatchSettings(
+        num_generations=config.rollout.num_generations,
+        world_size=world_size,
+        prompts_per_step=train.prompts_per_step,
+        per_device_train_batch_size=train.per_device_train_batch_size,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        steps_per_generation=train.steps_per_generation,
     )
 
 
@@ -103,11 +111,10 @@ def total_optimizer_steps(config: RunConfig, plan: BatchPlan, num_rows: int) -> 
     rows than prompts of one window.
     """
     if num_rows < plan.prompts_per_window:
-        largest = num_rows // (plan.steps_per_window * plan.world_size) * plan.world_size
-        way_out = f"`prompts_per_step` of at most {largest}" if largest else "fewer processes or steps per generation"
         raise ConfigError(
             f"the training data have {num_rows} rows, fewer than the {plan.prompts_per_window} prompts of one "
-            f"generation window ({plan.steps_per_window} × {plan.prompts_per_step}); use more rows, or {way_out}"
+            f"generation window ({plan.steps_per_window} × {plan.prompts_per_step}); use more rows, or "
+            f"{_smaller_window(config, plan, num_rows)}"
         )
     if config.train.max_steps is not None:
         return config.train.max_steps
@@ -115,62 +122,11 @@ def total_optimizer_steps(config: RunConfig, plan: BatchPlan, num_rows: int) -> 
     return num_windows * plan.steps_per_window * plan.num_iterations
 
 
-def _from_device_batch(train: TrainConfig, group: int) -> tuple[int, int]:
-    """Compute the prompts per process and the accumulation from TRL's two settings."""
-    per_device = train.per_device_train_batch_size or TRL_PER_DEVICE_BATCH_SIZE
-    accumulation = train.gradient_accumulation_steps or 1
-    completions = per_device * accumulation
-    if completions % group:
-        groups = _divisors(group, completions, smallest=2)
-        raise ConfigError(
-            f"`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} = "
-            f"{completions} completions per process and step are not whole groups of `num_generations` {group}; "
-            f"nearest valid: "
-            f"`per_device_train_batch_size` {_multiples(per_device, group // math.gcd(group, accumulation))}, "
-            f"or `gradient_accumulation_steps` {_multiples(accumulation, group // math.gcd(group, per_device))}"
-            f"{f', or `num_generations` {groups}' if groups else ''}; or give `prompts_per_step` alone"
-        )
-    return completions // group, accumulation
-
-
-def _share_prompts(prompts_per_step: int, world_size: int) -> int:
-    if prompts_per_step % world_size:
-        raise ConfigError(
-            f"`prompts_per_step` {prompts_per_step} cannot be shared equally among {world_size} processes; "
-            f"nearest valid: {_multiples(prompts_per_step, world_size)}"
-        )
-    return prompts_per_step // world_size
-
-
-def _split_completions(train: TrainConfig, completions: int) -> int:
-    """Return the micro-steps into which TRL's settings, if given, split the `completions` of a process and step."""
-    per_device, accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
-    if per_device and accumulation and per_device * accumulation != completions:
-        raise ConfigError(
-            f"`prompts_per_step` {train.prompts_per_step} makes {completions} completions per process and step, but "
-            f"`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} = "
-            f"{per_device * accumulation}; make that product {completions}, or leave both out"
-        )
-    given = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
-    for name, divisor in given.items():
-        if divisor and completions % divisor:
-            raise ConfigError(
-                f"`{name}` {divisor} does not divide the {completions} completions per process and step that "
-                f"`prompts_per_step` {train.prompts_per_step} makes; nearest valid: {_divisors(divisor, completions)}"
-            )
-    if per_device:
-        return completions // per_device
-    return accumulation or 1
-
-
-def _multiples(value: int, step: int) -> str:
-    """Return the multiples of `step` around `value`."""
-    below = value // step * step
-    return f"{below} or {below + step}" if below else f"{step}"
-
-
-def _divisors(value: int, total: int, smallest: int = 1) -> str:
-    """Return the divisors of `total` around `value`."""
-    divisors = [d for d in range(smallest, total + 1) if total % d == 0]
-    below, above = [d for d in divisors if d < value][-1:], [d for d in divisors if d > value][:1]
-    return " or ".join(map(str, below + above))
+def _smaller_window(config: RunConfig, plan: BatchPlan, num_rows: int) -> str:
+    """Describe the change to the largest window that `num_rows` rows fill: fewer prompts per step, else fewer steps."""
+    if num_rows < plan.world_size:
+        return f"at most {num_rows} processes"
+    steps = min(plan.steps_per_window, num_rows // plan.world_size)
+    prompts = num_rows // (steps * plan.world_size) * plan.world_size
+    changes = settings_that_keep(prompts, steps, config, plan.world_size)
+    return " and ".join(f"`{name}` {value}" for name, value in changes.items())

@@ -57,74 +57,12 @@ def test_what_is_not_given_is_derived(train, world_size, prompts, accumulation, 
     )
 
 
-@pytest.mark.parametrize(
-    ("train", "world_size", "expected"),
-    [
-        ({"prompts_per_step": 5}, 2, "`prompts_per_step` 5 .* 2 processes; nearest valid: 4 or 6"),
-        ({"prompts_per_step": 1}, 4, "nearest valid: 4$"),
-        ({"steps_per_generation": 5, "gradient_accumulation_steps": 2}, 1, "nearest valid: 4 or 6$"),
-        (
-            {"per_device_train_batch_size": 6},
-            1,
-            "`per_device_train_batch_size` 8, or `gradient_accumulation_steps` 4, or `num_generations` 6",
-        ),
-        (
-            {"per_device_train_batch_size": 10, "gradient_accumulation_steps": 2},
-            1,
-            "`per_device_train_batch_size` 8 or 12, or `gradient_accumulation_steps` 4, or `num_generations` 5 or 10",
-        ),
-        (
-            {"per_device_train_batch_size": 1},
-            1,
-            "`per_device_train_batch_size` 8, or `gradient_accumulation_steps` 8; or give `prompts_per_step` alone$",
-        ),
-        ({"prompts_per_step": 2, "per_device_train_batch_size": 6}, 1, "16 completions .*; nearest valid: 4 or 8$"),
-        ({"prompts_per_step": 2, "gradient_accumulation_steps": 32}, 1, "16 completions .*; nearest valid: 16$"),
-        (
-            {"prompts_per_step": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
-            1,
-            "makes 16 completions .* = 32; make that product 16, or leave both out",
-        ),
-    ],
-)
-def test_no_solution_names_the_nearest_valid_values(train, world_size, expected):
-    with pytest.raises(ConfigError, match=expected):
-        plan_batches(run_config(**train), world_size)
+def test_settings_without_a_solution_are_refused_with_the_nearest_valid_values():
+    with pytest.raises(ConfigError, match=r"nearest valid: `prompts_per_step` 4 or `prompts_per_step` 6 or 1 process"):
+        plan_batches(run_config(prompts_per_step=5), world_size=2)
 
 
 sizes = st.integers(1, 24)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    group=sizes,
-    world_size=st.integers(1, 5),
-    prompts=st.none() | sizes,
-    per_device=st.none() | sizes,
-    accumulation=st.none() | sizes,
-    micro_steps=st.none() | sizes,
-)
-def test_a_plan_satisfies_the_algebra_or_says_how_to(group, world_size, prompts, per_device, accumulation, micro_steps):
-    train = {
-        "prompts_per_step": prompts,
-        "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": accumulation,
-        "steps_per_generation": micro_steps,
-    }
-    try:
-        plan = plan_batches(run_config(group, **train), world_size)
-    except ConfigError as error:
-        for name, value in re.findall(r"(`[a-z_]+`) (\d+)", str(error).partition("nearest valid: ")[2]):
-            if name != "`num_generations`":
-                mended = {**train, name.strip("`"): int(value), "steps_per_generation": None}
-                plan_batches(run_config(group, **mended), world_size)
-        return
-    assert plan.prompts_per_rank_step * world_size == plan.prompts_per_step
-    assert prompts in (None, plan.prompts_per_step)
-    assert accumulation in (None, plan.gradient_accumulation_steps)
-    assert plan.steps_per_window * plan.gradient_accumulation_steps == (micro_steps or plan.gradient_accumulation_steps)
-    if per_device is not None:
-        assert per_device * plan.gradient_accumulation_steps * world_size == plan.completions_per_step
 
 
 def test_steps_of_a_run():
@@ -138,12 +76,42 @@ def test_steps_of_a_run():
 
 def test_a_dataset_smaller_than_one_window_is_refused():
     config = run_config(prompts_per_step=4, steps_per_generation=2, max_steps=10)
-    with pytest.raises(ConfigError, match=r"7 rows, fewer than the 8 prompts .* `prompts_per_step` of at most 3$"):
+    with pytest.raises(ConfigError, match=r"7 rows, fewer than the 8 prompts .* or `prompts_per_step` 3$"):
         total_optimizer_steps(config, plan_batches(config, world_size=1), num_rows=7)
-    with pytest.raises(ConfigError, match=r"at most 2$"):
+    with pytest.raises(ConfigError, match=r"or `prompts_per_step` 2$"):
         total_optimizer_steps(config, plan_batches(config, world_size=2), num_rows=7)
-    with pytest.raises(ConfigError, match="fewer processes"):
+    with pytest.raises(ConfigError, match=r"or `steps_per_generation` 1$"):
         total_optimizer_steps(config, plan_batches(config, world_size=4), num_rows=7)
+    with pytest.raises(ConfigError, match=r"or at most 3 processes$"):
+        total_optimizer_steps(config, plan_batches(config, world_size=4), num_rows=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    world_size=st.integers(1, 5),
+    share=st.integers(1, 6),
+    accumulation=st.integers(1, 4),
+    steps=st.integers(1, 4),
+    rows=st.integers(1, 80),
+    by_device=st.booleans(),
+)
+def test_a_refused_window_names_one_that_the_rows_fill(world_size, share, accumulation, steps, rows, by_device):
+    by_prompts = {"prompts_per_step": share * world_size}
+    by_trl = {"per_device_train_batch_size": 2 * share}
+    train = {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation * steps, "max_steps": 1}
+    group = 2 * accumulation
+    train |= by_trl if by_device else by_prompts
+    config = run_config(group, **train)
+    try:
+        total_optimizer_steps(config, plan_batches(config, world_size), rows)
+    except ConfigError as error:
+        if rows < world_size:
+            assert str(error).endswith(f"at most {rows} processes")
+            return
+        named = re.findall(r"`([a-z_]+)` (\d+)", str(error).partition("use more rows, or ")[2])
+        assert named
+        smaller = run_config(group, **train | {name: int(value) for name, value in named})
+        assert total_optimizer_steps(smaller, plan_batches(smaller, world_size), rows) == 1
 
 
 @pytest.mark.parametrize(

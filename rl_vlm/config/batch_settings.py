@@ -1,0 +1,188 @@
+"""The batch settings of a run as numbers: solve them, or find the nearest values that have a solution.
+
+    prompts_per_step × num_generations = per_device_train_batch_size × gradient_accumulation_steps × processes
+    prompts_per_step = processes × whole prompts
+    steps_per_generation = gradient_accumulation_steps × whole optimizer steps
+
+Example: 6 prompts per step cannot be shared among 4 processes. The nearest valid values are 4 or 8 prompts, or 3 or 6
+processes.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import combinations, islice
+from typing import NamedTuple
+
+from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE
+from rl_vlm.errors import ConfigError
+
+DEFAULTS = {"per_device_train_batch_size": TRL_PER_DEVICE_BATCH_SIZE, "gradient_accumulation_steps": 1}
+"""Values of TRL's settings without `prompts_per_step`."""
+
+OPTIONAL = ("steps_per_generation", "gradient_accumulation_steps", "per_device_train_batch_size")
+"""Settings that can be left out, in the order in which a suggestion gives them up."""
+
+
+class BatchSettings(NamedTuple):
+    """The settings that have to agree. None: not given. `num_iterations` agrees with every one of them."""
+
+    num_generations: int
+    world_size: int
+    prompts_per_step: int | None = None
+    per_device_train_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    steps_per_generation: int | None = None
+
+
+class Solution(NamedTuple):
+    """Values of the settings that were not given."""
+
+    prompts_per_step: int
+    gradient_accumulation_steps: int
+    steps_per_window: int
+    """Optimizer steps of one generation window."""
+
+
+Change = dict[str, int | None]
+"""New values of some settings. None: leave the setting out."""
+
+
+def solve(settings: BatchSettings) -> Solution:
+    """Solve the settings for those that are not given.
+
+    Raises ConfigError with the nearest valid values if there is no solution.
+    """
+    solution = _solve(settings)
+    if isinstance(solution, Solution):
+        return solution
+    changes = " or ".join(_describe(change) for change in nearest_valid(settings))
+    raise ConfigError(f"{solution}; nearest valid: {changes}")
+
+
+def nearest_valid(settings: BatchSettings) -> list[Change]:
+    """Return changes after which settings without a solution have one.
+
+    Each changes one setting to its nearest valid value below or above. If no such value of one setting is enough, it
+    also leaves out as few as possible of `OPTIONAL`.
+    """
+    given = [name for name in OPTIONAL if getattr(settings, name) is not None]
+    for num_left_out in range(len(given) + 1):
+        for names in combinations(given, num_left_out):
+            left_out: Change = dict.fromkeys(names)
+            kept = settings._replace(**left_out)
+            changes = [left_out] if _is_valid(kept) else [left_out | change for change in _nearest_values(kept)]
+            if changes:
+                return changes
+    raise AssertionError("without the settings of OPTIONAL there is always a valid number of prompts or completions")
+
+
+def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
+    """Yield changes to the nearest valid value below and above of each setting, with all others as they are."""
+    for name, candidates in _candidates(settings).items():
+        value = getattr(settings, name) or DEFAULTS[name]
+        below = sorted((v for v in candidates if v < value), reverse=True)
+        above = sorted(v for v in candidates if v > value)
+        for nearest_first in (below, above):
+            changes: list[Change] = [{name: v} for v in nearest_first]
+            yield from islice((c for c in changes if _is_valid(settings._replace(**c))), 1)
+
+
+def _candidates(settings: BatchSettings) -> dict[str, set[int]]:
+    """Return values of each setting, among them the nearest valid ones. Settings that cannot help are left out.
+
+    A valid value divides, or is a multiple of, what the other settings make.
+    """
+    group, processes, prompts, per_device, accumulation, micro_steps = settings
+    if prompts is None:  # then any number of processes will do
+        per_device, accumulation = per_device or DEFAULTS["per_device_train_batch_size"], accumulation or 1
+        device_step, accumulation_step = group // math.gcd(group, accumulation), group // math.gcd(group, per_device)
+        candidates = {
+            "per_device_train_batch_size": _multiples(per_device, device_step),
+            "gradient_accumulation_steps": _multiples(accumulation, accumulation_step) | _divisors(micro_steps or 1),
+            "num_generations": _divisors(per_device * accumulation) - {1},  # a group of one has no advantages
+        }
+    else:
+        share, trl = max(prompts // processes, 1), (per_device or 1) * (accumulation or 1)
+        most = trl * (micro_steps or 1)
+        candidates = {
+            "prompts_per_step": _multiples(prompts, processes * trl // math.gcd(trl, group))
+            | _divisors(processes * most),
+            "per_device_train_batch_size": _divisors(share * group) if per_device else set(),
+            "gradient_accumulation_steps": _divisors(share * group) if accumulation else set(),
+            "num_generations": (_multiples(group, trl // math.gcd(trl, share)) | _divisors(most)) - {1},
+            "world_size": _divisors(prompts),
+        }
+        accumulation = share * group // per_device if per_device else accumulation or 1
+    if micro_steps is not None:
+        candidates["steps_per_generation"] = _multiples(micro_steps, max(accumulation, 1))
+    return candidates
+
+
+def _multiples(value: int, step: int) -> set[int]:
+    """Return the multiples of `step` around `value`."""
+    below = (value - 1) // step * step
+    return {below, below + step, below + 2 * step} - {0}
+
+
+def _divisors(total: int) -> set[int]:
+    small = {divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0}
+    return small | {total // divisor for divisor in small}
+
+
+def _is_valid(settings: BatchSettings) -> bool:
+    return isinstance(_solve(settings), Solution)
+
+
+def _solve(settings: BatchSettings) -> Solution | str:
+    """Return the solution, or the reason why there is none."""
+    group, processes = settings.num_generations, settings.world_size
+    per_device, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    prompts = settings.prompts_per_step
+    if prompts is None:
+        per_device, accumulation = per_device or DEFAULTS["per_device_train_batch_size"], accumulation or 1
+        if (completions := per_device * accumulation) % group:
+            return (
+                f"`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} = "
+                f"{completions} completions per process and step are not whole groups of `num_generations` {group}"
+            )
+        prompts = completions // group * processes
+    elif prompts % processes:
+        return f"`prompts_per_step` {prompts} cannot be shared equally among {processes} processes"
+    completions = prompts // processes * group
+    if completions % ((per_device or 1) * (accumulation or 1)) or (
+        per_device and accumulation and per_device * accumulation != completions
+    ):
+        return (
+            f"`prompts_per_step` {prompts} with `num_generations` {group} makes {completions} completions per process "
+            f"and step, which are not {_product_text(per_device, accumulation)}"
+        )
+    accumulation = completions // per_device if per_device else accumulation or 1
+    micro_steps = settings.steps_per_generation or accumulation
+    if micro_steps % accumulation:
+        return (
+            f"`steps_per_generation` {micro_steps} is not a whole number of optimizer steps of {accumulation} "
+            "micro-steps (`gradient_accumulation_steps`)"
+        )
+    return Solution(prompts, accumulation, micro_steps // accumulation)
+
+
+def _product_text(per_device: int | None, accumulation: int | None) -> str:
+    """Describe the number of completions that TRL's two settings ask for."""
+    if per_device and accumulation:
+        return (
+            f"`per_device_train_batch_size` {per_device} × `gradient_accumulation_steps` {accumulation} = "
+            f"{per_device * accumulation}"
+        )
+    name = "per_device_train_batch_size" if per_device else "gradient_accumulation_steps"
+    return f"a multiple of `{name}` {per_device or accumulation}"
+
+
+def _describe(change: Change) -> str:
+    """Describe a change: "`prompts_per_step` 4 without `steps_per_generation`"."""
+    left_out = " and ".join(f"`{name}`" for name, value in change.items() if value is None)
+    values = [
+        f"{value} process{'es' * (value != 1)}" if name == "world_size" else f"`{name}` {value}"
+        for name, value in change.items()
+        if value is not None
+    ]
+    return " ".join([*values, *([f"without {left_out}"] if left_out else [])]) if values else f"no {left_out}"
