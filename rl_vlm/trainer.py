@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,7 +35,7 @@ from rl_vlm.memory.micro_batches import make_micro_batches, pad_with_dummies
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
-from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import LogprobField, Window, store_logprobs, stored_logprobs
@@ -124,15 +124,16 @@ class Trainer:
     @torch.no_grad()
     def outputs(
         self, model: Policy | Reference, batches: Sequence[MicroBatch]
-    ) -> list[tuple[MicroBatch, PolicyOutput]]:
-        """Compute a model's outputs without gradients. Returns those of this rank's micro-batches, without dummies."""
+    ) -> Iterator[tuple[MicroBatch, PolicyOutput]]:
+        """Compute a model's outputs without gradients, one micro-batch after the other. Dummies are left out."""
         self.policy.eval()
-        vision_calls = self.vision_calls(batches, model.vision)
-        outputs = [model(batch, calls) for batch, calls in zip(batches, vision_calls, strict=True)]
+        for batch, runs in zip(batches, self.tower_runs(batches, model.vision), strict=True):
+            output = model(batch, runs)
+            if not batch.is_dummy:
+                yield batch, output
         self.policy.train()
-        return [(batch, output) for batch, output in zip(batches, outputs, strict=True) if not batch.is_dummy]
 
-    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> list[tuple[MicroBatch, PolicyOutput]]:
+    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> Iterator[tuple[MicroBatch, PolicyOutput]]:
         """Compute the policy's outputs for groups that differ between ranks, in equally many micro-batches."""
         return self.outputs(self.policy, self.pack(groups, self.logprob_sharing, spare=groups[0]))
 
@@ -152,9 +153,11 @@ class Trainer:
         )
         return pad_with_dummies(batches, self.ranks.max([len(batches)])[0], spare)
 
-    def vision_calls(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[int]:
-        """Return the number of vision tower calls in each micro-batch, equal on every rank."""
-        return self.ranks.max(vision.count_calls([[s.prompt for s in batch.subgroups] for batch in batches]))
+    def tower_runs(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[TowerRuns]:
+        """Return the runs of the vision tower for each micro-batch, equally many on every rank."""
+        plan = vision.plan(batches)
+        most = self.ranks.max([num for runs in plan for num in runs.numbers])
+        return [runs.at_least(most[3 * i : 3 * i + 3], vision.idle_prompt) for i, runs in enumerate(plan)]
 
     def accumulate_gradients(
         self, window: Window, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch], metrics: StepMetrics
@@ -164,25 +167,36 @@ class Trainer:
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
         denominators = self.denominators(window, groups)
         threshold = self.entropy_threshold(batches)
-        vision_calls = self.vision_calls(batches, self.policy.vision)
-        if self.optimizer.strategy.needs_all_gradients and not self.policy.vision.is_frozen:
-            vision_calls = [max(1, num) for num in vision_calls]
+        batches, tower_runs = self.training_runs(batches, spare=groups[0])
         step_loss = torch.zeros((), device=self.ranks.device)
         start = time.perf_counter()
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with self.optimizer.strategy.accumulating(last):
-                output = self.optimizer.policy(batch, vision_calls[i])
+                output = self.optimizer.policy(batch, tower_runs[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
                 if last and not self.optimizer.strategy.is_sharded:  # shards make ranks wait in every micro-batch
                     seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
                     metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
                 self.optimizer.strategy.backward(loss)
+                for prompt in tower_runs[i].after:
+                    self.optimizer.strategy.backward(self.optimizer.policy(prompt), is_share=False)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
             if window.is_new and window.outlives_update and not batch.is_dummy:
                 store_logprobs(batch, output.logprobs_NT.detach(), "old_logprobs")  # for later iterations
         return step_loss
+
+    def training_runs(
+        self, batches: Sequence[MicroBatch], spare: ScoredGroup
+    ) -> tuple[list[MicroBatch], list[TowerRuns]]:
+        """Return the micro-batches to train on, and the runs of the vision tower for each."""
+        batches, tower_runs = list(batches), self.tower_runs(batches, self.policy.vision)
+        if not self.optimizer.strategy.needs_all_gradients or self.policy.vision.is_frozen:
+            return batches, tower_runs
+        if batches and tower_runs[-1].after:  # the last backward must give a gradient to the language model as well
+            batches, tower_runs = pad_with_dummies(batches, len(batches) + 1, spare), [*tower_runs, NO_RUNS]
+        return batches, [replace(runs, within=max(1, runs.within)) for runs in tower_runs]
 
     def denominators(self, window: Window, groups: Sequence[ScoredGroup]) -> Denominators:
         """Return the denominators of this step's losses, over all ranks and including skipped groups.

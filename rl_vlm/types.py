@@ -225,6 +225,8 @@ class SubGroup:
 
     scored: ScoredGroup
     members: list[int]
+    vision_apart: bool = False
+    """Whether a trained vision tower runs apart from the group's micro-batches (`model/features.py`): it is cut."""
 
     @property
     def prompt(self) -> Prompt:

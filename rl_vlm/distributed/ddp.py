@@ -45,9 +45,9 @@ class DDP:
         with nullcontext() if last else self.ranks.accelerator.no_sync(self.policy):
             yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Add a micro-batch's gradients."""
-        (loss * self.ranks.world_size).backward()  # DDP averages over ranks, and losses are shares of a sum
+        (loss * (self.ranks.world_size if is_share else 1)).backward()  # DDP averages over ranks
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""

@@ -68,9 +68,9 @@ class FSDP2:
         self.policy.set_requires_gradient_sync(last or not self.trains_adapter)
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Add a micro-batch's gradients."""
-        (loss * self.ranks.world_size).backward()  # FSDP2 averages over ranks, and losses are shares of a sum
+        (loss * (self.ranks.world_size if is_share else 1)).backward()  # FSDP2 averages over ranks
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""

@@ -48,8 +48,11 @@ class Strategy(Protocol):
         """Run one micro-batch's forward and backward in this context; `last` is the last one of the step."""
         ...
 
-    def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradients. Losses are shares of a sum over ranks."""
+    def backward(self, loss: Tensor, is_share: bool = True) -> None:
+        """Add the gradients of a loss: this rank's share of a sum over ranks, or else a loss made of gradients.
+
+        The gradients in the latter already have the factor that turns an average over ranks into a sum.
+        """
         ...
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:

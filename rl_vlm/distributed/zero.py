@@ -97,11 +97,11 @@ class ZeRO:
         self.engine.set_gradient_accumulation_boundary(last)
         yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Add a micro-batch's gradients."""
-        # DeepSpeed averages over ranks, and losses are shares of a sum. It drops gradients that are not finite, and
-        # ignores the loss: one that is not finite makes them NaN.
-        factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size), float("nan"))
+        # DeepSpeed averages over ranks. It drops gradients that are not finite, and ignores the loss: one that is not
+        # finite makes them NaN.
+        factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size if is_share else 1), float("nan"))
         self.engine.backward(loss * factor, scale_wrt_gas=False)
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:

@@ -1,7 +1,7 @@
 """From the groups of an optimizer step to micro-batches under a token budget.
 
-Groups are packed whole if they fit. A larger one is split into sub-groups, each of which computes the prefix again;
-a single completion is never split. Packing changes neither the loss nor the gradient.
+Groups are packed whole if they fit. A larger one is split into sub-groups, each of which computes the prefix again, but
+not its images; a single completion is never split. Packing changes neither the loss nor the gradient.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Packer:
         size = Size()
         by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
         for piece in (piece for group in by_length for piece in self.split(group)):
-            piece_size = self.size(piece.scored, piece.members)
+            piece_size = self.size(piece.scored, piece.members, piece.vision_apart)
             if current and not (self.mixes_prompts and self.fits(size + piece_size)):
                 yield current
                 current, size = [], Size()
@@ -122,19 +122,23 @@ class Packer:
             yield current
 
     def split(self, group: ScoredGroup) -> list[SubGroup]:
-        """Split the group's valid completions into sub-groups that each fit the budget."""
+        """Split the group's valid completions into sub-groups that each fit the budget.
+
+        The sub-groups of a group that is cut do not pay for its images: the vision tower runs apart from them.
+        """
         members = valid_members(group)
         if self.fits(self.size(group, members)):
             return [SubGroup(group, members)]
+        apart = self.vision_tokens(group.group.prompt) > 0
         pieces: list[list[int]] = [[]]
         for member in members:
-            if pieces[-1] and not self.fits(self.size(group, [*pieces[-1], member])):
+            if pieces[-1] and not self.fits(self.size(group, [*pieces[-1], member], apart)):
                 pieces.append([])
             pieces[-1].append(member)
-        return [SubGroup(group, piece) for piece in pieces]
+        return [SubGroup(group, piece, apart) for piece in pieces]
 
-    def size(self, group: ScoredGroup, members: Sequence[int]) -> Size:
-        return Size.of(group, members, self.vision_tokens(group.group.prompt))
+    def size(self, group: ScoredGroup, members: Sequence[int], vision_apart: bool = False) -> Size:
+        return Size.of(group, members, 0 if vision_apart else self.vision_tokens(group.group.prompt))
 
     def fits(self, size: Size) -> bool:
         return size.tokens(self.shared) <= self.budget

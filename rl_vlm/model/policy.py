@@ -23,7 +23,7 @@ from rl_vlm.distributed.shards import local_part
 from rl_vlm.model.families import Family
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.shared_prefix import shared_row
-from rl_vlm.model.vision import FeatureCache, VisionEncoder
+from rl_vlm.model.vision import NO_RUNS, FeatureCache, TowerRuns, VisionEncoder
 from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, pad_rows
 
 if TYPE_CHECKING:
@@ -90,20 +90,30 @@ class Policy(nn.Module):
         self.counters.clear()
         self.vision.features.clear()
 
-    def forward(self, batch: MicroBatch, num_vision_calls: int = 0) -> PolicyOutput:
+    def forward(self, work: MicroBatch | Prompt, runs: TowerRuns = NO_RUNS) -> PolicyOutput | Tensor:
+        """Compute what `score` does for a micro-batch, and `VisionEncoder.kept_loss` for a prompt.
+
+        Training calls both here, since accelerate's wrappers see one method of a module only.
+        """
+        if isinstance(work, MicroBatch):
+            return self.score(work, runs)
+        with self.autocast(keeps_casts=False):
+            return self.vision.kept_loss(work)
+
+    def score(self, batch: MicroBatch, runs: TowerRuns) -> PolicyOutput:
         """Compute log-probs of a micro-batch's completions at the sampling temperature, and detached entropies.
 
-        The vision tower runs at least `num_vision_calls` times, so that ranks can run it equally often. Raises
+        The vision tower runs at least as often as `runs` says, so that ranks can run it equally often. Raises
         ModelError if a completion is invalid (`check_completions`), or if images and placeholder tokens do not match.
         """
         check_completions(batch, self.banned_token_ids)
-        num_idle = num_vision_calls - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
         by_cache = batch.shared and self.family.hybrid
         with self.autocast(keeps_casts=False):
             # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
-            idle = self.vision.idle(num_idle) if num_idle > 0 else None
-            hidden = self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)
-            hidden = hidden if idle is None else hidden + idle
+            self.vision.keep(batch, runs.before)
+            num_idle = runs.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
+            idle = self.vision.idle(num_idle)
+            hidden = (self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)) + idle
         self.count(batch)
         targets = torch.cat([c.token_ids for c in batch.completions]).to(self.device)
         logprobs, entropies = self.logprobs(hidden, targets)

@@ -16,7 +16,7 @@ from rl_vlm.errors import ConfigError
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.types import MicroBatch, PolicyOutput
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ class Reference:
             self.frozen.start_step()
 
     @torch.no_grad()
-    def __call__(self, batch: MicroBatch, num_vision_calls: int = 0) -> PolicyOutput:
+    def __call__(self, batch: MicroBatch, runs: TowerRuns = NO_RUNS) -> PolicyOutput:
         """Compute the log-probs and entropies of a micro-batch under the reference."""
         if self.frozen is not None:
-            return self.frozen(batch, num_vision_calls)
+            return self.frozen(batch, runs)
         with self.initial_adapter():
-            return self.policy(batch, num_vision_calls)
+            return self.policy(batch, runs)
 
     @contextmanager
     def initial_adapter(self) -> Iterator[None]:

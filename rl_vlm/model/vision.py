@@ -1,7 +1,8 @@
 """Image features: a prompt's images go through the vision tower once, whatever the number of completions.
 
 Features of a frozen tower are cached for one optimizer step; its rollout, old and reference log-probs and training
-share them. A trained tower runs once per micro-batch, and gradients flow through it.
+share them. A trained tower runs in the micro-batch of a group, and gradients flow through it. For groups that are cut
+it runs apart from their micro-batches (`model/features.py`).
 
     prompts ─ encode ─► ImageFeatures of each prompt ─ given ─► the model's forward, which uses them in place
                                                                of its own call of the vision tower
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 
 from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
-from rl_vlm.types import Prompt, Sample, concatenate_images
+from rl_vlm.model.features import ImageFeatures, KeptFeatures
+from rl_vlm.types import MicroBatch, Prompt, Sample, concatenate_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,22 +36,34 @@ DEFAULT_PATCH_SIZE = 14
 """Patch size of towers whose config has none."""
 
 
-@dataclass(frozen=True)
-class ImageFeatures:
-    """Output of the vision tower and its projector for one prompt's images."""
-
-    embeddings: Float[Tensor, "*tiles tokens hidden"]
-    """One vector per placeholder token, in order; some families keep them by tile."""
-    deepstack: tuple[Float[Tensor, "tokens hidden"], ...]
-    """Features that deeper language layers add at the placeholders (Qwen3-VL)."""
-    indicators: Float[Tensor, "indicators hidden"] | None
-    """Embeddings of the tokens around images, if the vision tower computes them (Ovis2)."""
-    lists: tuple[bool, bool]
-    """Whether the model's own call returns embeddings, and each deepstack layer, as lists, which its forward joins."""
-
-
 FeatureCache = WeakKeyDictionary[Prompt, ImageFeatures]
 """Features from a frozen tower in this optimizer step. Policy and reference share them: their towers are equal."""
+
+
+@dataclass(frozen=True)
+class TowerRuns:
+    """Runs of the vision tower for one micro-batch."""
+
+    before: int = 0
+    """Without gradients, for features that are kept for this micro-batch and later ones."""
+    within: int = 0
+    """As part of the forward, and of the backward if the tower is trained."""
+    after: tuple[Prompt, ...] = ()
+    """Prompts whose kept features no later micro-batch uses: the tower runs on each again, forward and backward."""
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Numbers of runs before, within and after."""
+        return self.before, self.within, len(self.after)
+
+    def at_least(self, numbers: Sequence[int], idle_prompt: Prompt | None) -> TowerRuns:
+        """Return these runs and idle ones, so that there are as many as ranks agreed on."""
+        before, within, num_after = numbers
+        idle = [] if idle_prompt is None else [idle_prompt] * (num_after - len(self.after))
+        return TowerRuns(before, within, (*self.after, *idle))
+
+
+NO_RUNS = TowerRuns()
 
 
 @dataclass
@@ -62,6 +76,8 @@ class VisionEncoder:
     idle_prompt: Prompt | None = None
     """A prompt with an image, for runs without effect."""
     features: FeatureCache = field(default_factory=WeakKeyDictionary)
+    kept: dict[Prompt, KeptFeatures] = field(default_factory=dict)
+    """Features from a trained tower that several micro-batches use."""
 
     @cached_property
     def is_frozen(self) -> bool:
@@ -80,22 +96,58 @@ class VisionEncoder:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             found = {p: features for call in self.calls(prompts) for p, features in self.run(call).items()}
         if self.is_frozen:
-            self.features.update(found)
-        return {p: found[p] if p in found else self.features[p] for p in prompts if p.mm_inputs}
+            # In host memory, since an optimizer step may have any number of prompts.
+            self.features.update({p: features.map(Tensor.cpu) for p, features in found.items()})
+        found |= {p: self.kept[p].features() for p in prompts if p in self.kept}
+        cached = {p: self.features[p] for p in prompts if p in self.features and p not in found}
+        return found | {p: features.map(lambda t: t.to(self.model.device)) for p, features in cached.items()}
 
     def calls(self, prompts: Sequence[Prompt], known: Container[Prompt] = ()) -> list[list[Prompt]]:
         """Return the prompts of each run of the tower: one run if image inputs can be concatenated, else one each."""
-        new = [p for p in dict.fromkeys(prompts) if p.mm_inputs and p not in self.features and p not in known]
+        new = [
+            prompt
+            for prompt in dict.fromkeys(prompts)
+            if prompt.mm_inputs and not any(prompt in owner for owner in (self.features, self.kept, known))
+        ]
         return [new] if new and self.family.joins_images else [[prompt] for prompt in new]
 
-    def count_calls(self, batches: Sequence[Sequence[Prompt]]) -> list[int]:
-        """Return how often the tower will run in each of several consecutive micro-batches."""
-        counts, known = [], set()
-        for prompts in batches:
-            counts.append(len(self.calls(prompts, known)))
+    def apart(self, batch: MicroBatch) -> list[Prompt]:
+        """Return the prompts of a micro-batch for which a trained tower runs apart from it."""
+        if self.is_frozen or not torch.is_grad_enabled():
+            return []
+        return list(dict.fromkeys(s.prompt for s in batch.subgroups if s.vision_apart))
+
+    def plan(self, batches: Sequence[MicroBatch]) -> list[TowerRuns]:
+        """Return the runs of the tower for consecutive micro-batches, which start without kept features."""
+        self.kept.clear()
+        last = {prompt: i for i, batch in enumerate(batches) for prompt in self.apart(batch)}
+        plan, kept, cached = [], set(), set()
+        for i, batch in enumerate(batches):
+            apart, prompts = self.apart(batch), [s.prompt for s in batch.subgroups]
+            before = sum(prompt not in kept for prompt in apart)
+            kept.update(apart)
+            after = tuple(prompt for prompt in apart if last[prompt] == i)
+            plan.append(TowerRuns(before, len(self.calls(prompts, kept | cached)), after))
+            kept.difference_update(after)
             if self.is_frozen:
-                known.update(prompts)
-        return counts
+                cached.update(prompts)
+        return plan
+
+    def keep(self, batch: MicroBatch, num_runs: int) -> None:
+        """Run the tower at least `num_runs` times without gradients, and keep the features for later micro-batches."""
+        new = [prompt for prompt in self.apart(batch) if prompt not in self.kept]
+        with torch.no_grad():
+            self.idle(num_runs - len(new))
+            self.kept |= {prompt: KeptFeatures(self.run([prompt])[prompt]) for prompt in new}
+
+    def kept_loss(self, prompt: Prompt) -> Tensor:
+        """Run the tower on a prompt, drop its kept features, and return a scalar with the gradient of their uses.
+
+        The idle prompt has no kept features: its gradient is 0.
+        """
+        if prompt not in self.kept:
+            return self.idle(1)
+        return self.kept.pop(prompt).loss(self.run([prompt])[prompt])
 
     def run(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
         """Run the tower once on the images of all prompts."""
@@ -131,6 +183,8 @@ class VisionEncoder:
 
     def idle(self, num_calls: int) -> Tensor:
         """Run the tower `num_calls` times without effect, so that ranks run it equally often, and return 0."""
+        if num_calls <= 0:
+            return torch.zeros((), device=self.model.device)
         assert self.idle_prompt is not None, "runs of several ranks, and of DeepSpeed, have a prompt for idle runs"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             runs = [self.run([self.idle_prompt])[self.idle_prompt] for _ in range(num_calls)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,7 @@ def check_agreement(
     ranks: Ranks,
     engine: SyncedEngine,
     groups: Sequence[ScoredGroup],
-    policy_outputs: Callable[[Sequence[ScoredGroup]], Sequence[tuple[MicroBatch, PolicyOutput]]],
+    policy_outputs: Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]],
 ) -> None:
     """Raise RolloutError on every rank if the engine's log-probs differ from the policy's.
 

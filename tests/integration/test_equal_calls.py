@@ -10,7 +10,7 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.sharding import refuse_unshardable
-from rl_vlm.model.vision import idle_sample
+from rl_vlm.model.vision import TowerRuns, idle_sample
 from rl_vlm.types import MicroBatch
 from tests.helpers.builders import make_groups, make_policy, make_prompt, noise_image, take_gradients, whole
 from tests.helpers.family_parity import NEED_AN_IMAGE
@@ -18,7 +18,7 @@ from tests.tiny.build import TINY_FAMILIES
 
 FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "ovis2", "qwen3_5", "mllama", "lfm2_vl"}
 UNSHARDABLE = {"mllama", "lfm2_vl", "minicpmv4_6", "minicpmv4_7"}
-NUM_VISION_CALLS = 4
+RUNS = TowerRuns(within=4)
 
 IMAGE = [noise_image(32, 24, seed=1)]
 OTHER = [noise_image(64, 48, seed=2)]
@@ -69,7 +69,7 @@ def calls(policy: Policy, batch: MicroBatch) -> tuple[list[str], list[str]]:
     called: list[str] = []
     owners = [(name, module) for name, module in policy.named_modules() if module._parameters]
     hooks = [module.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, module in owners]
-    policy(batch, NUM_VISION_CALLS).logprobs_NT.sum().backward()
+    policy(batch, RUNS).logprobs_NT.sum().backward()
     for hook in hooks:
         hook.remove()
     return called, sorted(take_gradients(policy))
@@ -89,7 +89,7 @@ def test_all_micro_batches_call_the_same_modules(
     for name, (called, gradients) in found.items():
         assert called == found["an image, dense"][0], name
         assert gradients == found["an image, dense"][1], name
-    assert policy.counters["vision_forwards"] == NUM_VISION_CALLS * len(found)
+    assert policy.counters["vision_forwards"] == RUNS.within * len(found)
 
     monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", 1)  # one token at once
     assert calls(policy, made["one completion, dense"]) == found["an image, dense"]

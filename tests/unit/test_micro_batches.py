@@ -55,6 +55,16 @@ def test_a_group_beyond_the_budget_is_split_between_completions():
     assert contents(make_micro_batches([group], 28, "dense")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
 
 
+def test_a_group_that_is_split_does_not_pay_for_its_images():
+    whole, split = make_group("whole", 10, [2]), make_group("split", 10, [4, 4, 4, 4, 4])
+    batches = make_micro_batches([whole, split], 26, "shared", vision_tokens=lambda prompt: 8)
+    assert contents(batches) == [{"split": [0, 1, 2, 3]}, {"split": [4]}, {"whole": [0]}]
+    assert [[s.vision_apart for s in batch.subgroups] for batch in batches] == [[True], [True], [False]]
+    (batch,) = make_micro_batches([make_group("a", 10, [4, 4, 4, 4])], 26, "shared", vision_tokens=lambda prompt: 8)
+    assert [s.vision_apart for s in batch.subgroups] == [True]  # fits without its images
+    assert not make_micro_batches([split], 26, "shared")[0].subgroups[0].vision_apart
+
+
 def test_what_a_split_group_leaves_free_is_filled():
     groups = [make_group("a", 10, [4, 4, 4]), make_group("b", 2, [1, 1])]
     assert contents(make_micro_batches(groups, 18, "shared")) == [{"a": [0, 1]}, {"a": [2], "b": [0, 1]}]

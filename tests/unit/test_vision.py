@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,8 +8,9 @@ from torch import nn
 
 from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
-from rl_vlm.model.vision import LinearPatches, VisionEncoder, patch_cost, use_linear_patches
-from rl_vlm.types import Prompt, Sample
+from rl_vlm.model.features import ImageFeatures, KeptFeatures
+from rl_vlm.model.vision import LinearPatches, TowerRuns, VisionEncoder, patch_cost, use_linear_patches
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 IMAGE = 9
 
@@ -89,13 +91,73 @@ def test_features_go_with_their_prompt():
     assert len(encoder.features) == 0
 
 
-def test_calls_of_micro_batches_are_known_before():
+def make_batch(prompts: Sequence[Prompt], apart: Sequence[Prompt] = ()) -> MicroBatch:
+    """A micro-batch with one completion of each prompt."""
+    zeros, completion = torch.zeros(1), Completion(torch.tensor([1]), torch.zeros(1), "stop", "")
+    scored = [
+        ScoredGroup(Group("", p, [completion], 0), zeros[:, None], zeros, zeros, torch.tensor([True]), True)
+        for p in prompts
+    ]
+    return MicroBatch([SubGroup(s, [0], s.group.prompt in apart) for s in scored], shared=True)
+
+
+def numbers(encoder: VisionEncoder, batches: Sequence[Sequence[Prompt]]) -> list[int]:
+    return [runs.within for runs in encoder.plan([make_batch(prompts) for prompts in batches])]
+
+
+def test_runs_of_micro_batches_are_known_before():
     a, b, text = make_prompt("a", [1]), make_prompt("b", [1]), make_prompt("text", [])
     batches = [[a, text], [a, b], [text]]
-    assert make_encoder(frozen=True).count_calls(batches) == [1, 1, 0]
-    assert make_encoder(frozen=False).count_calls(batches) == [1, 1, 0]
-    assert make_encoder(frozen=True).count_calls([[a], [a]]) == [1, 0]
-    assert make_encoder(joins_images=False).count_calls(batches) == [1, 2, 0]
+    assert numbers(make_encoder(frozen=True), batches) == [1, 1, 0]
+    assert numbers(make_encoder(frozen=False), batches) == [1, 1, 0]
+    assert numbers(make_encoder(frozen=True), [[a], [a]]) == [1, 0]
+    assert numbers(make_encoder(joins_images=False), batches) == [1, 2, 0]
+
+
+def test_the_tower_runs_before_the_first_and_after_the_last_micro_batch_of_a_cut_group():
+    a, b, c = make_prompt("a", [1]), make_prompt("b", [1]), make_prompt("c", [1])
+    batches = [make_batch([a], [a]), make_batch([a, b, c], [a, b]), make_batch([b], [b])]
+    encoder = make_encoder()
+    assert encoder.plan(batches) == [TowerRuns(1, 0), TowerRuns(1, 1, (a,)), TowerRuns(0, 0, (b,))]
+    with torch.no_grad():
+        assert encoder.plan(batches) == [TowerRuns(0, 1)] * 3
+    assert make_encoder(frozen=True).plan(batches) == [TowerRuns(0, 1), TowerRuns(0, 1), TowerRuns(0, 0)]
+    idle = make_prompt("idle", [1])
+    assert TowerRuns(1, 0, (a,)).at_least([1, 2, 3], idle) == TowerRuns(1, 2, (a, idle, idle))
+
+
+def test_kept_features_have_the_gradient_of_all_their_uses():
+    encoder, prompt = make_encoder(), make_prompt("a", [2])
+    encoder.idle_prompt = make_prompt("idle", [3])
+    batch = make_batch([prompt], [prompt])
+    encoder.keep(batch, num_runs=2)  # one of them idle
+    for factor in (1.0, 10.0):
+        encoder.keep(batch, num_runs=0)
+        (factor * encoder.encode([prompt])[prompt].embeddings.sum()).backward()
+    assert (encoder.model.calls, encoder.model.visual.weight.grad) == (2, None)
+    for owner in (prompt, encoder.idle_prompt):
+        encoder.kept_loss(owner).backward()
+    assert encoder.model.visual.weight.grad.item() == (1 + 10) * 2 * 2  # two features of value 2 · weight
+    assert (encoder.model.calls, encoder.kept) == (4, {})
+
+
+def test_a_new_plan_drops_kept_features():
+    encoder, prompt = make_encoder(), make_prompt("a", [2])
+    batch = make_batch([prompt], [prompt])
+    encoder.keep(batch, num_runs=1)
+    encoder.plan([batch])
+    assert encoder.kept == {}
+
+
+def test_gradients_of_kept_features_are_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256."""
+    kept = KeptFeatures(ImageFeatures(torch.ones(1, 1, dtype=torch.bfloat16), (), None, (False, False)))
+    for factor in (256.0, 1.0, 1.0):
+        used = kept.features().embeddings
+        assert used.dtype == torch.bfloat16
+        (factor * used).sum().backward()
+    assert kept.leaves.embeddings.grad is not None
+    assert kept.leaves.embeddings.grad.item() == 258
 
 
 @pytest.mark.parametrize(("as_list", "owner"), [(True, "sample b"), (False, "all prompts")])

@@ -1,0 +1,67 @@
+"""Image features of one prompt, and features that the micro-batches of a cut group share.
+
+If a group is cut, its micro-batches use the same features of a trained vision tower. They are computed once without
+gradients and kept, autograd sums their gradients, and then the tower runs once more, forward and backward:
+
+    tower without gradients ─► features ─► micro-batch 1 … k, forward and backward ─► sum of the features' gradients
+    tower with gradients ─► the same features ─ backward from the sum ─► gradients of the tower
+
+The gradient is that of k runs of the tower with gradients, by the chain rule. A group's sub-groups are consecutive, so
+that features of the groups in one micro-batch are kept at a time: the token budget bounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Output of the vision tower and its projector for one prompt's images."""
+
+    embeddings: Float[Tensor, "*tiles tokens hidden"]
+    """One vector per placeholder token, in order; some families keep them by tile."""
+    deepstack: tuple[Float[Tensor, "tokens hidden"], ...]
+    """Features that deeper language layers add at the placeholders (Qwen3-VL)."""
+    indicators: Float[Tensor, "indicators hidden"] | None
+    """Embeddings of the tokens around images, if the vision tower computes them (Ovis2)."""
+    lists: tuple[bool, bool]
+    """Whether the model's own call returns embeddings, and each deepstack layer, as lists, which its forward joins."""
+
+    def tensors(self) -> list[Tensor]:
+        return [self.embeddings, *self.deepstack, *([] if self.indicators is None else [self.indicators])]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ImageFeatures:
+        """Return features with `function` applied to each tensor, in the order of `tensors`."""
+        return replace(
+            self,
+            embeddings=function(self.embeddings),
+            deepstack=tuple(function(layer) for layer in self.deepstack),
+            indicators=None if self.indicators is None else function(self.indicators),
+        )
+
+
+class KeptFeatures:
+    """Features of one prompt that several forwards use. Autograd sums their gradients, at least in float32."""
+
+    def __init__(self, features: ImageFeatures) -> None:
+        self.dtypes = [tensor.dtype for tensor in features.tensors()]
+        self.leaves = features.map(lambda t: t.detach().to(torch.promote_types(t.dtype, torch.float32)))
+        for leaf in self.leaves.tensors():
+            leaf.requires_grad_()
+
+    def features(self) -> ImageFeatures:
+        """Return the features for one forward, in their own dtypes."""
+        dtypes = iter(self.dtypes)
+        return self.leaves.map(lambda leaf: leaf.to(next(dtypes)))
+
+    def loss(self, features: ImageFeatures) -> Float[Tensor, ""]:
+        """Return a scalar whose gradient at `features`, computed again, is the sum of the kept ones' gradients."""
+        pairs = zip(features.tensors(), self.leaves.tensors(), strict=True)
+        products = [(tensor.to(leaf.dtype) * leaf.grad).sum() for tensor, leaf in pairs if leaf.grad is not None]
+        return torch.stack(products).sum()

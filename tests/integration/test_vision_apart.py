@@ -1,0 +1,103 @@
+"""A trained vision tower that runs apart from the micro-batches of groups that are cut, against runs in each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_vlm.memory.micro_batches import make_micro_batches
+from rl_vlm.model.policy import Policy
+from rl_vlm.types import MicroBatch, ScoredGroup
+from tests.helpers.builders import gradient_error, make_policy, take_gradients
+from tests.helpers.family_parity import case_groups, cases, scores, stock_scores
+from tests.tiny.build import TINY_FAMILIES
+
+FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "glm4v", "ovis2", "mllama", "qwen3_5"}
+BOUNDS = {"qwen3_5": 2e-5, "qwen3_5_moe": 2e-5, "minicpmv4_6": 2e-5, "minicpmv4_7": 2e-5} | dict.fromkeys(
+    ("gemma4", "gemma4_bidirectional", "gemma4_moe"), 5e-5
+)
+"""Where rounding in fp32 moves gradients by more than 1e-5; test_families.py has the reasons."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "checkpointing": {"gradient_checkpointing": True},
+    "LoRA": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []},
+    "LoRA, checkpointing": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": [], "gradient_checkpointing": True},
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=() if n in FIRST_TIER else pytest.mark.ci) for n in sorted(TINY_FAMILIES)],
+)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> Policy:
+    return make_policy(checkpoint)
+
+
+def cut(policy: Policy, groups: Sequence[ScoredGroup], shared: bool) -> list[MicroBatch]:
+    """Micro-batches of at most 14 tokens more than the longest prompt has."""
+    longest = max(len(group.group.prompt.token_ids) for group in groups)
+    return make_micro_batches(
+        groups,
+        longest + 14,
+        "shared" if shared else "dense",
+        policy.vision.tokens,
+        mixes_prompts=not policy.family.cross_attends,
+    )
+
+
+def gradients(policy: Policy, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Gradients of the sum that `family_parity.scores` takes, added up over micro-batches as in training."""
+    lengths = [len(completion.token_ids) for group in groups for completion in group.group.completions]
+    weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    owners = [(id(group), member) for group in groups for member in range(len(group.group.completions))]
+    by_completion = dict(zip(owners, weights.split(lengths), strict=True))
+    for batch, runs in zip(batches, policy.vision.plan(batches), strict=True):
+        rows = policy(batch, runs).logprobs_NT
+        found = [by_completion[id(s.scored), member] for s in batch.subgroups for member in s.members]
+        torch.stack([(row[: len(w)] * w.to(row)).sum() for row, w in zip(rows, found, strict=True)]).sum().backward()
+        for prompt in runs.after:
+            policy(prompt).backward()
+    assert not policy.vision.kept
+    return take_gradients(policy)
+
+
+def shares_prompts(policy: Policy) -> bool:
+    return not policy.family.hybrid
+
+
+def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
+    family: str, policy: Policy, checkpoint: Path
+) -> None:
+    for case in cases(family):
+        groups, shared = case_groups(checkpoint, case), shares_prompts(policy)
+        batches = cut(policy, groups, shared)
+        with_images = [g.group.prompt for g in groups if g.group.prompt.mm_inputs]
+        apart = {s.prompt for batch in batches for s in batch.subgroups if s.vision_apart}
+        policy.counters.clear()
+        found = gradients(policy, groups, batches)
+        assert apart <= set(with_images)
+        assert bool(apart) == bool(with_images), case
+        joint = sum(len(policy.vision.calls([s.prompt for s in b.subgroups], apart)) for b in batches)
+        assert policy.counters["vision_forwards"] == 2 * len(apart) + joint
+        assert gradient_error(found, scores(policy, groups, shared).gradients) <= BOUNDS.get(family, 1e-5), case
+        assert gradient_error(found, stock_scores(policy, groups).gradients) <= BOUNDS.get(family, 1e-5), case
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
+    policy = make_policy(checkpoint, **VARIANTS[variant])
+    case = "several prompts" if "several prompts" in cases(family) else "two images"
+    groups, shared = case_groups(checkpoint, case), shares_prompts(policy)
+    found = gradients(policy, groups, cut(policy, groups, shared))
+    expected = scores(policy, groups, shared).gradients
+    assert any(f".{module}." in f".{name}" for name in expected for module in policy.family.vision_modules)
+    assert gradient_error(found, expected) <= BOUNDS.get(family, 1e-5)
