@@ -21,6 +21,7 @@ LAYERS = [
     "log",
     "rollout",
     "evaluation trainer dry_run",
+    "plan",
     "resume",
     "build",
     "run",

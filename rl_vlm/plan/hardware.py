@@ -1,0 +1,112 @@
+"""Graphics cards: the memory that each offers to a process, and its speed.
+
+A size such as `80GB` names a class of cards. A card's memory is its `torch.cuda.get_device_properties().total_memory`,
+which is less than the label says. The figures are those of "total capacity of … GiB" in public out-of-memory reports,
+rounded down:
+
+    24 GB  RTX 3090 and 4090 23.61 to 23.70, A10 and L4 (ECC) 22.03 to 22.15
+    32 GB  RTX 5090 31.36 to 31.37
+    40 GB  A100 39.38 to 39.56
+    48 GB  L40S, A40 and RTX A6000 (ECC) 44.34 to 44.47
+    80 GB  A100 and H100 79.14 to 79.25
+    94 GB  H100 NVL 93.02 to 93.10
+    96 GB  GH200 94.50, RTX PRO 6000 94.96 to 94.98
+    141 GB H200 139.72 to 139.81
+    180 GB B200 178.35 to 178.36
+
+Speeds are the dense bfloat16 peaks and memory bandwidths of NVIDIA's data sheets; a peak is not what training reaches.
+"""
+
+import re
+from dataclasses import dataclass
+
+from rl_vlm.errors import ConfigError, did_you_mean
+
+GIB = 2**30
+
+CUDA_CONTEXT = round(0.6 * GIB)
+"""Bytes of the CUDA context of a process. Public reports: 471 MiB on an RTX 4090, 612 to 614 MiB on A100 and H200."""
+
+NCCL_BUFFERS = GIB // 2
+"""Bytes of NCCL's buffers on one of several ranks, an assumption: 32 channels of `NCCL_BUFFSIZE` (4 MiB) to send and to
+receive, with as much again for its other protocols."""
+
+FRAGMENTATION_RESERVE = 0.05
+"""Fraction of a card to leave free, an assumption. Out-of-memory reports show 0.5% to 8% of a card "reserved by PyTorch
+but unallocated" in most cases."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU. A speed is None if it is not known."""
+
+    name: str
+    memory: int
+    """Bytes that the card offers in all, before the CUDA context."""
+    flops: float | None = None
+    """Dense bfloat16 peak, in operations per second."""
+    bandwidth: float | None = None
+    """Memory bandwidth in bytes per second."""
+    link: float | None = None
+    """Bytes per second from one card to the next, in one direction: NVLink if the card has it, else PCIe."""
+
+    def budget(self, num_ranks: int = 1) -> int:
+        """Return the bytes for weights, activations and caches: all but context, NCCL's buffers and the reserve."""
+        fixed = CUDA_CONTEXT + (NCCL_BUFFERS if num_ranks > 1 else 0)
+        return max(0, int(self.memory * (1 - FRAGMENTATION_RESERVE)) - fixed)
+
+
+def _card(name: str, gib: float, tflops: int, gbytes: int, link_gbytes: int) -> Card:
+    return Card(name, int(gib * GIB), tflops * 1e12, gbytes * 1e9, link_gbytes * 1e9)
+
+
+PCIE4, PCIE5 = 32, 64
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("rtx-3090", 23.6, 71, 936, PCIE4),
+        _card("rtx-4090", 23.6, 165, 1008, PCIE4),
+        _card("a10", 22.0, 125, 600, PCIE4),
+        _card("l4", 22.0, 121, 300, PCIE4),
+        _card("rtx-5090", 31.3, 209, 1792, PCIE5),
+        _card("a100-40gb", 39.3, 312, 1555, 300),
+        _card("a40", 44.3, 150, 696, PCIE4),
+        _card("rtx-a6000", 44.3, 155, 768, PCIE4),
+        _card("l40s", 44.3, 362, 864, PCIE4),
+        _card("a100-80gb", 79.1, 312, 2039, 300),
+        _card("h100", 79.1, 989, 3350, 450),
+        _card("h100-nvl", 93.0, 835, 3900, 300),
+        _card("gh200", 94.5, 989, 4000, 450),
+        _card("rtx-pro-6000", 94.9, 503, 1792, PCIE5),
+        _card("h200", 139.7, 989, 4800, 450),
+        _card("b200", 178.3, 2250, 8000, 900),
+    )
+}
+
+CARD_OF_SIZE = {
+    24: "rtx-4090", 32: "rtx-5090", 40: "a100-40gb", 48: "l40s", 80: "h100", 94: "h100-nvl", 96: "rtx-pro-6000",
+    141: "h200", 180: "b200", 192: "b200",
+}  # fmt: skip
+"""The card that a size stands for, by the gigabytes in its name. B200 is sold under both of its sizes."""
+
+
+def parse_card(text: str) -> Card:
+    """Return the card that `--gpu-memory` names.
+
+    `h100` is a card by its name, and `80GB` or `80` a card by its size. Any other size, and a size in `GiB`, is the
+    memory itself in GiB. Raises ConfigError with the known cards if the text is none of these.
+    """
+    name = text.strip().lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-")
+    if name in CARDS:
+        return CARDS[name]
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)-?(gib|gb|g|)", name)
+    if size is None or float(size[1]) == 0:
+        raise ConfigError(
+            f"`--gpu-memory` {text!r} is neither a size nor a known card{did_you_mean(name, CARDS)}; give a size such "
+            f"as 80GB (the memory on the card's label) or 79.1GiB (what it offers), or one of: {', '.join(CARDS)}"
+        )
+    gigabytes = float(size[1])
+    if size[2] != "gib" and gigabytes in CARD_OF_SIZE:
+        return CARDS[CARD_OF_SIZE[int(gigabytes)]]
+    return Card(f"{size[1]}GiB", int(gigabytes * GIB))

@@ -1,0 +1,108 @@
+import pytest
+from transformers import AutoConfig
+
+from rl_vlm.errors import ConfigError
+from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.packaged import packaged_config
+from rl_vlm.plan.vllm import (
+    check_tensor_parallel,
+    hf_cache_bytes,
+    hf_logits_bytes,
+    kv_bytes_per_token,
+    profile_peak,
+    vllm_memory,
+)
+
+GIB = 1073741824
+CARD = Card("test", 100 * GIB)
+
+
+def config_of(name: str):
+    folder = packaged_config(name)
+    assert folder is not None
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 1, 36_864),  # 2 x 36 layers x 2 heads x 128 x 2 bytes
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 1, 57_344),  # 2 x 28 x 4 x 128 x 2
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 2, 28_672),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 28, 14_336),  # one of the four heads on each of 28
+        ("Qwen/Qwen2.5-VL-72B-Instruct", 8, 40_960),  # 2 x 80 x 1 x 128 x 2
+        ("Qwen/Qwen3-VL-8B-Instruct", 1, 147_456),  # 2 x 36 x 8 x 128 x 2
+        ("google/gemma-3-4b-it", 1, 139_264),  # 2 x 34 x 4 x 256 x 2: its head_dim is not 2560 / 8
+    ],
+)
+def test_bytes_of_a_tokens_keys_and_values(name, gpus, expected):
+    assert kv_bytes_per_token(config_of(name), gpus) == expected
+
+
+def test_gpus_must_divide_the_heads():
+    text = config_of("Qwen/Qwen2.5-VL-7B-Instruct").get_text_config()
+    with pytest.raises(ConfigError, match=r"`vllm_tensor_parallel_size` 3 .* 28 attention heads and 4 KV heads; valid"):
+        check_tensor_parallel(text, 3)
+    with pytest.raises(ConfigError, match=r"valid: 1, 2, 4, 28$"):  # 7 and 14 GPUs cannot share 4 KV heads equally
+        check_tensor_parallel(text, 7)
+    check_tensor_parallel(text, 4)
+
+
+def test_weights_are_divided_over_gpus():
+    config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")
+    one = vllm_memory(config, 8_292_166_656, 676_550_144, tokens_per_sequence=1024)
+    assert one.weights == 16_584_333_312
+    two = vllm_memory(config, 8_292_166_656, 676_550_144, tokens_per_sequence=1024, tensor_parallel_size=2)
+    assert two.weights == 8_292_166_656
+
+
+def test_a_vision_tower_whose_heads_cannot_be_divided_is_repeated():
+    config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")  # 16 heads of vision
+    repeated = vllm_memory(config, 8_292_166_656, 676_550_144, 1024, tensor_parallel_size=28)
+    assert repeated.weights == 2 * (271_986_304 + 676_550_144)  # 7,615,616,512 / 28, and the whole tower
+
+
+def test_what_a_utilization_holds():
+    memory = vllm_memory(
+        config_of("Qwen/Qwen2.5-VL-7B-Instruct"), 8_292_166_656, 676_550_144, tokens_per_sequence=1000,
+        max_num_batched_tokens=8192, enforce_eager=True,
+    )  # fmt: skip
+    assert memory.bytes_per_sequence == 63 * 16 * 57_344  # 1,000 tokens take 63 blocks
+    assert memory.activations == 2 * 8192 * (3 * 18_944 + 2 * 3_584)
+    needed = 16_584_333_312 + memory.activations + 100 * memory.bytes_per_sequence
+    assert memory.utilization(CARD, 100) == 0.22 and 0.21 * 100 * GIB < needed < 0.22 * 100 * GIB
+    assert memory.num_sequences(CARD, 0.22) >= 100 > memory.num_sequences(CARD, 0.21)
+    assert memory.num_sequences(CARD, 0.1) == 0  # the weights alone take more
+
+
+def test_cuda_graphs_take_half_a_gib_more():
+    config = config_of("Qwen/Qwen2.5-VL-3B-Instruct")
+    eager, graphs = (vllm_memory(config, 10**9, 0, 1024, enforce_eager=eager) for eager in (True, False))
+    assert graphs.activations - eager.activations == GIB // 2
+
+
+def test_sleep_mode_moves_weights_at_level_1_and_drops_them_at_level_2():
+    memory = vllm_memory(config_of("Qwen/Qwen2.5-VL-3B-Instruct"), 3_754_622_976, 668_684_288, 1024)
+    assert memory.asleep_in_host_memory(level=1) == 7_509_245_952
+    assert memory.asleep_in_host_memory(level=2) == 0
+    assert memory.asleep_on_device() == GIB // 2
+
+
+def test_a_mixture_of_experts_computes_the_chosen_ones():
+    text = config_of("Qwen/Qwen3-VL-30B-A3B-Instruct").get_text_config()
+    assert profile_peak(text, 1000) == 2 * 1000 * (3 * 8 * 768 + 2 * 2048)
+
+
+def test_the_cache_of_engine_hf_copies_the_prompt_to_every_completion():
+    config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")
+    # 16 completions of two prompts: 2 x 500 tokens of prompts, 16 x 700 of completions, one layer of 28 once more
+    assert hf_cache_bytes(config, 500, 200, num_generations=8, max_num_seqs=16) == 57_344 * (1000 + 11_200 + 400)
+
+
+def test_a_group_above_max_num_seqs_is_decoded_in_slices():
+    config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")
+    assert hf_cache_bytes(config, 500, 200, num_generations=8, max_num_seqs=4) == 57_344 * (500 + 2800 + 100)
+
+
+def test_logits_of_a_decoding_step():
+    assert hf_logits_bytes(config_of("Qwen/Qwen2.5-VL-7B-Instruct"), 2) == 2 * 152_064 * 22  # bf16, fp32 and twice fp64
