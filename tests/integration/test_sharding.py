@@ -28,7 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "cut_groups": CUT_GROUPS,
-    "cut_groups_lora": {**CUT_GROUPS, "use_peft": True, "lora_r": 4, "lora_exclude_modules": []},
     "cut_groups_checkpointing": {**CUT_GROUPS, "gradient_checkpointing": True},
     "kl_lora_checkpointing": {"beta": 0.04, "gradient_checkpointing": True, **LORA},
     "unclipped": {"max_grad_norm": 0.0},

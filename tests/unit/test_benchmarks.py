@@ -7,7 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import patch_embed, report, scaling, sharding, sharding_tables, train_step
+from benchmarks import (
+    batch_memory,
+    patch_embed,
+    report,
+    scaling,
+    sharding,
+    sharding_tables,
+    train_step,
+    vision_apart,
+)
 from benchmarks.common import peak_growth, ratio
 from benchmarks.communication import CountTraffic
 from benchmarks.counting import counted_flops
@@ -27,6 +36,7 @@ from benchmarks.flops import (
 )
 from benchmarks.shapes import QWEN2_5_VL_3B, SMALL, TOY, model_config, proportions
 from benchmarks.sides import Setup, Side, differences, floor_side, own_side
+from rl_vlm.memory.micro_batches import make_micro_batches
 
 WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
 
@@ -247,6 +257,26 @@ def test_engines_hold_and_move_what_they_should():
         assert rank["gathered"]["within"] > rank["gathered"]["before"] + 0.9 * whole
         assert rank["gathered"]["after"] <= rank["gathered"]["before"]
     assert "FSDP2" in sharding_tables.sharding_tables(result)
+
+
+def test_the_micro_batches_of_every_case_fill_the_budget(tmp_path: Path):
+    """Of batch_memory; the price of an image's 64 patches is 40 tokens, so that trained towers leave 5% free."""
+    checkpoint = batch_memory.build_checkpoint(batch_memory.SHAPE, tmp_path)
+    for num_generations, num_prompts in batch_memory.CASES:
+        groups = batch_memory.make_groups(checkpoint, num_generations, min(num_prompts, 8))
+        assert len({id(group.group.prompt) for group in groups}) == len(groups)
+        first = make_micro_batches(groups, batch_memory.BUDGET, "shared")[0]
+        prefixes = sum(len(subgroup.prompt.token_ids) for subgroup in first.subgroups)
+        assert prefixes + sum(len(c.token_ids) for c in first.completions) == batch_memory.BUDGET
+
+
+@pytest.mark.ci
+def test_a_tower_that_runs_apart_has_the_gradients_of_one_in_each_micro_batch(tmp_path: Path):
+    case = vision_apart.Case.build("toy", tmp_path, checkpointing=False)
+    apart, in_each = case.run(apart=True), case.run(apart=False)
+    assert any("visual" in name for name in in_each)
+    assert apart.keys() == in_each.keys()
+    assert max(float((apart[n] - g).norm() / g.norm().clamp(min=1e-6)) for n, g in in_each.items()) <= 1e-4
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""Peak memory of the training phase against `num_generations` and `prompts_per_step`, under one token budget.
+
+    python benchmarks/batch_memory.py           a model of 0.9 million parameters
+    python benchmarks/batch_memory.py --docs    put the table in docs/memory.md
+
+Each case runs in a fresh process on CPU: a step on a small batch, which makes the optimizer's state, and then the step
+that is measured. Its groups exist before it, as they do after a rollout. Lengths are such that micro-batches of every
+case fill the budget; otherwise some would need less memory, and none more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
+
+from benchmarks.common import ROOT, environment, in_fresh_process, markdown_table, peak_growth
+from benchmarks.flops import Workload
+from benchmarks.report import fill, measured_on
+from benchmarks.shapes import Shape, build_checkpoint, make_group, make_prompt
+from benchmarks.training_phase import make_trainer, train
+from rl_vlm.types import ScoredGroup
+
+PAGE = ROOT / "docs" / "memory.md"
+SHAPE: Shape = (
+    {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+     "intermediate_size": 512, "vocab_size": 512, "mrope_section": [4, 6, 6]},
+    {"depth": 4, "hidden_size": 80, "num_heads": 5, "intermediate_size": 320, "patch_size": 7,
+     "window_size": 56, "fullatt_block_indexes": [3]},
+)  # fmt: skip
+WORK = Workload(image_tokens=16, text_tokens=48, completion_tokens=96, num_generations=2)
+BUDGET = 1024
+"""Four groups of 2 completions, or 10 completions of a group that is cut."""
+CASES = [(2, 4), (64, 4), (2, 64), (64, 64)]
+"""Values of `num_generations` and `prompts_per_step`."""
+TOWERS = ("frozen", "trained")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", action="store_true", help="put the table in docs/memory.md")
+    parser.add_argument("--tower", choices=TOWERS, help=argparse.SUPPRESS)
+    parser.add_argument("--num-generations", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def make_groups(checkpoint: Path, num_generations: int, num_prompts: int) -> list[ScoredGroup]:
+    """Make groups whose prompts have image inputs of their own."""
+    prompt = make_prompt(checkpoint, WORK, SHAPE)
+    work = dataclasses.replace(WORK, num_generations=num_generations)
+    inputs = [{name: value.clone() for name, value in prompt.mm_inputs.items()} for _ in range(num_prompts)]
+    return [make_group(dataclasses.replace(prompt, mm_inputs=own), work, seed) for seed, own in enumerate(inputs)]
+
+
+def measure(tower: str, num_generations: int, num_prompts: int) -> int:
+    """Return by how many bytes the resident memory grows in the training phase of one case."""
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = build_checkpoint(SHAPE, Path(directory))
+        model = {"freeze_vision_tower": tower == "frozen"}
+        trainer = make_trainer(checkpoint, model, {"micro_batch_tokens": BUDGET, "gradient_checkpointing": False})
+        train(trainer, make_groups(checkpoint, 2, 4))
+        groups = make_groups(checkpoint, num_generations, num_prompts)
+        return peak_growth(lambda: train(trainer, groups))
+
+
+def table(found: dict[str, dict[tuple[int, int], int]]) -> str:
+    def cell(tower: str, case: tuple[int, int]) -> str:
+        return f"{found[tower][case] / 2**20:.1f} MiB ({found[tower][case] / found[tower][CASES[0]]:.3f})"
+
+    head = ["`num_generations`", "`prompts_per_step`", *(f"{tower} vision tower" for tower in TOWERS)]
+    return markdown_table(head, [[*case, *(cell(tower, case) for tower in TOWERS)] for case in CASES])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    if args.tower:
+        print(json.dumps(measure(args.tower, args.num_generations, args.prompts)))
+        return
+    found: dict[str, Any] = {tower: {} for tower in TOWERS}
+    for tower in TOWERS:
+        for case in CASES:
+            given = ["--tower", tower, "--num-generations", str(case[0]), "--prompts", str(case[1])]
+            found[tower][case] = in_fresh_process("batch_memory.py", given)
+            print(tower, *case, found[tower][case], file=sys.stderr)
+    print(table(found))
+    if args.docs:
+        PAGE.write_text(fill(PAGE.read_text(), "batch_memory", f"{table(found)}\n\n{measured_on([environment()])}"))
+
+
+if __name__ == "__main__":
+    main()

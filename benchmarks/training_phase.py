@@ -1,0 +1,44 @@
+"""The training phase of an optimizer step on given groups: micro-batches, forward and backward, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.sampler import Draw
+from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.strategy import select_strategy
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.model.loading import load_policy
+from rl_vlm.rollout.collector import Collector
+from rl_vlm.rollout.window import DrawnGroup, Window
+from rl_vlm.trainer import Trainer
+from rl_vlm.types import MicroBatch, Progress, ScoredGroup
+
+
+def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]) -> Trainer:
+    """Build a trainer that has no collector; `model` and `memory` are settings of these sections."""
+    config = RunConfig.model_validate({"model": {"model_name_or_path": str(checkpoint), **model}, "memory": memory})
+    ranks = Ranks()
+    strategy = select_strategy(ranks, config)
+    policy = load_policy(config, str(checkpoint)).train()
+    strategy.place(policy)
+    optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
+    collector = Collector.__new__(Collector)  # which this phase does not use
+    return Trainer(config, ranks, policy, None, optimizer, collector, Progress(max_steps=1000))
+
+
+def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> Any:
+    """Add the gradients of all micro-batches, and return the loss."""
+    window = Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
+    trainer.start_step()
+    return trainer.accumulate_gradients(window, groups, batches, StepMetrics())
+
+
+def train(trainer: Trainer, groups: Sequence[ScoredGroup]) -> None:
+    """Train on the groups, as an optimizer step does."""
+    batches = trainer.micro_batches(groups, trainer.sharing)
+    trainer.update(accumulate(trainer, groups, batches), batches, StepMetrics())
