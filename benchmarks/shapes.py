@@ -56,18 +56,39 @@ TOY: Shape = (
 )  # fmt: skip
 """For tests of the benchmarks themselves."""
 
+QWEN3_VL: Shape = (
+    {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+     "intermediate_size": 1536, "vocab_size": 16384, "mrope_section": [12, 10, 10]},
+    {"depth": 6, "hidden_size": 384, "num_heads": 6, "intermediate_size": 1024, "patch_size": 14,
+     "deepstack_visual_indexes": [1, 3, 5]},
+)  # fmt: skip
+"""A Qwen3-VL of 70 million parameters, whose vision tower also adds features to the first language layers."""
+TOY_QWEN3_VL: Shape = (
+    TOY[0] | {"head_dim": 16},
+    {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 4,
+     "deepstack_visual_indexes": [0]},
+)  # fmt: skip
+
 QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
-SHAPES = {"small": SMALL, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY}
+SHAPES = {
+    "small": SMALL, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
+    "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL,
+}  # fmt: skip
 LORA_R = 5
 """LoRA rank for SMALL: the same fraction of its width as rank 16 is of the 3B's."""
 FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 32, 256
 """Completions are drawn from these ids: bytes, no special tokens."""
 
 
-def model_config(shape: Shape, tokenizer: Any = None) -> Any:
-    """Build a `Qwen2_5_VLConfig`. Without a tokenizer the special tokens keep the default ids of the class."""
-    from transformers import Qwen2_5_VLConfig
+def is_qwen3_vl(shape: Shape) -> bool:
+    return "deepstack_visual_indexes" in shape[1]
 
+
+def model_config(shape: Shape, tokenizer: Any = None) -> Any:
+    """Build a `Qwen2_5_VLConfig` or `Qwen3VLConfig`. Without a tokenizer special tokens keep the class's ids."""
+    from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+
+    config_class = Qwen3VLConfig if is_qwen3_vl(shape) else Qwen2_5_VLConfig
     text, vision = (dict(part) for part in shape)
     text["rope_parameters"] = {
         "rope_type": "default", "rope_theta": 1e6, "mrope_section": text.pop("mrope_section"),
@@ -81,7 +102,7 @@ def model_config(shape: Shape, tokenizer: Any = None) -> Any:
             f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
             for name, token in zip(names, SPECIAL_TOKENS, strict=True)
         }
-    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
 
 
 def proportions(shape: Shape, work: Workload) -> Flops:
@@ -98,24 +119,35 @@ def proportions(shape: Shape, work: Workload) -> Flops:
 
 def build_checkpoint(shape: Shape, directory: Path, seed: int = 0) -> Path:
     """Write random weights and a processor to `directory`."""
-    from transformers import (
-        AutoModelForImageTextToText,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
+    from transformers import AutoModelForImageTextToText
 
     tokenizer = train_tokenizer(DEFAULT_CORPUS, SPECIAL_TOKENS)
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(model_config(shape, tokenizer)).save_pretrained(directory)
+    write_processor(shape, tokenizer, directory)
+    return directory
+
+
+def write_processor(shape: Shape, tokenizer: Any, directory: Path) -> None:
+    """Write a processor that takes images of any size."""
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
     sizes: dict[str, Any] = {"patch_size": shape[1]["patch_size"], "merge_size": 2}
     images = Qwen2VLImageProcessor(**sizes, min_pixels=1, max_pixels=2**26)
-    videos = Qwen2VLVideoProcessor(**sizes)
     template = chat_template("<|vision_start|><|image_pad|><|vision_end|>")
-    Qwen2_5_VLProcessor(
+    if is_qwen3_vl(shape):
+        processor_class, videos = Qwen3VLProcessor, Qwen3VLVideoProcessor(**sizes)
+    else:
+        processor_class, videos = Qwen2_5_VLProcessor, Qwen2VLVideoProcessor(**sizes)
+    processor_class(
         image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=template
     ).save_pretrained(directory)
-    return directory
 
 
 def make_image(work: Workload, shape: Shape, seed: int = 0) -> Image.Image:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from launch.help import add_help
+from launch.plan import add_plan_flags, plan_command
 from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
@@ -117,10 +118,13 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
     "train": train_command,
     "eval": eval_command,
     "serve": serve_command,
+    "plan": plan_command,
 }
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
-FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {"eval": add_eval_flags, "serve": add_serve_flags}
+FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags,
+}  # fmt: skip
 
 
 def command() -> NoReturn:

@@ -36,13 +36,13 @@ class DDP:
     def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Wrap the policy in DistributedDataParallel if there are several ranks."""
         self.optimizer = optimizer
-        self.policy = self.ranks.accelerator.prepare_model(policy)
+        self.policy = policy if self.ranks.world_size == 1 else self.ranks.accelerator.prepare_model(policy)
         return self.policy
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         """Run one micro-batch's forward and backward inside. Gradients are exchanged in the last one of a step."""
-        with nullcontext() if last else self.ranks.accelerator.no_sync(self.policy):
+        with nullcontext() if last or self.ranks.world_size == 1 else self.ranks.accelerator.no_sync(self.policy):
             yield
 
     def backward(self, loss: Tensor, is_share: bool = True) -> None:

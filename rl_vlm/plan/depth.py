@@ -1,0 +1,107 @@
+"""Shallow copies of a model's configuration, whose traces give that of the whole model.
+
+What a step holds grows by the same bytes with every further layer. So three shallow models are traced: one with few
+layers, one with more language layers, and one with more vision layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+LEAST_LAYERS = 2
+"""The first and the last layer can differ from those between them."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Numbers of layers."""
+
+    language: int
+    vision: int
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """The depths of three shallow models, and that of the whole one."""
+
+    shallow: Depth
+    more_language: Depth
+    more_vision: Depth
+    whole: Depth
+
+    @staticmethod
+    def of(config: Any) -> Extrapolation:
+        """Choose the depths for a transformers config."""
+        whole = Depth(num_language_layers(config), num_vision_layers(config))
+        period = layer_period(config.get_text_config())
+        least = max(LEAST_LAYERS, num_deepstack(config), 1 + num_dense_layers(config))
+        language = min(-(-least // period) * period, whole.language)
+        vision = min(max(LEAST_LAYERS, num_deepstack(config)), whole.vision)
+        return Extrapolation(
+            Depth(language, vision),
+            Depth(min(language + period, whole.language), vision),
+            Depth(language, min(vision + 1, whole.vision)),
+            whole,
+        )
+
+    def depths(self) -> tuple[Depth, Depth, Depth]:
+        return self.shallow, self.more_language, self.more_vision
+
+    def extrapolate(self, shallow: float, more_language: float, more_vision: float) -> float:
+        """Return the value for the whole model from those of the three shallow ones."""
+        language = _slope(more_language - shallow, self.more_language.language - self.shallow.language)
+        vision = _slope(more_vision - shallow, self.more_vision.vision - self.shallow.vision)
+        layers = (self.whole.language - self.shallow.language, self.whole.vision - self.shallow.vision)
+        return shallow + language * layers[0] + vision * layers[1]
+
+
+def _slope(difference: float, num_layers: int) -> float:
+    return difference / num_layers if num_layers else 0.0
+
+
+def with_depth(config: Any, depth: Depth) -> Any:
+    """Return a copy of a transformers config with other numbers of layers."""
+    made = copy.deepcopy(config)
+    text, vision = made.get_text_config(), made.vision_config
+    text.num_hidden_layers = depth.language
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: depth.language]
+    setattr(vision, depth_name(vision), depth.vision)
+    if getattr(vision, "layer_types", None):
+        vision.layer_types = vision.layer_types[: depth.vision]
+    if getattr(vision, "fullatt_block_indexes", None):
+        vision.fullatt_block_indexes = list(range(depth.vision))  # windows hold as much as full attention does
+    if num_deepstack(config):
+        vision.deepstack_visual_indexes = list(range(num_deepstack(config)))
+    return made
+
+
+def depth_name(vision: Any) -> str:
+    """Return the attribute with a vision tower's number of layers."""
+    return "depth" if hasattr(vision, "depth") else "num_hidden_layers"
+
+
+def num_language_layers(config: Any) -> int:
+    return config.get_text_config().num_hidden_layers
+
+
+def num_vision_layers(config: Any) -> int:
+    return getattr(config.vision_config, depth_name(config.vision_config))
+
+
+def num_deepstack(config: Any) -> int:
+    """Return the number of vision layers whose features deeper language layers add (Qwen3-VL)."""
+    return len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+
+
+def num_dense_layers(config: Any) -> int:
+    """Return the number of first layers without experts, in a model of which the others have some."""
+    return getattr(config.get_text_config(), "first_k_dense_replace", None) or 0
+
+
+def layer_period(text: Any) -> int:
+    """Return the number of layers after which the types of layers repeat."""
+    types = list(getattr(text, "layer_types", None) or [None])
+    return next(n for n in range(1, len(types) + 1) if all(a == b for a, b in zip(types, types[n:], strict=False)))

@@ -1,0 +1,72 @@
+"""How many bytes tensors hold, and the most that they held, by phase."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages of fake tensors while they live, with constant work per operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        """Bytes of each live storage, by its address."""
+        self.now = 0
+        self.peak = 0
+        """The most bytes since the innermost `phase` began."""
+        self.is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, FakeTensor) and not self.is_paused:
+                self.add(tensor)
+        return out
+
+    def add(self, tensor: FakeTensor) -> None:
+        """Count a tensor's storage until it is freed."""
+        storage: Any = tensor.untyped_storage()
+        if storage._cdata in self.sizes or tensor.fake_device.type == "meta":
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.drop, storage._cdata)
+
+    def drop(self, address: int) -> None:
+        self.now -= self.sizes.pop(address)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count tensors that are made in this context."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    @contextmanager
+    def phase(self) -> Iterator[Phase]:
+        """Note the bytes before and after a block, and the most in it."""
+        phase, outer = Phase(self.now), self.peak
+        self.peak = self.now
+        try:
+            yield phase
+        finally:
+            phase.peak, phase.after = self.peak, self.now
+            self.peak = max(outer, self.peak)
+
+
+class Phase:
+    """Bytes before, at most in, and after a part of a step."""
+
+    def __init__(self, before: int) -> None:
+        self.before = self.peak = self.after = before
