@@ -1,4 +1,4 @@
-"""Memory and time of QLoRA beside LoRA: weights, loading, and one forward and backward of a group.
+"""Memory of QLoRA beside LoRA: weights, loading, and one forward and backward of a group.
 
     python benchmarks/qlora.py                  a model of 416 million parameters
     python benchmarks/qlora.py --shape toy      a tiny one, to check the benchmark itself
@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.common import ROOT, alternate, environment, in_fresh_process, markdown_table
+from benchmarks.common import ROOT, environment, in_fresh_process, markdown_table
 from benchmarks.flops import Workload
 from benchmarks.report import fill, measured_on
 from benchmarks.resident import Resident, storage_bytes
@@ -46,15 +45,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes and seconds of one variant."""
+    """Bytes of one variant."""
 
     weights: int
     load_peak: int
     """Growth of the anonymous resident memory at its peak, while the policy is loaded."""
     step_peak: int
     """The same for a forward and backward, from after loading."""
-    seconds: float
-    """Of a forward and backward, the median of five."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -74,18 +71,12 @@ def measure(shape: str, checkpoint: Path, variant: str) -> Measured:
     resident = Resident()
     with resident.stage("load"):
         policy = load_policy(config, str(checkpoint)).train()
-
-    def step() -> None:
-        policy(batch).logprobs_NT.sum().backward()
-        policy.zero_grad()
-
     with resident.stage("step"):
-        step()
+        policy(batch).logprobs_NT.sum().backward()
     return Measured(
         weights=storage_bytes(tensors_of(policy)),
         load_peak=resident.peaks["load"]["anonymous"],
         step_peak=resident.peaks["step"]["anonymous"] - resident.after["load"],
-        seconds=median(alternate({"step": step}, repeats=5)["step"]),
     )
 
 
@@ -101,13 +92,9 @@ def tensors_of(policy: nn.Module) -> Iterator[Tensor]:
 
 
 def table(found: dict[str, Measured]) -> str:
-    head = ["", "weights", "peak of loading", "peak of forward and backward, beside the weights", "time"]
+    head = ["", "weights", "peak of loading", "peak of forward and backward, beside the weights"]
     rows = [
-        [
-            name,
-            *(f"{size / 2**20:.0f} MiB" for size in (m.weights, m.load_peak, m.step_peak)),
-            f"{m.seconds / found['LoRA, float32'].seconds:.2f}×",
-        ]
+        [name, *(f"{size / 2**20:.0f} MiB" for size in (m.weights, m.load_peak, m.step_peak))]
         for name, m in found.items()
     ]
     return markdown_table(head, rows)
