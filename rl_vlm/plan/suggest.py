@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.build import Hardware, Model, inspect_model, micro_batch_load, plan_memory
+from rl_vlm.plan.build import Hardware, Model, inspect_model, micro_batch_load, plan_memory, single_completion
 from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.speed import Step, step_seconds
@@ -59,16 +59,21 @@ def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]
         for engine in ENGINES.values()
         if engine.name == "ddp" or hardware.num_ranks > 1 or engine.offloads
     ]
-    return sorted(
-        found, key=lambda each: (not each.plan.fits, each.seconds if each.plan.fits else each.plan.peak.total)
-    )
+    fitting = sorted((each for each in found if each.plan.fits), key=lambda each: each.seconds)
+    others = sorted((each for each in found if not each.plan.fits), key=lambda each: each.plan.peak.total)
+    return fitting + others
 
 
 def setup(config: RunConfig, changes: dict[str, Any], hardware: Hardware, models: Models) -> Setup:
-    """Plan a run with other settings."""
+    """Plan a run with other settings, and with smaller micro-batches if that makes it fit."""
     changed = with_changes(config, changes)
     model = models.of(changed)
     plan = plan_memory(changed, hardware, model)
+    largest = plan.largest_tokens
+    if not plan.fits and single_completion(changed, model) <= largest < changed.memory.micro_batch_tokens:
+        changes = changes | {"memory.micro_batch_tokens": largest}
+        changed = with_changes(config, changes)
+        plan = plan_memory(changed, hardware, model)
     step = work_of_step(changed, hardware, model)
     return Setup(
         changes, hardware, plan, step_seconds(plan, step, hardware.nodes, changed.memory.gradient_checkpointing)
