@@ -18,6 +18,7 @@ class Weights:
     """Numbers and bytes of a policy's weights, as they are if nothing is sharded."""
 
     num: int
+    num_vision: int
     num_trained: int
     trained_bytes: int
     frozen_bytes: int
@@ -49,6 +50,7 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     has_reference = config.algorithm.beta > 0 and policy.model is policy.transformer
     return Weights(
         num=sum(p.numel() for p in parameters),
+        num_vision=sum(p.numel() for p in policy.family.vision_parameters(policy.transformer)),
         num_trained=sum(p.numel() for p in trained),
         trained_bytes=num_bytes(trained),
         frozen_bytes=num_bytes(p for p in parameters if not p.requires_grad),
