@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
 from rl_vlm.plan.vllm import VLLMMemory, hf_cache_bytes, hf_logits_bytes, vllm_memory
-from rl_vlm.plan.weights import Weights, count_weights
+from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
 
 ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
@@ -101,7 +101,8 @@ def inspect_model(config: RunConfig, size: PromptSize | None = None, on_gpu: boo
         size = size or prompt_size(config, found)
         weights = count_weights(config, directory)
     prompt = make_prompt(found, size)
-    activations = trace_activations(config, found, size, on_gpu)
+    activations = trace_activations(in_16_bits(config), found, size, on_gpu)
+    activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
     return Model(found, weights, activations, len(prompt.token_ids), num_patches(found, prompt))
 
 

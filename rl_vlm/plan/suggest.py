@@ -75,9 +75,8 @@ def setup(config: RunConfig, changes: dict[str, Any], hardware: Hardware, models
         changed = with_changes(config, changes)
         plan = plan_memory(changed, hardware, model)
     step = work_of_step(changed, hardware, model)
-    return Setup(
-        changes, hardware, plan, step_seconds(plan, step, hardware.nodes, changed.memory.gradient_checkpointing)
-    )
+    recomputes = changed.memory.gradient_checkpointing in (True, "language_model")
+    return Setup(changes, hardware, plan, step_seconds(plan, step, hardware.nodes, recomputes))
 
 
 def with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
@@ -112,11 +111,13 @@ def smallest(config: RunConfig, hardware: Hardware, models: Models) -> Setup | N
 
 
 def weaker(config: RunConfig) -> Iterator[dict[str, Any]]:
-    """Yield changes that save memory: none of what is trained first, then LoRA."""
+    """Yield changes that save memory: none of what is trained first, then LoRA, then QLoRA."""
     saving = {"memory.gradient_checkpointing": True}
     yield saving
     if not config.model.use_peft:
         yield saving | {"model.use_peft": True, "model.freeze_vision_tower": True}
+    if not config.model.load_in_4bit:
+        yield saving | {"model.use_peft": True, "model.freeze_vision_tower": True, "model.load_in_4bit": True}
 
 
 def more_gpus(hardware: Hardware) -> Iterator[Hardware]:
