@@ -30,7 +30,7 @@ def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]
     strategy.place(policy)
     optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
     collector = Collector.__new__(Collector)  # which this phase does not use
-    progress = Progress(max_steps=1000, micro_batch_tokens=config.memory.micro_batch_tokens)
+    progress = Progress(max_steps=1000, micro_batch_tokens=memory["micro_batch_tokens"])
     recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
     return Trainer(config, ranks, policy, None, optimizer, collector, progress, recovery)
 

@@ -7,7 +7,8 @@ policy, reference ─ optimizer ─ rollout engine ─ collector ─ evaluator �
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +19,13 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
-from rl_vlm.data.prompts import PromptBuilder, load_processor
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.directory import RunDirectory
@@ -38,6 +39,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
 from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization, refuse_unlike_weights, refuse_unshardable
 from rl_vlm.model.vision import idle_sample
+from rl_vlm.plan.auto import start_budget
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.balance import cost_of_groups
@@ -47,10 +49,13 @@ from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import Progress
+from rl_vlm.types import Progress, Prompt
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
+
+NUM_PLANNED = 8
+"""Rows whose prompts `micro_batch_tokens: auto` plans with."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +71,12 @@ class Data:
     builder: PromptBuilder
     fingerprints: dict[str, str]
     """Those of the rows and of the initial checkpoint, on the main process."""
+
+    def first_prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of the first rows that can be used, to plan with."""
+        for index in self.usable.indices[:NUM_PLANNED]:
+            with suppress(DataError):  # raised, or the row left out, when it is drawn
+                yield build_prompt(self.usable.rows, index, self.builder)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,9 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     data = load_data(config, saved, rewards, ranks)
     policy, reference = load_models(config, saved, data, strategy, ranks)
     num_steps = total_optimizer_steps(config, plan, len(data.usable))
-    progress = Progress(num_steps, micro_batch_tokens=config.memory.micro_batch_tokens)
+    start = start_budget(config, data.initial, ranks, strategy, data.first_prompts())
+    policy.vision.patch_price = start.patch_price
+    progress = Progress(num_steps, micro_batch_tokens=start.tokens, patch_price=start.patch_price)
     logger.info(batch_line(plan, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
     engine = build_engine(config, policy, data, strategy, ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,9 +249,11 @@ class Run:
 
         Raises CheckpointError if paused completions do not fit the settings.
         """
+        new = replace(self.progress)
         vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
         if "memory.micro_batch_tokens" in saved.changes:
-            self.progress.micro_batch_tokens = self.config.memory.micro_batch_tokens
+            self.progress.micro_batch_tokens, self.progress.patch_price = new.micro_batch_tokens, new.patch_price
+        self.trainer.policy.vision.patch_price = self.progress.patch_price
         budget = self.trainer.recovery.budget
         budget.to_replay = self.directory.budget.read_after(saved.step, budget.setting)
         self.record = Record(**saved.state["record"])

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import BatchPlan
-from rl_vlm.config.schema import SECTIONS, RewardSpec, RunConfig, Section
+from rl_vlm.config.schema import SECTIONS, MemoryConfig, RewardSpec, RunConfig, Section
 
 REWARD_ENTRY = "an entry of rewards.reward_funcs"
 INDENT = " " * 6
@@ -66,8 +66,14 @@ def _batch_sentences(config: RunConfig, plan: BatchPlan) -> list[str]:
         f"Generation window: {plan.steps_per_window} × {plan.prompts_per_step} = {plan.prompts_per_window} prompts "
         f"sampled at once, for {plan.num_iterations} × {plan.steps_per_window} = {steps_per_window} optimizer steps.",
         f"Run: {length}.",
-        f"Micro-batches: up to {config.memory.micro_batch_tokens} language tokens; their number changes no result.",
+        f"Micro-batches: {micro_batches(config.memory)}; their number changes no result.",
     ]
+
+
+def micro_batches(memory: MemoryConfig) -> str:
+    """Return how large micro-batches are."""
+    tokens = memory.micro_batch_tokens
+    return "what fits on the device, by the memory plan" if tokens == "auto" else f"up to {tokens} language tokens"
 
 
 def _head(name: str, field: FieldInfo) -> str:

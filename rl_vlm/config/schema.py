@@ -356,8 +356,9 @@ class EvaluationConfig(Section):
 
 
 class MemoryConfig(Section):
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Budget of one forward and backward pass in language tokens; the loss and gradient do not depend on it."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Budget of one forward and backward pass in language tokens; the loss and gradient do not depend on it. `auto` is
+    what fits on the device by the memory plan (`rl-vlm plan`)."""
     prefix_sharing: Literal["auto", "shared", "dense"] = "auto"
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
     gradient_checkpointing: bool | Literal["vision_tower", "language_model"] = False

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rl_vlm.log.files import atomic_write
-from rl_vlm.memory.budget import BudgetChange
+from rl_vlm.memory.budget import BudgetChange, BudgetSetting
 
 BUDGET = "micro_batch_tokens.jsonl"
 
@@ -30,11 +30,11 @@ class BudgetLog:
         lines = self.path.read_text().split("\n")[:-1]
         return [BudgetChange(**json.loads(line)) for line in lines]
 
-    def read_after(self, step: int, setting: int) -> list[BudgetChange]:
+    def read_after(self, step: int, setting: BudgetSetting) -> list[BudgetChange]:
         """Return the changes after an optimizer step, by runs with this `micro_batch_tokens`."""
         return [change for change in self.read() if change.step > step and change.setting == setting]
 
-    def keep_for(self, step: int | None, setting: int) -> None:
+    def keep_for(self, step: int | None, setting: BudgetSetting) -> None:
         """Keep what a run needs that is resumed after `step`: earlier changes, and those to replay.
 
         A new run, with None, has no changes.

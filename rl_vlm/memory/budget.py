@@ -16,6 +16,7 @@ from rl_vlm.types import Progress
 logger = logging.getLogger(__name__)
 
 BudgetReason = Literal["out_of_memory"]
+BudgetSetting = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class BudgetChange:
     stage: str
     """The stage of the step that begins, or begins again, with the new budget."""
     micro_batch_tokens: int
-    setting: int
+    setting: BudgetSetting
     """`memory.micro_batch_tokens` of the run that made it. A run with another setting does not replay the change."""
     reason: BudgetReason
     message: str
@@ -36,10 +37,10 @@ class BudgetChange:
 class Budget:
     """The budget in force, on one rank. All ranks change it together."""
 
-    def __init__(self, progress: Progress, setting: int, write: Callable[[BudgetChange], None]) -> None:
+    def __init__(self, progress: Progress, setting: BudgetSetting, write: Callable[[BudgetChange], None]) -> None:
         """`write` records a change in the run directory."""
         self.progress = progress
-        self.setting = setting
+        self.setting: BudgetSetting = setting
         self.write = write
         self.to_replay: Sequence[BudgetChange] = ()
         """Recorded changes after the checkpoint that the run is resumed from."""

@@ -77,6 +77,8 @@ class VisionEncoder:
     idle_prompt: Prompt | None = None
     """A prompt with an image, for runs without effect."""
     features: FeatureCache = field(default_factory=WeakKeyDictionary)
+    patch_price: float = 0.0
+    """Language tokens that hold as much as a patch, by the memory plan; 0 if there is none."""
     kept: dict[Prompt, KeptFeatures] = field(default_factory=dict)
     """Features from a trained tower that several micro-batches use."""
 
@@ -91,7 +93,8 @@ class VisionEncoder:
     def tokens(self, prompt: Prompt) -> int:
         """Return the cost of a prompt's images in a micro-batch, in language tokens; 0 if the tower is frozen."""
         config = self.model.config
-        return 0 if self.is_frozen else math.ceil(patch_cost(config) * num_patches(config, prompt))
+        price = self.patch_price or patch_cost(config)
+        return 0 if self.is_frozen else math.ceil(price * num_patches(config, prompt))
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
         """Return the features of every prompt that has images.

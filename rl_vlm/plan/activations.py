@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from rl_vlm.config.schema import RunConfig
@@ -19,11 +19,12 @@ from rl_vlm.model.vision import ImageFeatures, num_patches
 from rl_vlm.plan.depth import Extrapolation, with_depth
 from rl_vlm.plan.fake import fake_tensors, make_fake
 from rl_vlm.plan.gpu_attention import attention_as_on_gpu
-from rl_vlm.plan.groups import PromptSize, make_group, make_prompt
+from rl_vlm.plan.groups import make_group
 from rl_vlm.plan.live import Phase
 from rl_vlm.plan.trace import TracedTrainer, models_without_storage
 from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
 
+MOST_COMPLETIONS = 16
 NUM_MICRO_BATCHES = 2
 """In the second micro-batch of a step all gradients are held beside its activations."""
 
@@ -59,32 +60,33 @@ class Activations:
         return max(self.logprobs_fixed + self.logprobs_per_token * tokens, self.vision_per_patch * patches)
 
 
-def trace_activations(config: RunConfig, model_config: Any, prompt: PromptSize, on_gpu: bool) -> Activations:
+def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_gpu: bool) -> Activations:
     """Trace steps of three shallow models, and return the activations of the whole one.
 
-    `model_config` is the transformers config of the model that `config` trains.
+    `model_config` is the transformers config of the model that `config` trains, and `prompt` one of its prompts.
     """
     depths = Extrapolation.of(model_config)
     with attention_as_on_gpu() if on_gpu else nullcontext():
-        traced = [trace_shallow(config, with_depth(model_config, depth), prompt) for depth in depths.depths()]
+        found = {d: trace_shallow(config, with_depth(model_config, d), prompt) for d in dict.fromkeys(depths.depths())}
+    traced = [found[depth] for depth in depths.depths()]
     values = {f.name: [getattr(each, f.name) for each in traced] for f in fields(Activations)}
     return Activations(**{name: max(0.0, depths.extrapolate(*three)) for name, three in values.items()})
 
 
-def trace_shallow(config: RunConfig, model_config: Any, size: PromptSize) -> Activations:
+def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activations:
     """Return the activations of a model, from micro-batches of two sizes."""
     length = config.rollout.max_completion_length
-    # The LM head's chunks are full from the smaller size on.
+    # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
     chunk = HEAD_CHUNK_ELEMENTS // model_config.get_text_config().vocab_size
-    few = 1 + max(1, -(-chunk // length))
-    small, large = (PassTrace.of(config, model_config, size, n) for n in (few, 2 * few))
+    few = min(1 + max(1, -(-chunk // length)), MOST_COMPLETIONS)
+    small, large = (PassTrace.of(config, model_config, prompt, n) for n in (few, 2 * few))
     per_token = (large.training - small.training) / (large.tokens - small.tokens)
     logprobs_per_token = (large.logprobs - small.logprobs) / (large.logprob_tokens - small.logprob_tokens)
     return Activations(
         per_token=per_token,
         fixed=small.training - per_token * small.tokens - small.vision_kept,
-        per_patch=small.vision_kept / small.patches,
-        vision_per_patch=small.vision_peak / small.patches,
+        per_patch=small.vision_kept / max(1, small.patches),
+        vision_per_patch=small.vision_peak / max(1, small.patches),
         logprobs_per_token=logprobs_per_token,
         logprobs_fixed=small.logprobs - logprobs_per_token * small.logprob_tokens,
     )
@@ -105,12 +107,10 @@ class PassTrace:
     vision_peak: int
 
     @staticmethod
-    def of(config: RunConfig, model_config: Any, size: PromptSize, num_completions: int) -> PassTrace:
+    def of(config: RunConfig, model_config: Any, prompt: Prompt, num_completions: int) -> PassTrace:
         """Trace a step of two micro-batches, and a pass without gradients."""
         length = config.rollout.max_completion_length
-        groups = [
-            make_group(make_prompt(model_config, size), num_completions, length) for _ in range(NUM_MICRO_BATCHES)
-        ]
+        groups = [make_group(replace(prompt), num_completions, length) for _ in range(NUM_MICRO_BATCHES)]
         with tempfile.TemporaryDirectory() as directory:
             model_config.save_pretrained(directory)
             policy, reference = models_without_storage(config, directory, groups)
@@ -127,8 +127,8 @@ class PassTrace:
             patches=num_patches(model_config, groups[0].group.prompt),
             training=training.peak - training.before - gradients,
             logprobs=logprobs.peak - logprobs.before,
-            vision_kept=max(phase.after - phase.before for phase in trainer.vision_runs),
-            vision_peak=max(phase.peak - phase.before for phase in trainer.vision_runs),
+            vision_kept=max((phase.after - phase.before for phase in trainer.vision_runs), default=0),
+            vision_peak=max((phase.peak - phase.before for phase in trainer.vision_runs), default=0),
         )
 
 

@@ -23,9 +23,12 @@ from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
 from rl_vlm.plan.vllm import VLLMMemory, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
+from rl_vlm.types import Prompt
 
 ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
+MOST_TOKENS = 2**15
+"""Largest `micro_batch_tokens` that `auto` chooses. Micro-batches of this size keep a GPU busy."""
 SLEEP_LEVEL = 1
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""
@@ -78,32 +81,41 @@ def config_directory(config: RunConfig) -> Iterator[str]:
     yield name
 
 
-def inspect_model(config: RunConfig, size: PromptSize | None = None, on_gpu: bool = True) -> Model:
-    """Count the weights of the configured model, and trace its steps.
+def inspect_model(config: RunConfig, on_gpu: bool = True) -> Model:
+    """Count the weights of the configured model, and trace its steps with the largest prompts of the settings.
 
     Raises ConfigError if its config.json cannot be found, or if images of its family are not known.
     """
+    with config_directory(config) as directory:
+        found = read_config(config, directory)
+        return traced_model(config, directory, found, make_prompt(found, prompt_size(config, found)), on_gpu)
+
+
+def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: Prompt, on_gpu: bool) -> Model:
+    """Count the weights of a checkpoint's model, and trace its steps with this prompt."""
+    weights = count_weights(config, directory)
+    activations = trace_activations(in_16_bits(config), model_config, prompt, on_gpu)
+    activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
+    return Model(model_config, weights, activations, len(prompt.token_ids), num_patches(model_config, prompt))
+
+
+def read_config(config: RunConfig, directory: str) -> Any:
+    """Return the transformers config of a checkpoint. Raises ConfigError if there is none."""
     from transformers import AutoConfig
 
-    with config_directory(config) as directory:
-        try:
-            found = AutoConfig.from_pretrained(
-                base_of(directory),
-                revision=config.model.model_revision,
-                trust_remote_code=config.model.trust_remote_code,
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"model.model_name_or_path {config.model.model_name_or_path!r} is no directory with a config.json, and "
-                f"cannot be read from the hub. Models that can be planned without one: {', '.join(packaged_models())}"
-            ) from error
-        family_of(found)
-        size = size or prompt_size(config, found)
-        weights = count_weights(config, directory)
-    prompt = make_prompt(found, size)
-    activations = trace_activations(in_16_bits(config), found, size, on_gpu)
-    activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
-    return Model(found, weights, activations, len(prompt.token_ids), num_patches(found, prompt))
+    try:
+        found = AutoConfig.from_pretrained(
+            base_of(directory),
+            revision=config.model.model_revision,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"model.model_name_or_path {config.model.model_name_or_path!r} is no directory with a config.json, and "
+            f"cannot be read from the hub. Models that can be planned without one: {', '.join(packaged_models())}"
+        ) from error
+    family_of(found)
+    return found
 
 
 def prompt_size(config: RunConfig, model_config: Any) -> PromptSize:
@@ -121,8 +133,14 @@ def prompt_size(config: RunConfig, model_config: Any) -> PromptSize:
 
 
 def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPlan:
-    """Combine what was traced of a model with how an engine holds it."""
-    return MemoryPlan(
+    """Combine what was traced of a model with how an engine holds it.
+
+    With `micro_batch_tokens: auto` it is the plan with the largest micro-batches that fit, up to `MOST_TOKENS`, or with
+    one completion if that does not fit.
+    """
+    least = single_completion(config, model)
+    tokens = config.memory.micro_batch_tokens
+    plan = MemoryPlan(
         card=hardware.card,
         num_ranks=hardware.num_ranks,
         engine=hardware.engine,
@@ -130,20 +148,25 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
         weights=model.weights,
         activations=model.activations,
         rollouts=plan_rollouts(config, hardware, model),
-        load=micro_batch_load(config, model),
+        micro_batch_tokens=least if tokens == "auto" else tokens,
+        load=micro_batch_load(config, model, least if tokens == "auto" else tokens),
         largest_block=gathered_block(hardware, model),
         has_logprobs_pass=has_logprobs_pass(config),
         syncs_weights=config.rollout.engine != "hf",
     )
+    if tokens != "auto":
+        return plan
+    tokens = max(least, min(plan.largest_tokens, MOST_TOKENS))
+    return replace(plan, micro_batch_tokens=tokens, load=micro_batch_load(config, model, tokens))
 
 
-def micro_batch_load(config: RunConfig, model: Model) -> Load:
+def micro_batch_load(config: RunConfig, model: Model, tokens: int) -> Load:
     """Return the largest micro-batch under the budget, or one completion if that is larger.
 
     A frozen vision tower is not in the budget: as many prompts as fit, with short completions, run through it at once.
     """
     price = round(model.activations.patch_price * model.patches)
-    budget = max(config.memory.micro_batch_tokens, single_completion(config, model))
+    budget = max(tokens, single_completion(config, model))
     if config.model.freeze_vision_tower:
         return Load(budget, model.patches * max(1, budget // (model.prompt_tokens + 1)))
     return Load(budget - price, model.patches)

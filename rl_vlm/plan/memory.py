@@ -56,6 +56,7 @@ class MemoryPlan:
     weights: Weights
     activations: Activations
     rollouts: Rollouts
+    micro_batch_tokens: int
     load: Load
     largest_block: int
     """Bytes of the largest block of weights that is gathered at once for weight syncs and checkpoints."""

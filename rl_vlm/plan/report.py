@@ -46,12 +46,12 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
     """Yield the largest sizes that fit."""
     least, largest = single_completion(config, model), plan.largest_tokens
     length = config.rollout.max_completion_length
-    yield f"memory.micro_batch_tokens: {config.memory.micro_batch_tokens:,}; the largest that fits: {largest:,}."
+    yield f"memory.micro_batch_tokens: {plan.micro_batch_tokens:,}; the largest that fits: {largest:,}."
     if largest < least:
         yield f"A prompt with one completion has {least:,} tokens, more than fit at once."
     else:
         price = least - model.prompt_tokens - length
-        together = (min(largest, config.memory.micro_batch_tokens) - model.prompt_tokens - price) // length
+        together = (min(largest, plan.micro_batch_tokens) - model.prompt_tokens - price) // length
         yield f"Completions of {length:,} tokens in one micro-batch with their prompt: {max(1, together):,}."
     if config.rollout.engine == "vllm":
         yield from vllm_limits(config, hardware, model, plan)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.build import Hardware, Model, inspect_model, micro_batch_load, plan_memory, single_completion
+from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory, single_completion
 from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.speed import Step, step_seconds
@@ -70,11 +70,11 @@ def setup(config: RunConfig, changes: dict[str, Any], hardware: Hardware, models
     model = models.of(changed)
     plan = plan_memory(changed, hardware, model)
     largest = plan.largest_tokens
-    if not plan.fits and single_completion(changed, model) <= largest < changed.memory.micro_batch_tokens:
+    if not plan.fits and single_completion(changed, model) <= largest < plan.micro_batch_tokens:
         changes = changes | {"memory.micro_batch_tokens": largest}
         changed = with_changes(config, changes)
         plan = plan_memory(changed, hardware, model)
-    step = work_of_step(changed, hardware, model)
+    step = work_of_step(changed, plan, model)
     recomputes = changed.memory.gradient_checkpointing in (True, "language_model")
     return Setup(changes, hardware, plan, step_seconds(plan, step, hardware.nodes, recomputes))
 
@@ -88,12 +88,12 @@ def with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
-def work_of_step(config: RunConfig, hardware: Hardware, model: Model) -> Step:
+def work_of_step(config: RunConfig, plan: MemoryPlan, model: Model) -> Step:
     """Return the work of a rank in a step, if completions have half of their longest length."""
-    batches = plan_batches(config, hardware.num_ranks)
+    batches = plan_batches(config, plan.num_ranks)
     completions = config.rollout.num_generations * config.rollout.max_completion_length // 2
-    tokens = math.ceil(batches.prompts_per_step / hardware.num_ranks) * (model.prompt_tokens + completions)
-    return Step(tokens, math.ceil(tokens / micro_batch_load(config, model).tokens))
+    tokens = math.ceil(batches.prompts_per_step / plan.num_ranks) * (model.prompt_tokens + completions)
+    return Step(tokens, math.ceil(tokens / plan.load.tokens))
 
 
 def smallest(config: RunConfig, hardware: Hardware, models: Models) -> Setup | None:

@@ -143,7 +143,8 @@ class TracedTrainer(Trainer):
         self.phases: dict[str, Phase] = {}
         optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
         collector = GivenGroups(groups, config.algorithm.num_iterations)
-        progress = Progress(num_steps, micro_batch_tokens=config.memory.micro_batch_tokens)
+        tokens = config.memory.micro_batch_tokens
+        progress = Progress(num_steps, micro_batch_tokens=0 if tokens == "auto" else tokens)
         recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
         super().__init__(config, ranks, policy, reference, optimizer, collector, progress, recovery)
         self.engine_checked = True  # there is no engine
