@@ -8,7 +8,7 @@ MicroBatch ─ shared_inputs | dense_inputs, image features ─► forward of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -92,6 +92,19 @@ class Policy(nn.Module):
         """Clear the counters and the cached image features of the last optimizer step."""
         self.counters.clear()
         self.vision.features.clear()
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that drops what is counted and cached after this call."""
+        counters, known = self.counters.copy(), list(self.vision.features)
+
+        def go_back() -> None:
+            self.counters.clear()
+            self.counters.update(counters)
+            for prompt in set(self.vision.features) - set(known):
+                del self.vision.features[prompt]
+            self.vision.kept.clear()
+
+        return go_back
 
     def forward(self, work: MicroBatch | Prompt, runs: TowerRuns = NO_RUNS) -> PolicyOutput | Tensor:
         """Compute what `score` does for a micro-batch, and `VisionEncoder.kept_loss` for a prompt.
