@@ -37,7 +37,13 @@ from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
-from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization, refuse_unlike_weights, refuse_unshardable
+from rl_vlm.model.sharding import (
+    refuse_initialisation,
+    refuse_quantization,
+    refuse_unlike_weights,
+    refuse_unshardable,
+    require_input_gradients,
+)
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.resume import SavedRun
@@ -196,6 +202,7 @@ def load_models(
     if strategy.equal_calls:
         refuse_unlike_weights(policy, ranks)
         refuse_unshardable(policy, strategy.name)
+        require_input_gradients(policy)
         share_weight_names(policy.transformer, ranks)
     add_initial_adapter(config, data.initial, policy)
     logger.info(parameters_line(policy))

@@ -1,4 +1,7 @@
-"""What a model needs so that ranks can shard its weights: every rank calls the same modules equally often."""
+"""What a model needs so that ranks can shard its weights: every rank calls the same modules equally often.
+
+That holds for the backward pass as well.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +63,14 @@ def refuse_unshardable(policy: Policy, strategy: str) -> None:
             f"model.lora_target_modules: an adapter on the LM head cannot be trained with {strategy}, because "
             "processes call the head unequally often: leave the head out, or train with DDP or ZeRO-2"
         )
+
+
+def require_input_gradients(policy: Policy) -> None:
+    """Make the backward pass go through the language model's first layer to its input, if the vision tower is trained.
+
+    If the embeddings are frozen, as with LoRA, only rows with images would have a gradient there. Ranks with rows of
+    text would then communicate the first layer's gradients at another time.
+    """
+    if not policy.vision.is_frozen:
+        embeddings = policy.transformer.get_input_embeddings()
+        embeddings.register_forward_hook(lambda module, inputs, output: output.requires_grad_())

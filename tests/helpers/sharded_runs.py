@@ -99,7 +99,7 @@ class Runs:
         file = launcher_file(engine, self.directory)
         arguments = ["--config_file", str(file), "-m", "tests.helpers.train_all", *map(str, self.files)]
         try:
-            result = launch(*arguments, timeout=60 + 30 * len(self.configs))
+            result = launch(*arguments, timeout=120 + 60 * len(self.configs))
             log = result.stdout + result.stderr
         except subprocess.TimeoutExpired as hang:
             log = f"{hang}\n{hang.stdout}\n{hang.stderr}"

@@ -2,6 +2,7 @@
 micro-batches of a family must call the same modules in the same order, and give gradients to the same weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -9,7 +10,7 @@ from PIL import Image
 from rl_vlm.errors import ModelError
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.sharding import refuse_unshardable
+from rl_vlm.model.sharding import refuse_unshardable, require_input_gradients
 from rl_vlm.model.vision import TowerRuns, idle_sample
 from rl_vlm.types import MicroBatch
 from tests.helpers.builders import make_groups, make_policy, make_prompt, noise_image, take_gradients, whole
@@ -19,6 +20,10 @@ from tests.tiny.build import TINY_FAMILIES
 FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "ovis2", "qwen3_5", "mllama", "lfm2_vl"}
 UNSHARDABLE = {"mllama", "lfm2_vl", "minicpmv4_6", "minicpmv4_7"}
 RUNS = TowerRuns(within=4)
+WAYS_TO_TRAIN: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []},
+}
 
 IMAGE = [noise_image(32, 24, seed=1)]
 OTHER = [noise_image(64, 48, seed=2)]
@@ -42,9 +47,10 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def policy(checkpoint: Path) -> Policy:
-    policy = make_policy(checkpoint)
+@pytest.fixture(scope="module", params=WAYS_TO_TRAIN)
+def policy(checkpoint: Path, request: pytest.FixtureRequest) -> Policy:
+    policy = make_policy(checkpoint, **WAYS_TO_TRAIN[request.param])
+    require_input_gradients(policy)
     policy.vision.idle_prompt = make_prompt(checkpoint, idle_sample().images, ".")
     return policy
 
@@ -64,11 +70,19 @@ def batches(family: str, policy: Policy, checkpoint: Path) -> dict[str, MicroBat
     return found
 
 
-def calls(policy: Policy, batch: MicroBatch) -> tuple[list[str], list[str]]:
-    """Return the names of the modules with weights, as they are called, and of the weights that have a gradient."""
-    called: list[str] = []
+def calls(policy: Policy, batch: MicroBatch) -> tuple[list[tuple[str, bool]], list[str]]:
+    """Return the modules with weights, as they are called, and the names of the weights that have a gradient.
+
+    Each module's name comes with whether an input needs a gradient.
+    """
+    called: list[tuple[str, bool]] = []
     owners = [(name, module) for name, module in policy.named_modules() if module._parameters]
-    hooks = [module.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, module in owners]
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, inputs, name=name: called.append((name, any(tensor.requires_grad for tensor in inputs)))
+        )
+        for name, module in owners
+    ]
     policy(batch, RUNS).logprobs_NT.sum().backward()
     for hook in hooks:
         hook.remove()

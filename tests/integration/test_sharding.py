@@ -16,11 +16,13 @@ from tests.helpers.builders import sharpen
 from tests.helpers.sharded_runs import ENGINES, Runs, differences, distance, first_gradients
 
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower": True}
+TOWER_LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []}
 CUT_GROUPS = {"micro_batch_tokens": 45}
 """A budget that cuts most groups, so that the vision tower runs apart from their micro-batches."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": LORA,
+    "tower_lora": TOWER_LORA,
     "kl": {"beta": 0.04},
     "kl_lora": {"beta": 0.04, **LORA},
     "kl_adapter": {"beta": 0.04},
@@ -29,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "cut_groups": CUT_GROUPS,
     "cut_groups_checkpointing": {**CUT_GROUPS, "gradient_checkpointing": True},
+    "cut_groups_tower_lora": {**CUT_GROUPS, **TOWER_LORA},
     "kl_lora_checkpointing": {"beta": 0.04, "gradient_checkpointing": True, **LORA},
     "unclipped": {"max_grad_norm": 0.0},
     "checked": {"top_entropy_quantile": 0.5},
@@ -95,7 +98,7 @@ def test_two_processes_train_as_one(one: Runs, two: Runs, name: str) -> None:
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_sharded_weights_train_as_one_process(engine: str, start: Path, tmp_path: Path) -> None:
     plain = {"checkpoint": start, "max_steps": 8}
-    settings = {"full": plain, "cut_groups": plain | CUT_GROUPS}
+    settings = {"full": plain, "cut_groups": plain | CUT_GROUPS, "tower_lora": plain | TOWER_LORA}
     one, two = Runs.of(tmp_path / "one", settings).train(), Runs.of(tmp_path / "two", settings).launch(engine)
     for name in settings:
         assert_equal(one[name], two[name])

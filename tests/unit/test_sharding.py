@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.distributed.zero_config import check_zero
 from rl_vlm.errors import ConfigError, LaunchError
-from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable
+from rl_vlm.model.sharding import refuse_initialisation, refuse_unshardable, require_input_gradients
 from tests.helpers.builders import make_policy
 from tests.tiny.build import build_tiny
 
@@ -41,3 +42,13 @@ def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     on_head = make_policy(checkpoint, use_peft=True, lora_target_modules=["q_proj", "lm_head"])
     with pytest.raises(ConfigError, match="an adapter on the LM head cannot be trained with ZeRO-3"):
         refuse_unshardable(on_head, "ZeRO-3")
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_input_gradients_are_for_trained_vision_towers(tmp_path: Path, is_frozen: bool) -> None:
+    excluded = None if is_frozen else []
+    policy = make_policy(build_tiny("qwen2_5_vl", tmp_path), use_peft=True, lora_exclude_modules=excluded)
+    require_input_gradients(policy)
+    embeddings = policy.transformer.get_input_embeddings()
+    assert not embeddings.weight.requires_grad
+    assert embeddings(torch.tensor([[1, 2]])).requires_grad != is_frozen
