@@ -172,7 +172,7 @@ def makes_integers(func: Any, spec: Any, flat: list[Any]) -> bool:
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Make the result of a product of groups of rows with a matrix each, or that of its gradient, a matrix per group."""
+    """Make the product of groups of rows with a matrix each, or the gradient of the matrices (`right` has rows)."""
     shape = left.shape[0], right.shape[-1]
     return left.new_empty((len(offsets), *shape) if right.ndim == 2 else shape)
 

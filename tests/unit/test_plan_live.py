@@ -1,6 +1,7 @@
 """Bytes of live storages, by hand arithmetic."""
 
 import gc
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ def test_paused_and_meta_tensors_and_real_ones_do_not_count():
 
 def test_a_cycle_is_counted_until_it_is_collected():
     with fake_tensors() as live:
-        cycle = [torch.empty(FLOATS)]
+        cycle: list[Any] = [torch.empty(FLOATS)]
         cycle.append(cycle)
         del cycle
         assert live.now == KIB
