@@ -77,6 +77,7 @@ class ShardedRank:
                 self.strategy.backward(loss)
 
     def update(self) -> None:
+        self.strategy.reserve_update()
         assert self.strategy.update(loss_is_finite=True)[1]
 
     def step(self, num_micro_batches: int) -> None:

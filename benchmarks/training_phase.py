@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.sampler import Draw
@@ -12,6 +13,7 @@ from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import load_policy
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import DrawnGroup, Window
@@ -28,17 +30,24 @@ def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]
     strategy.place(policy)
     optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
     collector = Collector.__new__(Collector)  # which this phase does not use
-    return Trainer(config, ranks, policy, None, optimizer, collector, Progress(max_steps=1000))
+    progress = Progress(max_steps=1000, micro_batch_tokens=config.memory.micro_batch_tokens)
+    recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
+    return Trainer(config, ranks, policy, None, optimizer, collector, progress, recovery)
 
 
-def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> Any:
-    """Add the gradients of all micro-batches, and return the loss."""
-    window = Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
+def window_of(groups: Sequence[ScoredGroup]) -> Window:
+    return Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
+
+
+def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> None:
+    """Add the gradients of these micro-batches of the groups."""
     trainer.start_step()
-    return trainer.accumulate_gradients(window, groups, batches, StepMetrics())
+    with mock.patch.object(trainer, "pack", return_value=list(batches)):
+        trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
 
 
 def train(trainer: Trainer, groups: Sequence[ScoredGroup]) -> None:
     """Train on the groups, as an optimizer step does."""
-    batches = trainer.micro_batches(groups, trainer.sharing)
-    trainer.update(accumulate(trainer, groups, batches), batches, StepMetrics())
+    trainer.start_step()
+    loss = trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
+    trainer.update(loss, groups, StepMetrics())

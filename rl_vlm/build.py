@@ -30,11 +30,13 @@ from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
+from rl_vlm.memory.budget import Budget
+from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
-from rl_vlm.model.sharding import refuse_initialisation, refuse_unlike_weights, refuse_unshardable
+from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization, refuse_unlike_weights, refuse_unshardable
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward import RewardSuite
@@ -95,7 +97,8 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
     policy, reference = load_models(config, saved, data, strategy, ranks)
-    progress = Progress(total_optimizer_steps(config, plan, len(data.usable)))
+    num_steps = total_optimizer_steps(config, plan, len(data.usable))
+    progress = Progress(num_steps, micro_batch_tokens=config.memory.micro_batch_tokens)
     logger.info(batch_line(plan, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
     engine = build_engine(config, policy, data, strategy, ranks)
@@ -106,7 +109,9 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     evaluator = None
     if config.data.eval_dataset_name is not None:
         evaluator = Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered)
-    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress)
+    budget = Budget(progress, config.memory.micro_batch_tokens, directory.append_budget_change)
+    recovery = Recovery(ranks, budget, policy.vision.tokens)
+    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery)
     return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer)
 
 
@@ -166,11 +171,13 @@ def load_models(
 ) -> tuple[Policy, Reference | None]:
     """Load the policy and, if the KL term needs one, the reference; place both on the ranks' devices."""
     resumed = saved.path if saved else None
-    needs_idle_runs = ranks.world_size > 1 or strategy.needs_all_gradients
-    idle_prompt = data.builder.build(idle_sample()) if needs_idle_runs else None
+    if config.memory.activation_offloading and ranks.device.type == "cpu":
+        raise ConfigError("memory.activation_offloading: activations are in host memory on a CPU; leave it out")
+    idle_prompt = data.builder.build(idle_sample()) if strategy.is_sharded else None
     logger.info(loading_line(config, ranks.device))
     if strategy.equal_calls:
         refuse_initialisation(config.model, strategy.name)
+        refuse_quantization(config.model, strategy.name)
     with ranks.agree():
         policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
     if strategy.equal_calls:

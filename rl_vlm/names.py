@@ -20,8 +20,8 @@ METRICS = frozenset(
 )
 METRIC_PREFIXES = tuple(
     """
-    balance/ clip_ratio/ completions/ compute/ eval_ resampling/ reward_faults/ rewards/ sampling/ skipped_updates/
-    time/ weight_sync/
+    balance/ clip_ratio/ completions/ compute/ eval_ memory/ out_of_memory/ resampling/ reward_faults/ rewards/
+    sampling/ skipped_updates/ time/ weight_sync/
     """.split()
 )
 

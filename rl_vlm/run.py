@@ -249,6 +249,10 @@ class Run:
         Raises CheckpointError if paused completions do not fit the settings.
         """
         vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
+        if "memory.micro_batch_tokens" in saved.changes:
+            self.progress.micro_batch_tokens = self.config.memory.micro_batch_tokens
+        budget = self.trainer.recovery.budget
+        budget.to_replay = self.directory.budget.read_after(saved.step, budget.setting)
         self.record = Record(**saved.state["record"])
         load_optimizer(self.trainer.optimizer, saved.path)
         self.trainer.optimizer.set_step(saved.step)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import TrainingError
 from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.memory.micro_batches import make_micro_batches, pad_with_dummies
+from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
@@ -40,6 +43,8 @@ from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import LogprobField, Window, store_logprobs, stored_logprobs
 from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup, Sharing, length_mask, pad_rows
+
+T = TypeVar("T")
 
 MAX_NONFINITE_STEPS = 3
 
@@ -56,6 +61,7 @@ class Trainer:
         optimizer: Optimizer,
         collector: Collector,
         progress: Progress,
+        recovery: Recovery,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -64,6 +70,7 @@ class Trainer:
         self.optimizer = optimizer
         self.collector = collector
         self.progress = progress
+        self.recovery = recovery
         self.engine_checked = config.rollout.engine == "hf"  # hf samples from the policy itself
         self.sharing: Sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
         # Without gradients hybrid families share prompts by their cache, in one forward per prompt.
@@ -87,9 +94,8 @@ class Trainer:
                 self.add_logprobs(window.groups, self.reference, "ref_logprobs", metrics)
             groups = window.step_groups()
             with metrics.stage("training"):
-                batches = self.micro_batches(groups, self.sharing)
-                loss = self.accumulate_gradients(window, groups, batches, metrics)
-                self.update(loss, batches, metrics)
+                loss = self.accumulate_gradients(window, groups, metrics)
+                self.update(loss, groups, metrics)
             window.updates_done += 1
         self.add_metrics(groups, metrics)
         self.progress.global_step += 1
@@ -99,6 +105,7 @@ class Trainer:
     def start_step(self) -> None:
         """Clear the counters and caches of the last step, check or evaluation."""
         self.nonfinite_groups = []
+        self.recovery.events.clear()
         self.policy.start_step()
         if self.reference is not None:
             self.reference.start_step()
@@ -118,81 +125,121 @@ class Trainer:
         if not groups or model is None:
             return
         with metrics.stage(name):
-            for batch, output in self.outputs(model, self.micro_batches(groups, self.logprob_sharing)):
+            contributing = self.contributing(groups)
+            for batch, output in self.outputs(name, model, contributing, self.logprob_sharing, spare=groups[0]):
                 store_logprobs(batch, output.logprobs_NT, name)
 
     @torch.no_grad()
     def outputs(
-        self, model: Policy | Reference, batches: Sequence[MicroBatch]
-    ) -> Iterator[tuple[MicroBatch, PolicyOutput]]:
-        """Compute a model's outputs without gradients, one micro-batch after the other. Dummies are left out."""
+        self, stage: str, model: Policy | Reference, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup
+    ) -> list[tuple[MicroBatch, PolicyOutput]]:
+        """Compute a model's outputs without gradients, in host memory. Dummies are left out."""
+        together = self.optimizer.strategy.equal_calls
+
+        def passes() -> list[tuple[MicroBatch, PolicyOutput]]:
+            batches, outputs = self.pack(groups, sharing, spare, together), []
+            for batch, runs in zip(batches, self.tower_runs(batches, model.vision, together), strict=True):
+                with self.recovery.watch(batch):
+                    outputs.append((batch, PolicyOutput(*(part.cpu() for part in model(batch, runs)))))
+            return [(batch, output) for batch, output in outputs if not batch.is_dummy]
+
         self.policy.eval()
-        for batch, runs in zip(batches, self.tower_runs(batches, model.vision), strict=True):
-            output = model(batch, runs)
-            if not batch.is_dummy:
-                yield batch, output
-        self.policy.train()
+        try:
+            return self.repeated(stage, passes, together)
+        finally:
+            self.policy.train()
 
-    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> Iterator[tuple[MicroBatch, PolicyOutput]]:
-        """Compute the policy's outputs for groups that differ between ranks, in equally many micro-batches."""
-        return self.outputs(self.policy, self.pack(groups, self.logprob_sharing, spare=groups[0]))
+    def repeated(self, stage: str, passes: Callable[[], T], together: bool) -> T:
+        """Run passes over micro-batches, again under a smaller budget if they run out of memory.
 
-    def micro_batches(self, groups: Sequence[ScoredGroup], sharing: Sharing) -> list[MicroBatch]:
-        """Cut the groups that contribute to the loss into micro-batches, equally many on every rank."""
-        contributing = [g for g in groups if g.has_variance or self.reference is not None]
-        return self.pack(contributing, sharing, spare=groups[0])
+        `together` says whether ranks communicate within them.
+        """
+        frozen = self.reference and self.reference.frozen
+        marks = [model.mark() for model in (self.policy, frozen) if model is not None]
 
-    def pack(self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup) -> list[MicroBatch]:
-        """Cut groups into micro-batches under the token budget, equally many on every rank with dummies of `spare`."""
+        def undo() -> None:
+            self.optimizer.strategy.clear_gradients()
+            for go_back in marks:
+                go_back()
+
+        return self.recovery.repeat(stage, passes, undo, together)
+
+    def policy_outputs(self, groups: Sequence[ScoredGroup]) -> list[tuple[MicroBatch, PolicyOutput]]:
+        """Compute the policy's outputs for groups that differ between ranks."""
+        return self.outputs("check", self.policy, groups, self.logprob_sharing, spare=groups[0])
+
+    def contributing(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups that contribute to the loss."""
+        return [g for g in groups if g.valid_G.any() and (g.has_variance or self.reference is not None)]
+
+    def pack(
+        self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup, together: bool
+    ) -> list[MicroBatch]:
+        """Cut groups into micro-batches under the token budget. If ranks run them together, dummies of `spare` make
+        them equally many on every rank.
+        """
         batches = make_micro_batches(
             groups,
-            self.config.memory.micro_batch_tokens,
+            self.progress.micro_batch_tokens,
             sharing,
             self.policy.vision.tokens,
             mixes_prompts=not self.policy.family.cross_attends,
         )
-        return pad_with_dummies(batches, self.ranks.max([len(batches)])[0], spare)
+        return pad_with_dummies(batches, self.ranks.max([len(batches)])[0], spare) if together else batches
 
-    def tower_runs(self, batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[TowerRuns]:
-        """Return the runs of the vision tower for each micro-batch, equally many on every rank."""
+    def tower_runs(self, batches: Sequence[MicroBatch], vision: VisionEncoder, together: bool) -> list[TowerRuns]:
+        """Return the runs of the vision tower for each micro-batch, equally many on every rank if they run together."""
         plan = vision.plan(batches)
+        if not together:
+            return plan
         most = self.ranks.max([num for runs in plan for num in runs.numbers])
         return [runs.at_least(most[3 * i : 3 * i + 3], vision.idle_prompt) for i, runs in enumerate(plan)]
 
-    def accumulate_gradients(
-        self, window: Window, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch], metrics: StepMetrics
-    ) -> Tensor:
-        """Run forward and backward over the micro-batches, and return this rank's share of the step's loss."""
+    def accumulate_gradients(self, window: Window, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> Tensor:
+        """Run forward and backward over micro-batches, and return this rank's share of the step's loss."""
         lags = [self.progress.policy_version - group.group.policy_version for group in groups]
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
         denominators = self.denominators(window, groups)
-        threshold = self.entropy_threshold(batches)
+        passes = partial(self.training_passes, groups, denominators, self.entropy_threshold(groups))
+        loss, outputs, found = self.repeated("training", passes, together=self.optimizer.strategy.is_sharded)
+        metrics.include(found)
+        if window.is_new and window.outlives_update:
+            for batch, logprobs_NT in outputs:
+                store_logprobs(batch, logprobs_NT, "old_logprobs")  # for later iterations
+        return loss
+
+    def training_passes(
+        self, groups: Sequence[ScoredGroup], denominators: Denominators, threshold: float | None
+    ) -> tuple[Tensor, list[tuple[MicroBatch, Tensor]], StepMetrics]:
+        """Add the gradients of all micro-batches. Returns the loss, the micro-batches' log-probs, and metrics."""
+        strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
+        batches = self.pack(self.contributing(groups), self.sharing, groups[0], together=strategy.is_sharded)
         batches, tower_runs = self.training_runs(batches, spare=groups[0])
-        step_loss = torch.zeros((), device=self.ranks.device)
-        start = time.perf_counter()
+        step_loss, outputs = torch.zeros((), device=self.ranks.device), []
         for i, batch in enumerate(batches):
-            last = i == len(batches) - 1
-            with self.optimizer.strategy.accumulating(last):
+            with self.recovery.watch(batch), strategy.accumulating(last=i == len(batches) - 1):
                 output = self.optimizer.policy(batch, tower_runs[i])
                 loss, sums = self.loss(batch, output, denominators, threshold)
-                if last and not self.optimizer.strategy.is_sharded:  # shards make ranks wait in every micro-batch
-                    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-                    metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
-                self.optimizer.strategy.backward(loss)
+                strategy.backward(loss)
                 for prompt in tower_runs[i].after:
-                    self.optimizer.strategy.backward(self.optimizer.policy(prompt), is_share=False)
+                    strategy.backward(self.optimizer.policy(prompt), is_share=False)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
-            if window.is_new and window.outlives_update and not batch.is_dummy:
-                store_logprobs(batch, output.logprobs_NT.detach(), "old_logprobs")  # for later iterations
-        return step_loss
+            if not batch.is_dummy:
+                outputs.append((batch, output.logprobs_NT.detach().cpu()))
+        if not strategy.is_sharded:  # shards make ranks wait in every micro-batch
+            seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
+        return step_loss, outputs, metrics
 
     def training_runs(
         self, batches: Sequence[MicroBatch], spare: ScoredGroup
     ) -> tuple[list[MicroBatch], list[TowerRuns]]:
         """Return the micro-batches to train on, and the runs of the vision tower for each."""
-        batches, tower_runs = list(batches), self.tower_runs(batches, self.policy.vision)
-        if not self.optimizer.strategy.needs_all_gradients or self.policy.vision.is_frozen:
+        strategy = self.optimizer.strategy
+        tower_runs = self.tower_runs(batches, self.policy.vision, together=strategy.is_sharded)
+        batches = list(batches)
+        if not strategy.needs_all_gradients or self.policy.vision.is_frozen:
             return batches, tower_runs
         if batches and tower_runs[-1].after:  # the last backward must give a gradient to the language model as well
             batches, tower_runs = pad_with_dummies(batches, len(batches) + 1, spare), [*tower_runs, NO_RUNS]
@@ -210,13 +257,13 @@ class Trainer:
             local = replace(local, tokens=of_window.tokens / window.steps_per_window)
         return Denominators(*self.ranks.sum([local.tokens, local.completions]))
 
-    def entropy_threshold(self, batches: Sequence[MicroBatch]) -> float | None:
+    def entropy_threshold(self, groups: Sequence[ScoredGroup]) -> float | None:
         """Return the entropy below which tokens of this step are not trained. Takes a forward pass over all of them."""
         quantile = self.config.algorithm.top_entropy_quantile
         if quantile == 1.0:
             return None
-        outputs = self.outputs(self.policy, batches)
-        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)].cpu() for batch, o in outputs])
+        outputs = self.outputs("entropy", self.policy, self.contributing(groups), self.sharing, spare=groups[0])
+        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch).cpu()] for batch, o in outputs])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 
     def trained_tokens(self, batch: MicroBatch) -> Tensor:
@@ -247,32 +294,34 @@ class Trainer:
         )
         return policy_loss(inputs, self.config.algorithm, denominators, self.config.rollout.max_completion_length)
 
-    def update(self, loss: Tensor, batches: Sequence[MicroBatch], metrics: StepMetrics) -> None:
+    def update(self, loss: Tensor, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
         """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""
         loss_sum = self.ranks.sum([loss.item()])[0]
-        norm, finite = 0.0, True
-        if batches:
+        contributing, norm, finite = self.contributing(groups), 0.0, True
+        any_contributes = self.ranks.max([len(contributing)])[0] > 0
+        if any_contributes:
+            self.recovery.reserve(self.optimizer.strategy.reserve_update)
             self.is_updating = True
             norm, finite = self.optimizer.strategy.update(math.isfinite(loss_sum))
             self.is_updating = finite
         metrics.add_mean("loss", loss_sum, 1)
         metrics.add_mean("grad_norm", norm, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
-        metrics.add_mean("skipped_updates/no_variance", float(not batches), 1)
+        metrics.add_mean("skipped_updates/no_variance", float(not any_contributes), 1)
         metrics.add_mean("skipped_updates/nonfinite", float(not finite), 1)
-        self.stop_if_nonfinite(finite, batches)
+        self.stop_if_nonfinite(finite, contributing)
         self.is_updating = True
-        self.progress.policy_version += bool(batches and finite)
+        self.progress.policy_version += any_contributes and finite
         self.optimizer.strategy.clear_gradients()
         self.optimizer.advance_schedule()
         self.move_reference()
 
-    def stop_if_nonfinite(self, finite: bool, batches: Sequence[MicroBatch]) -> None:
+    def stop_if_nonfinite(self, finite: bool, groups: Sequence[ScoredGroup]) -> None:
         """Raise TrainingError after three steps in a row that were not finite."""
         if finite:
             self.progress.nonfinite_in_a_row = 0
             return
-        self.nonfinite_groups = [subgroup.scored for batch in batches for subgroup in batch.subgroups]
+        self.nonfinite_groups = list(groups)
         with self.ranks.agree():
             if self.progress.nonfinite_in_a_row + 1 >= MAX_NONFINITE_STEPS:
                 raise TrainingError(
@@ -293,6 +342,10 @@ class Trainer:
         add_reward_metrics(metrics, groups, self.collector.rewards.names)
         tokens = torch.tensor([sum(map(self.collector.cost, groups))], dtype=torch.float64)
         metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
+        metrics.add_mean("memory/micro_batch_tokens", self.progress.micro_batch_tokens, 1)
+        for stage, num_events in self.recovery.events.items():
+            if num_events and self.ranks.is_main:
+                metrics.add_sum(f"out_of_memory/{stage}", num_events)
         for model in filter(None, (self.policy, self.reference)):
             for name, value in model.counters.items():
                 metrics.add_sum(f"compute/{name}", value)

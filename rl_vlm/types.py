@@ -101,6 +101,8 @@ class Progress:
     """`policy_version` of the last checkpoint."""
     nonfinite_in_a_row: int = 0
     """Number of skipped steps since the last one with a finite loss and gradient."""
+    micro_batch_tokens: int = 0
+    """Token budget of a micro-batch, which changes during a run (memory/budget.py)."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,13 @@ SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
 def conflicts_of(config: RunConfig) -> Iterator[str]:
     """Yield one message per conflict."""
     yield from unread_settings(config)
+    yield from _model_conflicts(config)
+    yield from _memory_conflicts(config)
     yield from _rollout_conflicts(config)
     yield from _vllm_conflicts(config)
     yield from _reward_conflicts(config)
     yield from _algorithm_conflicts(config)
+    yield from _quantization_conflicts(config)
     yield from _schedule_conflicts(config)
     yield from _train_conflicts(config)
 
@@ -40,6 +43,28 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
 def _changed(section: Section) -> list[str]:
     """Return the names of the settings of a section that differ from their defaults."""
     return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+
+
+def _memory_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.memory.expandable_segments and config.vllm.vllm_enable_sleep_mode:
+        yield (
+            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`: vLLM cannot put such segments to "
+            "sleep; leave one of them out"
+        )
+
+
+def _model_conflicts(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.trainable_modules is not None and model.use_peft:
+        yield (
+            "`trainable_modules` cannot be used with `use_peft`, which trains an adapter and no other weights; choose "
+            "the adapter's modules with `lora_target_modules`, or set `use_peft` to false"
+        )
+    if model.trainable_modules is not None and model.freeze_vision_tower:
+        yield (
+            "`trainable_modules` and `freeze_vision_tower` are both given; keep one of them: `trainable_modules` "
+            "freezes all modules that it does not name"
+        )
 
 
 def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
@@ -136,6 +161,24 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
             f"`init_lora_weights` {model.init_lora_weights} changes the base weights, so the model without its "
             f"adapter cannot be the reference for `beta` {algorithm.beta:g}; "
             "use true, false, gaussian or orthogonal, or set `beta` to 0"
+        )
+
+
+def _quantization_conflicts(config: RunConfig) -> Iterator[str]:
+    model, engine = config.model, config.rollout.engine
+    if not model.load_in_4bit:
+        return
+    if not model.use_peft:
+        yield "`load_in_4bit` needs `use_peft: true`: 4-bit weights have no gradients, so an adapter is trained"
+    if model.init_lora_weights in ("pissa", "olora"):
+        yield (
+            f"`init_lora_weights` {model.init_lora_weights} changes the base weights, which `load_in_4bit` keeps in "
+            "4 bits; use true, false, gaussian or orthogonal"
+        )
+    if engine != "hf" and config.evaluation.endpoint_url is None:
+        yield (
+            f"`load_in_4bit` cannot be used with `engine` {engine}: vLLM has no 4-bit weights of bitsandbytes, and "
+            "would sample from the unquantized model, which is not the policy that is trained; set `engine` to hf"
         )
 
 

@@ -44,6 +44,9 @@ class ModelConfig(Section):
     """Attention implementation of the vision tower and of the dense path."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients."""
+    trainable_modules: list[str] | str | None = None
+    """Modules to train; all others are frozen. A list of names, or a regular expression for whole module paths. The
+    names `lm_head`, `language_model`, `projector` and `vision_tower` mean these parts in every family. Default: all."""
     use_peft: bool = False
     """Train a LoRA adapter instead of the full weights."""
     lora_r: int = Field(default=16, ge=1)
@@ -58,6 +61,13 @@ class ModelConfig(Section):
     """PEFT initialisation of a new adapter. With `true`, training starts exactly from the base model."""
     use_rslora: bool = False
     """Scale the update by `lora_alpha / sqrt(lora_r)` instead."""
+    load_in_4bit: bool = False
+    """QLoRA: hold the language model's linear layers in 4 bits, with bitsandbytes. The vision tower, its projector,
+    embeddings, LM head and routed experts keep the precision of `dtype`. Needs `use_peft` and `engine` hf."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values of a 4-bit weight: NF4, quantiles of a normal distribution, or FP4, floating-point numbers."""
+    use_bnb_nested_quant: bool = False
+    """Hold the scales of the 4-bit blocks in 8 bits as well (double quantization): 0.52 bytes per weight, not 0.56."""
 
 
 class DataConfig(Section):
@@ -350,8 +360,14 @@ class MemoryConfig(Section):
     """Budget of one forward and backward pass in language tokens; the loss and gradient do not depend on it."""
     prefix_sharing: Literal["auto", "shared", "dense"] = "auto"
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | Literal["vision_tower", "language_model"] = False
+    """Recompute activations in the backward pass instead of keeping them: of all layers, or of one part's."""
+    activation_offloading: bool = False
+    """Keep activations of a GPU in host memory until the backward pass: with `gradient_checkpointing` the inputs of
+    layers, else all of them."""
+    expandable_segments: bool | None = None
+    """Let PyTorch's CUDA allocator grow its segments, which avoids fragmentation (`PYTORCH_ALLOC_CONF`; a value in the
+    environment wins). Not with `vllm_enable_sleep_mode`. Default: true with `engine` hf."""
 
 
 class LogConfig(Section):

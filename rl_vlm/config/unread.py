@@ -42,6 +42,13 @@ UNREAD = (
         "set `use_peft: true`",
     ),
     Unread(
+        "model",
+        "bnb_4bit_quant_type use_bnb_nested_quant",
+        lambda run: not run.model.load_in_4bit,
+        "without `load_in_4bit`: weights are not quantized",
+        "set `load_in_4bit: true`",
+    ),
+    Unread(
         "data",
         "dataset_train_split",
         lambda run: run.data.dataset_name is None,
@@ -176,6 +183,13 @@ UNREAD = (
         lambda run: not run.train.load_best_model_at_end,
         "without `load_best_model_at_end`: no checkpoint is selected",
         "set that to true",
+    ),
+    Unread(
+        "memory",
+        "gradient_checkpointing",
+        lambda run: run.memory.gradient_checkpointing == "vision_tower" and run.model.freeze_vision_tower,
+        "on a frozen vision tower, which keeps no activations",
+        "use language_model",
     ),
     Unread(
         "evaluation",

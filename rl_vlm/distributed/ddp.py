@@ -1,17 +1,24 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients and optimizer state."""
+"""Data parallelism: every rank holds the whole model, gradients and optimizer state.
+
+    forward and backward of each micro-batch, on this rank alone ─► sum of the gradients over ranks ─► update
+
+torch's DistributedDataParallel is not used: it exchanges gradients within the last backward, which a rank that runs out
+of memory cannot leave."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.distributed.gradients import clip_and_update
+from rl_vlm.distributed.gradients import clip_and_update, parameters_of, reserve_update, sum_gradients
 from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.ranks import Ranks
+
+BUCKET_ELEMENTS = 2**22
+"""Gradients that are sent in one all-reduce; 16 MiB. A larger gradient is sent alone."""
 
 
 class DDP:
@@ -34,23 +41,31 @@ class DDP:
     place_frozen = place
 
     def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """Wrap the policy in DistributedDataParallel if there are several ranks."""
-        self.optimizer = optimizer
-        self.policy = policy if self.ranks.world_size == 1 else self.ranks.accelerator.prepare_model(policy)
-        return self.policy
+        """Give all ranks the weights of rank 0, and return the policy, which computes gradients of its own rank."""
+        self.policy, self.optimizer = policy, optimizer
+        for tensor in [*policy.parameters(), *policy.buffers()]:
+            self.ranks.broadcast(tensor.detach())
+        size = BUCKET_ELEMENTS if self.ranks.world_size > 1 else 0
+        self.bucket = torch.empty(size, device=self.ranks.device)  # now, so that no update runs out of memory for it
+        return policy
 
-    @contextmanager
-    def accumulating(self, last: bool) -> Iterator[None]:
-        """Run one micro-batch's forward and backward inside. Gradients are exchanged in the last one of a step."""
-        with nullcontext() if last or self.ranks.world_size == 1 else self.ranks.accelerator.no_sync(self.policy):
-            yield
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Do nothing: gradients are exchanged in `update`."""
+        return nullcontext()
 
     def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Add a micro-batch's gradients."""
-        (loss * (self.ranks.world_size if is_share else 1)).backward()  # DDP averages over ranks
+        loss.backward()
+
+    def reserve_update(self) -> None:
+        """Allocate what `update` needs."""
+        reserve_update(self.optimizer)
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
-        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
+        """Sum and clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
+        if self.ranks.world_size > 1:
+            gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+            sum_gradients(gradients, self.bucket, self.ranks)
         return clip_and_update(self.ranks, self.optimizer, self.max_grad_norm, loss_is_finite)
 
     def clear_gradients(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.gradients import clip_and_update
+from rl_vlm.distributed.gradients import clip_and_update, reserve_update
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
 
@@ -72,6 +72,10 @@ class FSDP2:
         """Add a micro-batch's gradients."""
         (loss * (self.ranks.world_size if is_share else 1)).backward()  # FSDP2 averages over ranks
 
+    def reserve_update(self) -> None:
+        """Allocate what `update` needs."""
+        reserve_update(self.optimizer)
+
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
         return clip_and_update(self.ranks, self.optimizer, self.max_grad_norm, loss_is_finite)
@@ -128,7 +132,8 @@ class FSDP2:
         """Load unsharded optimizer states; each rank keeps its part."""
         for parameter, state in states.items():
             self.optimizer.state[parameter] = {
-                name: value.clone() if name == "step" else self.part(value, parameter) for name, value in state.items()
+                name: value.to(self.ranks.device, copy=True) if name == "step" else self.part(value, parameter)
+                for name, value in state.items()
             }
 
     def part(self, value: Tensor, parameter: Any) -> Tensor:

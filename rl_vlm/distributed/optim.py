@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.shards import whole_shape
-from rl_vlm.errors import ConfigError, LaunchError
+from rl_vlm.errors import LaunchError, require_bitsandbytes
 
 WHOLE_WEIGHTS = {
     "adamw_8bit": "its moments are quantized in blocks of 256 values, which shards would cut",
@@ -33,19 +33,7 @@ def check_optim(optim: str, launcher: str) -> None:
             "moments are sharded, or train with DDP (launch/accelerate/ddp.yaml)"
         )
     if optim == "adamw_8bit":
-        import_bitsandbytes()
-
-
-def import_bitsandbytes() -> Any:
-    """Import `bitsandbytes.optim`. Raises ConfigError if that fails."""
-    try:
-        import bitsandbytes.optim
-    except ImportError as error:
-        raise ConfigError(
-            f"train.optim: adamw_8bit needs bitsandbytes, which cannot be imported ({error}): "
-            "pip install 'rl-vlm[bitsandbytes]', or use adamw_torch or adafactor"
-        ) from error
-    return bitsandbytes.optim
+        require_bitsandbytes("train.optim: adamw_8bit")
 
 
 def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
@@ -60,9 +48,13 @@ def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> to
 
         # As in transformers' Trainer: the run's learning rate, not one relative to step and weights.
         return Adafactor(groups, lr=train.learning_rate, scale_parameter=False, relative_step=False)
-    adamw = torch.optim.AdamW if train.optim == "adamw_torch" else import_bitsandbytes().AdamW8bit
     betas = (train.adam_beta1, train.adam_beta2)
-    return adamw(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
+    if train.optim == "adamw_8bit":
+        from bitsandbytes.optim.adamw import AdamW8bit
+
+        return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
+    # The fused kernel has no temporary tensors, for which memory could run out when some weights are updated.
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon, fused=True)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -73,15 +65,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -
 
 def load_optimizer_state(optimizer: Any, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
     """Replace a parameter's state by one that `optimizer_state` returned."""
-    values: dict[str, Any] = {name: loaded(name, value, parameter.device) for name, value in state.items()}
+    values: dict[str, Any] = {name: loaded(value, parameter.device) for name, value in state.items()}
     if "absmax1" in state:
         maps = optimizer.name2qmap
         values |= {name: maps[key].to(parameter.device) for name, key in QUANTIZATION_MAPS.items()}
     optimizer.state[parameter] = values
 
 
-def loaded(name: str, value: Tensor, device: torch.device) -> Tensor | int:
-    """Return a saved value in the form in which optimizers keep it: AdamW of torch counts steps in host memory."""
+def loaded(value: Tensor, device: torch.device) -> Tensor | int:
+    """Return a copy of a saved value, in the form in which optimizers keep it."""
     if value.ndim == 0 and value.dtype == torch.int64:
         return int(value)
-    return value.clone() if name == "step" else value.to(device)
+    return value.to(device, copy=True)

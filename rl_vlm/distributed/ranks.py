@@ -35,21 +35,15 @@ class Ranks:
         Raises LaunchError if accelerate sees another number of them, or if the launcher asks for something that has no
         effect.
         """
-        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+        from accelerate import Accelerator, InitProcessGroupKwargs
 
         self.launch = take_launch()
         check_devices(torch.accelerator.device_count())
 
-        # A micro-batch of text alone leaves the vision tower without gradients.
-        ddp = DistributedDataParallelKwargs(
-            find_unused_parameters=True,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,  # else gradients are held twice
-        )
         self.accelerator: Any = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision="no",
-            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=TIMEOUT)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
         )
         check_launch(self.world_size)
 
@@ -106,8 +100,13 @@ class Ranks:
         if self.world_size > 1:
             torch.distributed.broadcast(tensor, src=0)
 
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over all ranks, in place."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(tensor)
+
     def close(self) -> None:
-        """Leave the process group, whose threads may outlive it (DistributedDataParallel keeps them)."""
+        """Leave the process group, whose threads may outlive it."""
         self.accelerator.end_training()
         if self.world_size > 1:
             time.sleep(SECONDS_TO_FREE)

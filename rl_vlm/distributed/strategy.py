@@ -55,8 +55,12 @@ class Strategy(Protocol):
         """
         ...
 
+    def reserve_update(self) -> None:
+        """Allocate what `update` needs while it changes weights. Called before it; a second call does no harm."""
+        ...
+
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
-        """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
+        """Sum the gradients over ranks, clip them, and update the weights if they and the loss are finite on all ranks.
 
         `loss_is_finite` is that of the loss over all ranks. Returns the gradient's global norm before clipping, and
         whether the weights were updated.

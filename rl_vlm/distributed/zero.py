@@ -104,6 +104,9 @@ class ZeRO:
         factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size if is_share else 1), float("nan"))
         self.engine.backward(loss * factor, scale_wrt_gas=False)
 
+    def reserve_update(self) -> None:
+        """Do nothing: DeepSpeed makes the moments when its engine is built or in its first update."""
+
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
         self.engine.step()
@@ -187,7 +190,7 @@ class ZeRO:
         ):
             if not self.adamw.state.get(flat):
                 moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
-                self.adamw.state[flat] = {"step": torch.tensor(0.0), **moments}
+                self.adamw.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
         self.link_states()
 
     def link_states(self) -> None:

@@ -3,6 +3,7 @@
 output_dir/
     config.yaml                              every setting, resolved
     metrics.jsonl                            one line per optimizer step; step 0 is the evaluation before training
+    micro_batch_tokens.jsonl                 one line per change of the token budget, see rl_vlm/memory/budget.py
     completions/completions_00000.parquet    one row per completion, one file per generation window
     checkpoint-N/                            see rl_vlm/checkpoint.py
     summary.json, reward.png                 the outcome
@@ -26,9 +27,11 @@ import torch
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
+from rl_vlm.log.budget import BUDGET, BudgetLog
 from rl_vlm.log.completions import drop_windows_from
 from rl_vlm.log.files import LOCK, METRICS, disk_errors, refuse_earlier_run
 from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.memory.budget import BudgetChange
 from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = MetricsLog(path / METRICS)
+        self.budget = BudgetLog(path / BUDGET)
 
     @property
     def is_visible(self) -> bool:
@@ -68,6 +72,7 @@ class RunDirectory:
         generated for. Called after all checks of the settings, since it deletes files.
         """
         self.metrics.truncate_after(last_line)
+        self.budget.keep_for(step, config.memory.micro_batch_tokens)
         drop_windows_from(self.path, next_window)
         for directory in self.path.iterdir():
             match = re.fullmatch(r"(unfinished-)?checkpoint-(\d+)", directory.name)
@@ -83,6 +88,10 @@ class RunDirectory:
     def append_metrics(self, line: dict[str, Any]) -> None:
         with disk_errors(self.path):
             self.metrics.append(line)
+
+    def append_budget_change(self, change: BudgetChange) -> None:
+        with disk_errors(self.path):
+            self.budget.append(change)
 
     def write_nonfinite(self, groups: Sequence[ScoredGroup], step: int, rank: int) -> None:
         """Write the groups of a step whose loss or gradient was not finite. A full disk is no error here."""

@@ -86,6 +86,13 @@ class Size:
         return self.vision_tokens + (self.unique_tokens if shared else self.num_rows * self.longest_row)
 
 
+def batch_tokens(batch: MicroBatch, vision_tokens: VisionTokens) -> int:
+    """Return the tokens of a micro-batch, as the budget counts them."""
+    images = [0 if subgroup.vision_apart else vision_tokens(subgroup.prompt) for subgroup in batch.subgroups]
+    sizes = [Size.of(s.scored, s.members, tokens) for s, tokens in zip(batch.subgroups, images, strict=True)]
+    return sum(sizes, Size()).tokens(batch.shared)
+
+
 def sharing_ratio(group: ScoredGroup) -> float:
     """Compute the language tokens of one padded row per completion, divided by those of the shared row."""
     size = Size.of(group, valid_members(group))

@@ -147,7 +147,9 @@ class WholeGroupTrainer(TracedTrainer):
 
         self.policy.vision.run = traced
 
-    def pack(self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup) -> list[MicroBatch]:
+    def pack(
+        self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup, together: bool
+    ) -> list[MicroBatch]:
         """Return one micro-batch per group."""
         shared = why_dense(groups[0], sharing) is None
         return [MicroBatch([SubGroup(group, valid_members(group))], shared) for group in groups]

@@ -19,6 +19,7 @@ from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
@@ -142,7 +143,9 @@ class TracedTrainer(Trainer):
         self.phases: dict[str, Phase] = {}
         optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
         collector = GivenGroups(groups, config.algorithm.num_iterations)
-        super().__init__(config, ranks, policy, reference, optimizer, collector, Progress(num_steps))
+        progress = Progress(num_steps, micro_batch_tokens=config.memory.micro_batch_tokens)
+        recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
+        super().__init__(config, ranks, policy, reference, optimizer, collector, progress, recovery)
         self.engine_checked = True  # there is no engine
 
     def traced_step(self) -> StepTrace:

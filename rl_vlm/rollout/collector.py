@@ -294,7 +294,10 @@ class Collector:
         rollout = self.config.rollout
         with metrics.stage("generation"):
             sampling = sampling_params(self.config, rollout.num_generations, rollout.temperature, limit)
-            return self.engine.generate(requests, sampling)
+            groups = self.engine.generate(requests, sampling)
+        for name, count in self.engine.take_counters().items():
+            metrics.add_sum(name, count)
+        return groups
 
     def score(self, groups: list[Group], state: TrainerState, metrics: StepMetrics) -> RewardTable:
         """Call the reward functions on the groups."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class OpenAIEngine:
         self.model = config.model.model_name_or_path
         self.extensions = extensions(config)
         self.policy_version = 0
+        self.counters: Counter[str] = Counter()
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order. Raises RolloutError if a request fails for good."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -44,6 +45,8 @@ class RolloutEngine(Protocol):
 
     policy_version: int
     """Number of policy updates that the engine's weights include."""
+    counters: Counter[str]
+    """Events since they were last read, by the metric that counts them, such as `out_of_memory/rollout`."""
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order, each of `sampling.num_generations` completions."""
@@ -79,6 +82,12 @@ class SyncedEngine:
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order."""
         return self.engine.generate(requests, sampling)
+
+    def take_counters(self) -> Counter[str]:
+        """Return the engine's counters, and set them to 0."""
+        counters = self.engine.counters.copy()
+        self.engine.counters.clear()
+        return counters
 
     def sync(self, version: int) -> int:
         """Send the policy's weights after `version` updates. Returns the number of bytes sent."""

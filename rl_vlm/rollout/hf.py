@@ -10,6 +10,8 @@ whole batch and take settings from the checkpoint's generation config.
 from __future__ import annotations
 
 import copy
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import OutOfMemory
+from rl_vlm.memory.recovery import first_line, free_memory, is_out_of_memory
 from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.vision import VisionEncoder
@@ -31,6 +35,8 @@ from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 COMPACT_FRACTION = 0.25
 """Share of finished completions at which they are removed from the batch. Copying the cache costs about one forward."""
@@ -91,6 +97,7 @@ class HFEngine:
         self.max_num_seqs = max_num_seqs
         self.autocast = autocast
         self.policy_version = 0
+        self.counters: Counter[str] = Counter()
         self.lockstep: Lockstep | None = None
         """Set if all ranks must run each forward together."""
 
@@ -139,18 +146,49 @@ class HFEngine:
         """
         lengths = [(request.num_paused_tokens, len(request.prompt.token_ids)) for request in requests]
         by_length = sorted(range(len(requests)), key=lengths.__getitem__)
-        prompts_at_once = max(1, self.max_num_seqs // sampling.num_generations)
-        if self.vision.family.cross_attends:
-            prompts_at_once = 1
         groups: dict[int, Group] = {}
         with generation_mode(self.model), self.autocast(self.lockstep is None):
             for _, equally_long in groupby(by_length, key=lambda i: lengths[i][0]):
                 alike = list(equally_long)
-                for start in range(0, len(alike), prompts_at_once):
-                    indices = alike[start : start + prompts_at_once]
-                    batch = self.generate_batch([requests[i] for i in indices], sampling)
-                    groups |= zip(indices, batch, strict=True)
+                while alike:
+                    indices = alike[: self.prompts_at_once(sampling)]
+                    batch = self.try_batch([requests[i] for i in indices], sampling)
+                    if batch is not None:
+                        groups |= zip(indices, batch, strict=True)
+                        alike = alike[len(indices) :]
         return [groups[i] for i in range(len(requests))]
+
+    def prompts_at_once(self, sampling: Sampling) -> int:
+        """Return the number of prompts in a batch."""
+        return 1 if self.vision.family.cross_attends else max(1, self.max_num_seqs // sampling.num_generations)
+
+    def try_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group] | None:
+        """Generate the groups of one batch. If memory runs out, halve `max_num_seqs` and return None.
+
+        Completions do not depend on it, since each draws from its own random stream. Raises OutOfMemory if a single
+        completion does not fit. An error within forwards that all ranks run together is raised as it is.
+        """
+        try:
+            return self.generate_batch(requests, sampling)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.lockstep is not None:
+                raise
+            reason = first_line(error)
+        num = min(self.max_num_seqs, len(requests) * sampling.num_generations)
+        if num == 1:
+            raise OutOfMemory(
+                f"a rollout of a single completion of sample {requests[0].prompt.sample.sample_id} does not fit in "
+                f"memory ({reason}). Set rollout.max_completion_length or data.max_pixels lower, or set rollout.engine "
+                "to vllm_server, on other devices."
+            )
+        free_memory()
+        self.max_num_seqs = num // 2
+        self.counters["out_of_memory/rollout"] += 1
+        logger.warning(
+            "a rollout of %d completions at once ran out of memory (%s): max_num_seqs is %d from now on, and they are "
+            "generated again", num, reason, self.max_num_seqs,
+        )  # fmt: skip
+        return None
 
     def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate the groups of one batch. A group of more than `max_num_seqs` completions is decoded in slices."""

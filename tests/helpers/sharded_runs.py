@@ -76,8 +76,13 @@ class Runs:
         for name, settings in variants.items():
             own = {**SETTINGS, **settings}
             configs[name] = tiny_run.make_config(own.pop("checkpoint"), directory / name, **own)
-            (directory / f"{name}.yaml").write_text(to_yaml(configs[name]))
-        return Runs(directory, configs)
+        return Runs(directory, configs).write()
+
+    def write(self) -> Runs:
+        """Write a config file for each run."""
+        for name, config in self.configs.items():
+            (self.directory / f"{name}.yaml").write_text(to_yaml(config))
+        return self
 
     @property
     def files(self) -> list[Path]:

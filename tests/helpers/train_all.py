@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.run import train
 from rl_vlm.trainer import Trainer
+from rl_vlm.types import MicroBatch
 
 FAULT = "fault-"
 """A config file `fault-X.yaml` has a fault in its second step: the loss is multiplied by X, or X is `gradient`."""
+OUT_OF_MEMORY = "out-of-memory-"
+"""In a config file `out-of-memory-X.yaml` the last rank runs out of memory in X, `forward` or `backward`, once in the
+first step, if it can recover, and once in the second: in the first micro-batch that can be split."""
 CHECKED = "checked"
 """The engine of a config file of this name is compared with the policy, as engines with weights of their own are."""
 
@@ -49,10 +56,31 @@ def with_check() -> Any:
     return mock.patch.object(Trainer, "start_step", start_step)
 
 
+def out_of_memory(kind: str) -> Any:
+    """Return a patch with which the last rank runs out of memory in the first two steps, or in the second."""
+    loss, calls = Trainer.loss, Counter()
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    def failing_loss(trainer: Trainer, batch: MicroBatch, output: Any, *rest: Any) -> Any:
+        step = trainer.progress.global_step
+        may_fail = step < 2 and (step == 1 or not trainer.optimizer.strategy.is_sharded)
+        if may_fail and trainer.ranks.rank == trainer.ranks.world_size - 1 and len(batch.completions) > 1:
+            calls[step] += 1
+            if calls[step] == 1:
+                fail() if kind == "forward" else output.logprobs_NT.register_hook(fail)
+        return loss(trainer, batch, output, *rest)
+
+    return mock.patch.object(Trainer, "loss", failing_loss)
+
+
 def train_file(path: Path) -> None:
     """Train the config of a file, with what its name says."""
     if path.stem.startswith(FAULT):
         patch = with_fault(path.stem.removeprefix(FAULT))
+    elif path.stem.startswith(OUT_OF_MEMORY):
+        patch = out_of_memory(path.stem.removeprefix(OUT_OF_MEMORY))
     else:
         patch = with_check() if path.stem == CHECKED else nullcontext()
     with patch:

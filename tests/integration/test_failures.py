@@ -24,22 +24,22 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch
 from tests.helpers import tiny_run
+from tests.helpers.builders import make_group, make_prompt
 from tests.helpers.resuming import assert_same_run, config_of, resumed
 from tests.helpers.tiny_run import make_config, metric_lines
 from tests.helpers.two_processes import launch
 
 
 def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> None:
-    """Let the method do its work at its `call`-th call, from 1, and then run out of memory."""
+    """Let the method do its work at its `call`-th call, from 1, and then fail."""
     function, calls = getattr(owner, method), []
 
     def failing(*arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
         calls.append(method)
         if len(calls) == call:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise RuntimeError("CUDA error: an illegal memory access")
         return result
 
     patch.setattr(owner, method, failing)
@@ -51,7 +51,7 @@ def test_an_error_in_a_step_saves_the_step_before(variant, owner, method, tiny_c
     """`Collector.score` has drawn random numbers by then: the coin's."""
     train(config_of(variant, tiny_checkpoint, tmp_path / "straight"))
     config = config_of(variant, tiny_checkpoint, tmp_path / "failed", save_steps=0)
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal memory access"):
         fail_in(patch, owner, method, call=2)
         train(config)
     (saved,) = checkpoint.complete(tmp_path / "failed")
@@ -64,7 +64,7 @@ def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 2, "eval_on_start": False}
     train(config_of("full", tiny_checkpoint, tmp_path / "straight", **settings))
     config = config_of("full", tiny_checkpoint, tmp_path / "failed", save_steps=0, **settings)
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal memory access"):
         fail_in(patch, Evaluator, "evaluate_rows", call=2)
         train(config)
     assert checkpoint.complete(tmp_path / "failed") == [tmp_path / "failed" / "checkpoint-4"]
@@ -75,7 +75,7 @@ def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint
 
 def test_an_error_within_an_update_saves_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
     fail_in(monkeypatch, DDP, "update", call=3)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="illegal memory access"):
         train(make_config(tiny_checkpoint, tmp_path, save_steps=1))
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
     assert "step, 2, is not saved: the error came within the update" in caplog.text
@@ -164,12 +164,13 @@ def test_a_norm_that_is_not_finite_on_another_rank_skips_the_update_on_all(tiny_
     monkeypatch.setattr(run.trainer.optimizer.torch_optimizer, "step", lambda: updates.append("update"))
     of_others = iter([0.0, 0.0, 0.0, 1.0])  # loss and number of norms that are not finite, of two steps
     monkeypatch.setattr(Ranks, "sum", lambda _, values: [values[0] + next(of_others)])
-    batches = [object.__new__(MicroBatch)]
+    monkeypatch.setattr(run.trainer, "contributing", list)
+    groups = [make_group(make_prompt(tiny_checkpoint, []), [2])]
     monkeypatch.setattr(run.trainer, "stop_if_nonfinite", lambda *_: None)
-    run.trainer.update(torch.tensor(0.5), batches, StepMetrics())
+    run.trainer.update(torch.tensor(0.5), groups, StepMetrics())
     assert updates == ["update"]
     metrics = StepMetrics()
-    run.trainer.update(torch.tensor(0.5), batches, metrics)
+    run.trainer.update(torch.tensor(0.5), groups, metrics)
     assert updates == ["update"] and metrics.means["skipped_updates/nonfinite"] == [1.0, 1]
     run.close()
 

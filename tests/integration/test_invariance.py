@@ -87,7 +87,7 @@ def steps(
     updates = trainer.optimizer.torch_optimizer
     monkeypatch.setattr(updates, "step", lambda: gradients.update(take_gradients(trainer.policy)))
     monkeypatch.setattr(trainer, "sharing", sharing)
-    monkeypatch.setattr(trainer.config.memory, "micro_batch_tokens", budget)
+    monkeypatch.setattr(trainer.progress, "micro_batch_tokens", budget)
     monkeypatch.setattr(trainer.config, "algorithm", AlgorithmConfig(**algorithm))
     window.updates_done = 0
     for scored in window.groups:
@@ -178,7 +178,7 @@ def test_two_processes_train_as_one(checkpoint: Path, tmp_path: Path) -> None:
         checkpoint, tmp_path, max_steps=6, gradient_accumulation_steps=1, steps_per_generation=2, num_iterations=2,
         micro_batch_tokens=150, mask_truncated_completions=True,
     )  # fmt: skip
-    assert lines[5]["compute/dense_forwards"] == lines[5]["compute/shared_forwards"]  # dummies, on the other process
+    assert "compute/dense_forwards" not in lines[5]  # the other process runs nothing, not even dummies
 
 
 @pytest.mark.ci

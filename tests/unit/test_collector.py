@@ -1,6 +1,7 @@
 """Windows of three prompts with two completions each, from a generator whose answers are written down."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +52,7 @@ class Script:
         self.answers = {name: [group.split() for group in groups.split(",")] for name, groups in answers.items()}
         self.calls: list[list[str]] = []
         self.policy_version = 5
+        self.counters: Counter[str] = Counter()
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         self.calls.append([request.group_id for request in requests])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_vlm.distributed.gradients import clip_and_update
+from rl_vlm.distributed.gradients import clip_and_update, reserve_update
 from rl_vlm.distributed.ranks import Ranks
 
 
@@ -18,6 +18,7 @@ def test_a_missing_gradient_is_a_gradient_of_0() -> None:
     for step in range(2):
         used.grad = torch.tensor([1.0])
         idle.grad = torch.tensor([1.0]) if step == 0 else None
+        reserve_update(adamw)
         norm, is_updated = clip_and_update(Ranks(), adamw, max_norm=0.0, loss_is_finite=True)
         assert is_updated
         assert norm == pytest.approx([2**0.5, 1.0][step])
@@ -34,5 +35,6 @@ def test_no_weight_changes_if_anything_is_not_finite(
     monkeypatch.setattr(Ranks, "sum", lambda _, values: [value + others for value in values])
     used, idle, adamw = make_adamw()
     used.grad = torch.tensor([gradient])
+    reserve_update(adamw)
     assert not clip_and_update(Ranks(), adamw, 1.0, loss_is_finite)[1]
     assert [used.item(), idle.item()] == [2.0, 2.0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -55,6 +56,7 @@ class VLLMEngine:
         self.llm: Any = start_vllm(arguments | {"weight_transfer_config": {"backend": "rl_vlm"}})
         self.max_model_length: int = self.llm.model_config.max_model_len
         self.adapter: Any = None
+        self.counters: Counter[str] = Counter()
         self.set_version(-1)  # no weights have been sent
         if adapter is not None:
             self.load_adapter(adapter)

@@ -11,6 +11,7 @@ import logging
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +76,7 @@ class VLLMServers:
         self.sends_weights = sends_weights
         self.policy_version = -1  # unknown weights: the policy's are sent before the first rollout
         self.has_adapter = False
+        self.counters: Counter[str] = Counter()
         self.max_num_seqs = max_num_seqs
         self.run = run
         self.stop_servers = close

@@ -1,0 +1,63 @@
+"""The token budget of micro-batches: in force in `Progress`, and each change recorded with its step.
+
+A resumed run replays the changes after its checkpoint: it makes the micro-batches that the first run made, and so
+computes the same sums.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_vlm.types import Progress
+
+logger = logging.getLogger(__name__)
+
+BudgetReason = Literal["out_of_memory"]
+
+
+@dataclass(frozen=True)
+class BudgetChange:
+    """A change of the budget, as a line of `micro_batch_tokens.jsonl`."""
+
+    step: int
+    """The optimizer step that it was made in, counted from 1."""
+    stage: str
+    """The stage of the step that begins, or begins again, with the new budget."""
+    micro_batch_tokens: int
+    setting: int
+    """`memory.micro_batch_tokens` of the run that made it. A run with another setting does not replay the change."""
+    reason: BudgetReason
+    message: str
+
+
+class Budget:
+    """The budget in force, on one rank. All ranks change it together."""
+
+    def __init__(self, progress: Progress, setting: int, write: Callable[[BudgetChange], None]) -> None:
+        """`write` records a change in the run directory."""
+        self.progress = progress
+        self.setting = setting
+        self.write = write
+        self.to_replay: Sequence[BudgetChange] = ()
+        """Recorded changes after the checkpoint that the run is resumed from."""
+
+    @property
+    def tokens(self) -> int:
+        return self.progress.micro_batch_tokens
+
+    def change(self, tokens: int, stage: str, reason: BudgetReason, message: str, is_writer: bool) -> None:
+        """Set the budget from a stage of this step on, and say why; `is_writer` is the rank that records it."""
+        self.progress.micro_batch_tokens = tokens
+        if is_writer:
+            self.write(BudgetChange(self.progress.global_step + 1, stage, tokens, self.setting, reason, message))
+            logger.warning("%s", message)
+
+    def replay(self, stage: str) -> list[BudgetChange]:
+        """Make the changes that were recorded at this stage of this step, and return them."""
+        found = [c for c in self.to_replay if (c.step, c.stage) == (self.progress.global_step + 1, stage)]
+        for change in found:
+            self.progress.micro_batch_tokens = change.micro_batch_tokens
+        return found
