@@ -89,7 +89,6 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
         ("qwen3_vl", {"model": LORA}),
         ("internvl", {}),
         ("gemma3", {}),
-        ("qwen3_vl_moe", {}),
         ("qwen3_5", {}),
         ("qwen3_5", {"memory": {"gradient_checkpointing": True}}),
     ],

@@ -87,3 +87,15 @@ def test_modules_become_fake_and_keep_ties_and_integers():
 def test_an_operator_that_fails_on_values_fails():
     with fake_tensors(), pytest.raises(RuntimeError):
         torch.add(torch.arange(3), torch.arange(2))
+
+
+def test_products_of_experts_in_float32():
+    with fake_tensors():
+        rows, matrices = torch.empty(5, 16, requires_grad=True), torch.empty(3, 16, 8, requires_grad=True)
+        offsets = torch.tensor([1, 3, 5], dtype=torch.int32)
+        made = torch.nn.functional.grouped_mm(rows, matrices, offs=offsets)
+        assert made.shape == (5, 8)
+        made.sum().backward()
+        for tensor in (rows, matrices):
+            assert tensor.grad is not None
+            assert tensor.grad.shape == tensor.shape
