@@ -69,9 +69,11 @@ TOY_QWEN3_VL: Shape = (
      "deepstack_visual_indexes": [0]},
 )  # fmt: skip
 
+SIX_LAYERS: Shape = (SMALL[0] | {"num_hidden_layers": 6}, SMALL[1])
+"""Fifty-six million parameters."""
 QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
 SHAPES = {
-    "small": SMALL, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
+    "small": SMALL, "six_layers": SIX_LAYERS, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
     "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL,
 }  # fmt: skip
 LORA_R = 5

@@ -80,6 +80,8 @@ class IntegerValues(TorchDispatchMode):
         if func in INDEXING:
             flat, spec = tree_flatten(((args[0], self.places(args[1]), *args[2:]), kwargs or {}))
         args, kwargs = tree_unflatten([self.fake(x) if isinstance(x, Tensor) else x for x in flat], spec)
+        if func is aten._grouped_mm.default:  # of experts; the fake operator knows bfloat16 only
+            return grouped_product(*args[:3])
         return func(*args, **kwargs)
 
     def value(self, tensor: Tensor) -> Tensor | None:
@@ -167,6 +169,12 @@ def makes_integers(func: Any, spec: Any, flat: list[Any]) -> bool:
     if dtype is None:
         return func in ARANGE and all(isinstance(x, int) for x in flat if isinstance(x, int | float))
     return has_values(dtype)
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Make the product of groups of rows with a matrix each, or the gradient of the matrices (`right` has rows)."""
+    shape = left.shape[0], right.shape[-1]
+    return left.new_empty((len(offsets), *shape) if right.ndim == 2 else shape)
 
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,104 @@
+"""Bytes of steps on fake tensors, against those of the same steps on real ones."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.model.loading import load_policy
+from rl_vlm.model.reference import load_reference
+from rl_vlm.plan.live import LiveBytes
+from rl_vlm.plan.trace import TracedTrainer, trace_steps
+from rl_vlm.types import ScoredGroup
+from tests.helpers.builders import make_groups, noise_image
+from tests.tiny.build import build_tiny
+
+pytestmark = pytest.mark.ci
+
+NUM_STEPS = 2
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 4.0, "freeze_vision_tower": True}
+
+
+class RealBytes(LiveBytes):
+    """Counts the storages of real tensors by their data pointers. Those that exist at the start do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        self.existing = {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.count(tensor.untyped_storage())
+        return out
+
+    def count(self, storage: Any) -> None:
+        pointer = storage.data_ptr()
+        if pointer and pointer not in self.existing | self.sizes.keys():
+            self.sizes[pointer] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, pointer)
+
+
+def traced(config: RunConfig, checkpoint: Path, groups: list[ScoredGroup]) -> list[dict[str, list[int]]]:
+    steps = trace_steps(config, str(checkpoint), groups, NUM_STEPS)
+    return [growth(step.phases) for step in steps]
+
+
+def measured(config: RunConfig, checkpoint: Path, groups: list[ScoredGroup]) -> list[dict[str, list[int]]]:
+    policy = load_policy(config, str(checkpoint))
+    reference = load_reference(config, str(checkpoint), policy, resumed=None)
+    with RealBytes() as live:
+        trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, live)
+        return [growth(trainer.traced_step().phases) for _ in range(NUM_STEPS)]
+
+
+def growth(phases: dict[str, Any]) -> dict[str, list[int]]:
+    """Bytes in each phase at most and at its end, above those before it."""
+    return {name: [phase.peak - phase.before, phase.after - phase.before] for name, phase in phases.items()}
+
+
+def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
+    given: dict[str, Any] = {
+        "model": {"model_name_or_path": str(checkpoint)},
+        "rollout": {"num_generations": 4, "max_completion_length": 24},
+        "memory": {"micro_batch_tokens": 150, "gradient_checkpointing": False},
+    }
+    return RunConfig.model_validate({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
+
+
+@pytest.mark.parametrize(
+    ("family", "sections"),
+    [
+        ("qwen2_5_vl", {}),
+        ("qwen2_5_vl", {"memory": {"gradient_checkpointing": True}}),
+        ("qwen2_5_vl", {"algorithm": {"beta": 0.1}}),
+        ("qwen2_5_vl", {"model": LORA, "algorithm": {"beta": 0.1}}),
+        ("qwen2_5_vl", {"model": {"dtype": "bfloat16"}}),
+        ("qwen2_5_vl", {"train": {"optim": "adafactor"}}),
+        ("qwen3_vl", {"memory": {"gradient_checkpointing": True}}),
+        ("qwen3_vl", {"model": LORA}),
+        ("internvl", {}),
+        ("gemma3", {}),
+        ("qwen3_5", {}),
+        ("qwen3_5", {"memory": {"gradient_checkpointing": True}}),
+    ],
+)
+def test_bytes_of_each_phase(family: str, sections: dict[str, Any], tmp_path: Path):
+    checkpoint = build_tiny(family, tmp_path)
+    config = run_config(checkpoint, **sections)
+    groups = make_groups(checkpoint, [([noise_image(32, 32, seed=i)], [24, 20, 16, 8]) for i in range(2)])
+    planned, found = traced(config, checkpoint, groups), measured(config, checkpoint, groups)
+    for planned_step, found_step in zip(planned, found, strict=True):
+        assert planned_step.keys() == found_step.keys()
+        for phase, values in found_step.items():
+            assert planned_step[phase] == pytest.approx(values, rel=0.01, abs=1000), phase
