@@ -63,9 +63,9 @@ def test_state_of_each_optimizer():
 
 
 def test_temporary_tensors_of_an_update():
-    # Two halves for ZeRO: the square roots, and the gradients in one tensor.
+    # DeepSpeed makes its gradients one tensor. The kernels of AdamW need nothing.
     assert [ENGINES[name].update(WEIGHTS, 2, "adamw_torch") / UNIT for name in ("ddp", "fsdp2", "zero2", "zero3")] == [
-        1.0, 0.5, 1.0, 1.0
+        0.0, 0.0, 0.5, 0.5
     ]  # fmt: skip
     assert ENGINES["ddp"].update(WEIGHTS, 1, "adamw_8bit") == 0
     assert ENGINES["ddp"].update(WEIGHTS, 1, "adafactor") == 3 * 4 * 50
