@@ -17,6 +17,7 @@ from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.errors import ConfigError, RLVLMError
+from rl_vlm.memory.allocator import configure_allocator
 
 EXIT_SECONDS = 30.0
 """Time that threads and processes which users' functions started have to end after a command."""
@@ -29,6 +30,7 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
 
         return _show(*dry_run_training(config))
     check_trainable(config)
+    configure_allocator(config)
     plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     from rl_vlm.log.outcome import training_outcome
     from rl_vlm.run import train

@@ -10,7 +10,8 @@ from rl_vlm.config.schema import RunConfig
 UNCHANGEABLE = {
     "the checkpoint's weights were trained with the old value": (
         "model.use_peft", "model.lora_r", "model.lora_alpha", "model.lora_target_modules", "model.lora_exclude_modules",
-        "model.init_lora_weights", "model.use_rslora", "model.freeze_vision_tower", "algorithm.sync_ref_model",
+        "model.init_lora_weights", "model.use_rslora", "model.freeze_vision_tower",
+        "model.trainable_modules", "algorithm.sync_ref_model",
     ),
     "the checkpoint's optimizer state is that of the old value": ("train.optim",),
     "rows are drawn in an order that follows from it": ("train.seed", "data.shuffle_dataset"),

@@ -29,6 +29,8 @@ SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
 def conflicts_of(config: RunConfig) -> Iterator[str]:
     """Yield one message per conflict."""
     yield from unread_settings(config)
+    yield from _model_conflicts(config)
+    yield from _memory_conflicts(config)
     yield from _rollout_conflicts(config)
     yield from _vllm_conflicts(config)
     yield from _reward_conflicts(config)
@@ -40,6 +42,28 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
 def _changed(section: Section) -> list[str]:
     """Return the names of the settings of a section that differ from their defaults."""
     return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+
+
+def _memory_conflicts(config: RunConfig) -> Iterator[str]:
+    if config.memory.expandable_segments and config.vllm.vllm_enable_sleep_mode:
+        yield (
+            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`: vLLM cannot put such segments to "
+            "sleep; leave one of them out"
+        )
+
+
+def _model_conflicts(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.trainable_modules is not None and model.use_peft:
+        yield (
+            "`trainable_modules` cannot be used with `use_peft`, which trains an adapter and no other weights; choose "
+            "the adapter's modules with `lora_target_modules`, or set `use_peft` to false"
+        )
+    if model.trainable_modules is not None and model.freeze_vision_tower:
+        yield (
+            "`trainable_modules` and `freeze_vision_tower` are both given; keep one of them: `trainable_modules` "
+            "freezes all modules that it does not name"
+        )
 
 
 def _rollout_conflicts(config: RunConfig) -> Iterator[str]:

@@ -44,6 +44,9 @@ class ModelConfig(Section):
     """Attention implementation of the vision tower and of the dense path."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients."""
+    trainable_modules: list[str] | str | None = None
+    """Modules to train; all others are frozen. A list of names, or a regular expression for whole module paths. The
+    names `lm_head`, `language_model`, `projector` and `vision_tower` mean these parts in every family. Default: all."""
     use_peft: bool = False
     """Train a LoRA adapter instead of the full weights."""
     lora_r: int = Field(default=16, ge=1)
@@ -350,8 +353,14 @@ class MemoryConfig(Section):
     """Budget of one forward and backward pass in language tokens; the loss and gradient do not depend on it."""
     prefix_sharing: Literal["auto", "shared", "dense"] = "auto"
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | Literal["vision_tower", "language_model"] = False
+    """Recompute activations in the backward pass instead of keeping them: of all layers, or of one part's."""
+    activation_offloading: bool = False
+    """Keep activations of a GPU in host memory until the backward pass: with `gradient_checkpointing` the inputs of
+    layers, else all of them."""
+    expandable_segments: bool | None = None
+    """Let PyTorch's CUDA allocator grow its segments, which avoids fragmentation (`PYTORCH_ALLOC_CONF`; a value in the
+    environment wins). Not with `vllm_enable_sleep_mode`. Default: true with `engine` hf."""
 
 
 class LogConfig(Section):

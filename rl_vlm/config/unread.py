@@ -178,6 +178,13 @@ UNREAD = (
         "set that to true",
     ),
     Unread(
+        "memory",
+        "gradient_checkpointing",
+        lambda run: run.memory.gradient_checkpointing == "vision_tower" and run.model.freeze_vision_tower,
+        "on a frozen vision tower, which keeps no activations",
+        "use language_model",
+    ),
+    Unread(
         "evaluation",
         "endpoint_max_concurrency endpoint_timeout endpoint_max_retries",
         lambda run: run.evaluation.endpoint_url is None,

@@ -63,7 +63,8 @@ class Family:
 
     model_type: str
     vision_modules: tuple[str, ...]
-    """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens."""
+    """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens, in
+    this order. A tower that is alone contains its projector."""
     prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]] = text_positions
     """Position ids of a prompt. Each completion continues at their maximum + 1, on every axis."""
     other_placeholders: tuple[str, ...] = ("video_token_id",)
@@ -87,6 +88,11 @@ class Family:
         """Prefixes of the names of vision parameters."""
         return tuple(f"{name}." for name in self.vision_modules)
 
+    @property
+    def projector_modules(self) -> tuple[str, ...]:
+        """Names of the projector, which maps the tower's output to the language model's width, and of such vectors."""
+        return self.vision_modules[1:] or tuple(f"{self.vision_modules[0]}.{name}" for name in PROJECTORS_WITHIN)
+
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
         """Return the placeholder tokens, which must never be sampled: no forward could compute the completion again."""
         if self.cross_attends:
@@ -105,6 +111,8 @@ class Family:
         return [p for name, p in model.named_parameters() if f"{name}.".startswith(self.vision_prefixes)]
 
 
+PROJECTORS_WITHIN = ("merger", "deepstack_merger_list")
+"""Projectors of towers that contain them (Qwen, GLM)."""
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
 PROJECTOR_PER_IMAGE = "its projector runs once per image"

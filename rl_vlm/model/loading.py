@@ -26,7 +26,9 @@ from rl_vlm.model.families import family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
 from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
+from rl_vlm.model.recomputation import enable_recomputation
 from rl_vlm.model.shared_prefix import enable_shared_rows
+from rl_vlm.model.trainable import freeze_untrained
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
 from rl_vlm.types import Prompt, Sharing
 
@@ -59,23 +61,19 @@ def load_policy(
     disable_dropout(model)
     transformer = base_model(model)
     family = family_of(transformer.config)
-    if config.model.freeze_vision_tower:
-        for parameter in family.vision_parameters(transformer):
-            parameter.requires_grad_(False)
+    freeze_untrained(model, transformer, family, config.model)
     if config.model.attn_implementation == "sdpa" and not family.hybrid:
         enable_shared_rows(transformer)
     use_linear_patches(transformer)
-    if config.memory.gradient_checkpointing:
-        # Without dropout no layer draws random numbers, and a reward function may draw some meanwhile.
-        transformer.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        transformer.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
+    enable_recomputation(transformer, family, config.memory.gradient_checkpointing)
     refuse_unshareable(transformer, config.memory, config.model)
 
     compute_dtype = getattr(torch, config.model.dtype)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(compute_dtype)
-    return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features)
+    offloads = config.memory.activation_offloading
+    return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features, offloads)
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_vlm.distributed.shards import local_part
 from rl_vlm.model.families import Family
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
+from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import shared_row
 from rl_vlm.model.vision import NO_RUNS, FeatureCache, TowerRuns, VisionEncoder
 from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, pad_rows
@@ -44,11 +45,12 @@ class Policy(nn.Module):
         compute_dtype: torch.dtype,
         idle_prompt: Prompt | None = None,
         features: FeatureCache | None = None,
+        offloads_activations: bool = False,
     ) -> None:
         """`model` is a transformers model or a PEFT model around one; `compute_dtype` is the autocast precision.
 
         `idle_prompt` has an image, for ranks that run the vision tower without effect. `features` is the cache of
-        another policy with the same frozen vision tower.
+        another policy with the same frozen vision tower. `offloads_activations` keeps activations in host memory.
         """
         super().__init__()
         self.model: Any = model
@@ -56,6 +58,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.banned_token_ids = family.banned_token_ids(self.transformer.config)
+        self.offloads_activations = offloads_activations
         self.counters: Counter[str] = Counter()
         cache = FeatureCache() if features is None else features
         self.vision = VisionEncoder(self.transformer, family, self.counters, idle_prompt, cache)
@@ -110,8 +113,12 @@ class Policy(nn.Module):
         """
         if isinstance(work, MicroBatch):
             return self.score(work, runs)
-        with self.autocast(keeps_casts=False):
+        with self.autocast(keeps_casts=False), self.offloading():
             return self.vision.kept_loss(work)
+
+    def offloading(self) -> AbstractContextManager[Any]:
+        """Keep the block's activations in host memory if `offloads_activations` is set."""
+        return ActivationOffloading(self.device) if self.offloads_activations else nullcontext()
 
     def score(self, batch: MicroBatch, runs: TowerRuns) -> PolicyOutput:
         """Compute log-probs of a micro-batch's completions at the sampling temperature, and detached entropies.
@@ -121,7 +128,7 @@ class Policy(nn.Module):
         """
         check_completions(batch, self.banned_token_ids)
         by_cache = batch.shared and self.family.hybrid
-        with self.autocast(keeps_casts=False):
+        with self.autocast(keeps_casts=False), self.offloading():
             # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
             self.vision.keep(batch, runs.before)
             num_idle = runs.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
+from rl_vlm.model.recomputation import recomputes_vision
 from rl_vlm.types import MicroBatch, Prompt, Sample, concatenate_images
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class VisionEncoder:
     @cached_property
     def is_frozen(self) -> bool:
         return not any(p.requires_grad for p in self.family.vision_parameters(self.model))
+
+    @cached_property
+    def is_recomputed(self) -> bool:
+        return recomputes_vision(self.model, self.family)
 
     def tokens(self, prompt: Prompt) -> int:
         """Return the cost of a prompt's images in a micro-batch, in language tokens; 0 if the tower is frozen."""
@@ -153,7 +158,7 @@ class VisionEncoder:
         """Run the tower once on the images of all prompts."""
         inputs = concatenate_images(prompts, self.model.device)
         self.counters["vision_forwards"] += 1
-        if torch.is_grad_enabled() and self.model.is_gradient_checkpointing:
+        if torch.is_grad_enabled() and self.is_recomputed:
             self.counters["vision_recomputations"] += 1
         self.counters["vision_patches"] += sum(num_patches(self.model.config, prompt) for prompt in prompts)
         if self.family.cross_attends:

@@ -52,7 +52,7 @@ def test_every_setting_is_read():
 
 READ_BY_EVERY_RUN = set(
     """
-    model_name_or_path trust_remote_code dtype attn_implementation freeze_vision_tower use_peft
+    model_name_or_path trust_remote_code dtype attn_implementation freeze_vision_tower trainable_modules use_peft
     dataset_name eval_dataset_name columns ignore_columns text_only on_bad_row
     prompt_template system_prompt image_root chat_template_kwargs max_prompt_length
     min_pixels max_pixels max_image_pixels shuffle_dataset dataloader_num_workers
@@ -63,7 +63,7 @@ READ_BY_EVERY_RUN = set(
     output_dir overwrite_output_dir resume_from_checkpoint seed prompts_per_step per_device_train_batch_size
     gradient_accumulation_steps steps_per_generation num_train_epochs max_steps learning_rate lr_scheduler_type
     optim weight_decay max_grad_norm save_steps save_total_limit eval_on_start
-    endpoint_url micro_batch_tokens prefix_sharing gradient_checkpointing
+    endpoint_url micro_batch_tokens prefix_sharing activation_offloading expandable_segments
     report_to log_completions num_completions_to_print disable_tqdm
     """.split()
 )

@@ -38,14 +38,18 @@ def sharpen(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def make_policy(checkpoint: Path, gradient_checkpointing: bool = False, **model: Any) -> Policy:
+def make_policy(
+    checkpoint: Path, gradient_checkpointing: bool | str = False, activation_offloading: bool = False, **model: Any
+) -> Policy:
     """A policy in train mode without banned tokens; a LoRA adapter gets weights that have an effect."""
     config = RunConfig.model_validate(
         {
             "model": {"model_name_or_path": str(checkpoint), **model},
-            "memory": {"gradient_checkpointing": gradient_checkpointing},
+            "memory": {
+                "gradient_checkpointing": gradient_checkpointing, "activation_offloading": activation_offloading,
+            },
         }
-    )
+    )  # fmt: skip
     policy = load_policy(config, str(checkpoint)).train()
     policy.banned_token_ids = []
     generator = torch.Generator().manual_seed(0)

@@ -192,6 +192,12 @@ def test_malformed_overrides(write):
     [
         ("sync_ref_model: true", "`sync_ref_model` needs `beta` above 0"),
         ("{sync_ref_model: true, beta: 0.1, use_peft: true}", "`sync_ref_model` cannot be used with `use_peft`"),
+        (
+            "{engine: vllm, vllm_enable_sleep_mode: true, expandable_segments: true}",
+            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`",
+        ),
+        ("{trainable_modules: [lm_head], use_peft: true}", "`trainable_modules` cannot be used with `use_peft`"),
+        ("{trainable_modules: lm_head, freeze_vision_tower: true}", "`freeze_vision_tower` are both given"),
         ("loss_type: cispo", "`loss_type` cispo needs `epsilon_high`"),
         ("{loss_type: sapo, epsilon_high: 0.3}", "`epsilon_high` has no effect on `loss_type` sapo"),
         ("{loss_type: sapo, delta: 2}", "`delta` has no effect on `loss_type` sapo"),
@@ -285,6 +291,7 @@ WITHOUT = {
     "{lr_scheduler_type: constant, warmup_steps: 5}": "on `lr_scheduler_type` constant",
     "metric_for_best_model: kl": "without `load_best_model_at_end`",
     "greater_is_better: false": "without `load_best_model_at_end`",
+    "{gradient_checkpointing: vision_tower, freeze_vision_tower: true}": "on a frozen vision tower",
     "endpoint_timeout: 5": "without `endpoint_url`",
     "endpoint_max_retries: 5": "without `endpoint_url`",
     "endpoint_max_concurrency: 5": "without `endpoint_url`",

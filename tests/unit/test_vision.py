@@ -31,7 +31,7 @@ class Tower(nn.Module):
         self.as_list, self.extra, self.calls = as_list, extra, 0
         self.config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=1))
         self.device = torch.device("cpu")
-        self.is_gradient_checkpointing = False
+        setattr(self.visual, "gradient_checkpointing", False)  # noqa: B010
 
     @property
     def base_model(self) -> nn.Module:
@@ -74,7 +74,7 @@ def test_a_frozen_tower_sees_an_image_once_and_a_trained_one_every_time():
 @pytest.mark.parametrize(("frozen", "checkpointing", "count"), [(False, True, 1), (False, False, 0), (True, True, 0)])
 def test_what_checkpointing_computes_again_is_counted_apart(frozen, checkpointing, count):
     encoder = make_encoder(frozen=frozen)
-    encoder.model.is_gradient_checkpointing = checkpointing
+    encoder.model.visual.gradient_checkpointing = checkpointing
     encoder.encode([make_prompt("a", [2])])
     with torch.no_grad():
         encoder.encode([make_prompt("b", [2])])

@@ -1,0 +1,23 @@
+"""Settings of PyTorch's CUDA allocator, which reads them from the environment when a device is first used."""
+
+from __future__ import annotations
+
+import os
+
+from rl_vlm.config.schema import RunConfig
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names of the variable: since PyTorch 2.9, and before."""
+EXPANDABLE = "expandable_segments:True"
+
+
+def configure_allocator(config: RunConfig) -> None:
+    """Set `memory.expandable_segments`, unless the user has set the variable. Call it before PyTorch is imported.
+
+    By default a run with vLLM does not set it: vLLM has pools of its own, and servers inherit the environment.
+    """
+    wanted = config.memory.expandable_segments
+    if wanted is None:
+        wanted = config.rollout.engine == "hf"
+    if wanted and not any(name in os.environ for name in VARIABLES):
+        os.environ |= dict.fromkeys(VARIABLES, EXPANDABLE)

@@ -1,0 +1,59 @@
+"""Gradient checkpointing of the whole model, of its vision tower or of its language model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from rl_vlm.errors import ConfigError
+from rl_vlm.model.families import Family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Part = Literal["vision_tower", "language_model"]
+
+
+def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Part) -> None:
+    """Recompute activations of `part`, or of all layers, in the backward pass.
+
+    Call it when `requires_grad` of all weights is set. Raises ConfigError if only a frozen vision tower would be
+    recomputed.
+    """
+    if not part:
+        return
+    if part == "vision_tower" and not trains_tower(model, family):
+        raise ConfigError(
+            "memory.gradient_checkpointing: vision_tower has no effect, because no weight of the vision tower is "
+            "trained: it keeps no activations. Leave it out, or use language_model"
+        )
+    # Without dropout no layer draws random numbers, and a reward function may draw some meanwhile.
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    model.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
+    for name, module in checkpointed(model):
+        module.gradient_checkpointing = part is True or is_vision(name, family) == (part == "vision_tower")
+
+
+def recomputes_vision(model: nn.Module, family: Family) -> bool:
+    """Return whether the vision tower is recomputed in the backward pass, which reaches it if it is trained."""
+    is_on = any(is_vision(name, family) and module.gradient_checkpointing for name, module in checkpointed(model))
+    return is_on and trains_tower(model, family)
+
+
+def trains_tower(model: nn.Module, family: Family) -> bool:
+    """Return whether a weight of the vision tower is trained; its projector does not count."""
+    projector = tuple(f"{name}." for name in family.projector_modules)
+    return any(
+        p.requires_grad and is_vision(name, family) and not name.startswith(projector)
+        for name, p in model.named_parameters()
+    )
+
+
+def checkpointed(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules that can recompute their activations, by name."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def is_vision(name: str, family: Family) -> bool:
+    return f"{name}.".startswith(family.vision_prefixes)
