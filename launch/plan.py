@@ -43,18 +43,23 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Show the memory that a run needs, by phase, on hardware that need not be here."""
     hardware = planned_hardware(options)
     from rl_vlm.plan.build import inspect_model, plan_memory
-    from rl_vlm.plan.report import describe_plan, plan_data
+    from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table
+    from rl_vlm.plan.suggest import suggestions
 
     model = inspect_model(config)
     plan = plan_memory(config, hardware, model)
+    setups = suggestions(config, hardware) if options.suggest else []
     if options.picture:
         from rl_vlm.plan.picture import draw_plan
 
         draw_plan(plan, options.picture)
     if options.json:
-        print(json.dumps(plan_data(plan), indent=1))
-    else:
-        print(describe_plan(config, hardware, model, plan))
+        data = plan_data(config, hardware, plan) | ({"setups": [*map(setup_data, setups)]} if setups else {})
+        print(json.dumps(data, indent=1))
+        return
+    print(describe_plan(config, hardware, model, plan))
+    if setups:
+        print(f"\n{setup_table(setups)}")
 
 
 def planned_hardware(options: argparse.Namespace) -> Any:

@@ -36,7 +36,7 @@ from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
-from rl_vlm.model.sharding import refuse_initialisation, refuse_unlike_weights, refuse_unshardable
+from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization, refuse_unlike_weights, refuse_unshardable
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward import RewardSuite
@@ -177,6 +177,7 @@ def load_models(
     logger.info(loading_line(config, ranks.device))
     if strategy.equal_calls:
         refuse_initialisation(config.model, strategy.name)
+        refuse_quantization(config.model, strategy.name)
     with ranks.agree():
         policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
     if strategy.equal_calls:

@@ -22,7 +22,7 @@ from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.peek import NotOpened, peek_rows
-from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RLVLMError
+from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RLVLMError, require_bitsandbytes
 from rl_vlm.functions import load_function, names_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
@@ -165,10 +165,9 @@ def check_resumed(config: RunConfig) -> None:
 
 def check_optim(config: RunConfig, report: Report) -> None:
     """Note a problem if the optimizer needs bitsandbytes and it is not installed."""
-    if config.train.optim == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        report.problems.append(
-            "train.optim is adamw_8bit, and bitsandbytes is not installed: pip install 'rl-vlm[bitsandbytes]'"
-        )
+    if config.train.optim == "adamw_8bit":
+        with report.problem():
+            require_bitsandbytes("train.optim: adamw_8bit")
 
 
 def check_engine(config: RunConfig, report: Report) -> None:
@@ -183,6 +182,9 @@ def check_engine(config: RunConfig, report: Report) -> None:
 def check_model(config: RunConfig, report: Report) -> None:
     """Check the function that writes the model, or the files of its checkpoint and of an adapter's base."""
     name = config.model.model_name_or_path
+    if config.model.load_in_4bit:
+        with report.problem():
+            require_bitsandbytes("model.load_in_4bit")
     with report.problem():
         refuse_unread_revision(config.model)
         if names_function(name):

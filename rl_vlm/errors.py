@@ -1,6 +1,7 @@
 """Errors that a user can get. Each message names what was found, where, and a solution."""
 
 import difflib
+import importlib.util
 import traceback
 from collections.abc import Iterable
 
@@ -49,6 +50,14 @@ class TrainingError(RLVLMError):
 
 class OutOfMemory(RLVLMError):
     """Something that does not fit in memory and cannot be split further."""
+
+
+def require_bitsandbytes(setting: str) -> None:
+    """Raise ConfigError if bitsandbytes is not installed. `setting` needs it."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{setting} needs bitsandbytes, which is not installed: pip install 'rl-vlm[bitsandbytes]', or leave it out"
+        )
 
 
 def shorten(text: object, length: int = 300) -> str:

@@ -12,6 +12,7 @@ UNCHANGEABLE = {
         "model.use_peft", "model.lora_r", "model.lora_alpha", "model.lora_target_modules", "model.lora_exclude_modules",
         "model.init_lora_weights", "model.use_rslora", "model.freeze_vision_tower",
         "model.trainable_modules", "algorithm.sync_ref_model",
+        "model.load_in_4bit", "model.bnb_4bit_quant_type", "model.use_bnb_nested_quant",
     ),
     "the checkpoint's optimizer state is that of the old value": ("train.optim",),
     "rows are drawn in an order that follows from it": ("train.seed", "data.shuffle_dataset"),

@@ -35,6 +35,7 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
     yield from _vllm_conflicts(config)
     yield from _reward_conflicts(config)
     yield from _algorithm_conflicts(config)
+    yield from _quantization_conflicts(config)
     yield from _schedule_conflicts(config)
     yield from _train_conflicts(config)
 
@@ -160,6 +161,24 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
             f"`init_lora_weights` {model.init_lora_weights} changes the base weights, so the model without its "
             f"adapter cannot be the reference for `beta` {algorithm.beta:g}; "
             "use true, false, gaussian or orthogonal, or set `beta` to 0"
+        )
+
+
+def _quantization_conflicts(config: RunConfig) -> Iterator[str]:
+    model, engine = config.model, config.rollout.engine
+    if not model.load_in_4bit:
+        return
+    if not model.use_peft:
+        yield "`load_in_4bit` needs `use_peft: true`: 4-bit weights have no gradients, so an adapter is trained"
+    if model.init_lora_weights in ("pissa", "olora"):
+        yield (
+            f"`init_lora_weights` {model.init_lora_weights} changes the base weights, which `load_in_4bit` keeps in "
+            "4 bits; use true, false, gaussian or orthogonal"
+        )
+    if engine != "hf" and config.evaluation.endpoint_url is None:
+        yield (
+            f"`load_in_4bit` cannot be used with `engine` {engine}: vLLM has no 4-bit weights of bitsandbytes, and "
+            "would sample from the unquantized model, which is not the policy that is trained; set `engine` to hf"
         )
 
 

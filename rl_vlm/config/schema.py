@@ -61,6 +61,13 @@ class ModelConfig(Section):
     """PEFT initialisation of a new adapter. With `true`, training starts exactly from the base model."""
     use_rslora: bool = False
     """Scale the update by `lora_alpha / sqrt(lora_r)` instead."""
+    load_in_4bit: bool = False
+    """QLoRA: hold the language model's linear layers in 4 bits, with bitsandbytes. The vision tower, its projector,
+    embeddings, LM head and routed experts keep the precision of `dtype`. Needs `use_peft` and `engine` hf."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values of a 4-bit weight: NF4, quantiles of a normal distribution, or FP4, floating-point numbers."""
+    use_bnb_nested_quant: bool = False
+    """Hold the scales of the 4-bit blocks in 8 bits as well (double quantization): 0.52 bytes per weight, not 0.56."""
 
 
 class DataConfig(Section):

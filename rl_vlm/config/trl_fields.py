@@ -18,7 +18,7 @@ TRL_PER_DEVICE_BATCH_SIZE = 8
 SAME = frozenset(
     """
     model_name_or_path model_revision trust_remote_code dtype attn_implementation
-    use_peft lora_r lora_alpha use_rslora
+    use_peft lora_r lora_alpha use_rslora load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant
 
     dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs shuffle_dataset
     dataloader_num_workers dataloader_prefetch_factor

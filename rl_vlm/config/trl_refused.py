@@ -45,10 +45,11 @@ NOT_HERE: dict[str, dict[str, Any]] = {
     "precision is `dtype`, with fp32 trainable weights, optimizer state, log-softmax and loss": {
         "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False, "tf32": None, "cast_lm_head_to_fp32": False,
     },
-    "adapters are LoRA on the modules of `lora_target_modules`, over unquantised weights": {
+    "adapters are LoRA on the modules of `lora_target_modules`": {
         "lora_target_parameters": None, "lora_modules_to_save": None, "lora_task_type": "CAUSAL_LM", "use_dora": False,
-        "load_in_8bit": False, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": False,
-        "bnb_4bit_quant_storage": None,
+    },
+    "base weights are quantized by `load_in_4bit`, and are not sharded": {
+        "load_in_8bit": False, "bnb_4bit_quant_storage": (None, "uint8"),
     },
     "the loss of a mixture-of-experts router is not in this project": {
         "router_aux_loss_coef": None, "ignore_bias_buffers": False,

@@ -42,6 +42,13 @@ UNREAD = (
         "set `use_peft: true`",
     ),
     Unread(
+        "model",
+        "bnb_4bit_quant_type use_bnb_nested_quant",
+        lambda run: not run.model.load_in_4bit,
+        "without `load_in_4bit`: weights are not quantized",
+        "set `load_in_4bit: true`",
+    ),
+    Unread(
         "data",
         "dataset_train_split",
         lambda run: run.data.dataset_name is None,

@@ -10,6 +10,7 @@ import yaml
 
 _EXPONENT_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")
 _FIRST_CHARACTERS = list("-+0123456789")
+_OTHER_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,6 +29,15 @@ class _Dumper(yaml.SafeDumper):
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_FLOAT, _FIRST_CHARACTERS)
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Represent a text, in double quotes if only these keep its line breaks."""
+    style = '"' if _OTHER_LINE_BREAKS.search(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def parse(text: str) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.shards import whole_shape
-from rl_vlm.errors import ConfigError, LaunchError
+from rl_vlm.errors import LaunchError, require_bitsandbytes
 
 WHOLE_WEIGHTS = {
     "adamw_8bit": "its moments are quantized in blocks of 256 values, which shards would cut",
@@ -33,19 +33,7 @@ def check_optim(optim: str, launcher: str) -> None:
             "moments are sharded, or train with DDP (launch/accelerate/ddp.yaml)"
         )
     if optim == "adamw_8bit":
-        import_bitsandbytes()
-
-
-def import_bitsandbytes() -> Any:
-    """Import `bitsandbytes.optim`. Raises ConfigError if that fails."""
-    try:
-        import bitsandbytes.optim
-    except ImportError as error:
-        raise ConfigError(
-            f"train.optim: adamw_8bit needs bitsandbytes, which cannot be imported ({error}): "
-            "pip install 'rl-vlm[bitsandbytes]', or use adamw_torch or adafactor"
-        ) from error
-    return bitsandbytes.optim
+        require_bitsandbytes("train.optim: adamw_8bit")
 
 
 def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
@@ -62,7 +50,9 @@ def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> to
         return Adafactor(groups, lr=train.learning_rate, scale_parameter=False, relative_step=False)
     betas = (train.adam_beta1, train.adam_beta2)
     if train.optim == "adamw_8bit":
-        return import_bitsandbytes().AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
+        from bitsandbytes.optim.adamw import AdamW8bit
+
+        return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
     # The fused kernel has no temporary tensors, for which memory could run out when some weights are updated.
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon, fused=True)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from rl_vlm.config.batches import BatchPlan
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.model.quantization import is_in_4bit, num_weights
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,12 @@ def loading_line(config: RunConfig, device: object) -> str:
 
 
 def parameters_line(model: nn.Module) -> str:
-    """Say how many parameters a model has, and how many of them are trained."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return (
-        f"{short_count(sum(p.numel() for p in model.parameters()))} parameters, {short_count(trained)} of them trained"
-    )
+    """Say how many parameters a model has, and how many of them are trained and in 4 bits."""
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    quantized = sum(num_weights(p) for p in parameters if is_in_4bit(p))
+    line = f"{short_count(sum(map(num_weights, parameters)))} parameters, {short_count(trained)} of them trained"
+    return f"{line}, {short_count(quantized)} in 4 bits" if quantized else line
 
 
 def rows_line(num_rows: int, num_dropped: int) -> str:

@@ -26,6 +26,7 @@ from rl_vlm.model.families import family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
 from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
+from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
 from rl_vlm.model.recomputation import enable_recomputation
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.trainable import freeze_untrained
@@ -70,7 +71,7 @@ def load_policy(
 
     compute_dtype = getattr(torch, config.model.dtype)
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and not is_in_4bit(parameter):
             parameter.data = parameter.data.to(compute_dtype)
     offloads = config.memory.activation_offloading
     return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features, offloads)
@@ -78,12 +79,7 @@ def load_policy(
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
     """Return the most tokens that a prompt can have beside a completion, or None if the model's config has no limit."""
-    from transformers import AutoConfig
-
-    model = config.model
-    found = AutoConfig.from_pretrained(
-        base_of(checkpoint), revision=model.model_revision, trust_remote_code=model.trust_remote_code
-    )
+    found = checkpoint_config(base_of(checkpoint), config.model)
     context = getattr(found.get_text_config(), "max_position_embeddings", None)
     return None if context is None else context - config.rollout.max_completion_length
 
@@ -119,39 +115,26 @@ def is_adapter(source: str) -> bool:
     return (Path(source) / ADAPTER_CONFIG).is_file()
 
 
-def refuse_quantized(source: str, config: ModelConfig) -> None:
-    """Raise ModelError if a checkpoint's weights are quantized: they have no gradients, and cannot be cast."""
-    from transformers import AutoConfig
-
-    origin = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
-    quantization: Any = getattr(AutoConfig.from_pretrained(source, **origin), "quantization_config", None)
-    if quantization:
-        raise ModelError(
-            f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), and rl-vlm trains "
-            "and samples with weights of 16 or 32 bits, also with LoRA: name the checkpoint that it was made from"
-        )
-
-
 def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
-    """Load a transformers model in float32. Raises ModelError if its weights do not match."""
+    """Load a transformers model in float32, or for QLoRA in 4 bits. Raises ModelError if its weights do not match."""
     from transformers import AutoModelForImageTextToText
 
+    arguments = creation(config) | (load_in_4bit(source, config) if config.load_in_4bit else {})
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
-        source, revision=config.model_revision, output_loading_info=True, **creation(config)
+        source, revision=config.model_revision, output_loading_info=True, **arguments
     )
     model, info = loaded
     check_keys(source, info["missing_keys"], info["unexpected_keys"] | set(info["mismatched_keys"]))
+    keep_format(model)
     return model
 
 
 def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     """Create the model of `load_transformer` with its parameters on the meta device, which needs no memory."""
-    from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+    from transformers import AutoModelForImageTextToText, GenerationConfig
 
-    origin = {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
-    settings = AutoConfig.from_pretrained(source, **origin)
     with parameters_without_storage():
-        model = AutoModelForImageTextToText.from_config(settings, **creation(config))
+        model = AutoModelForImageTextToText.from_config(checkpoint_config(source, config), **creation(config))
     model.tie_weights()  # each use of a tied weight got a parameter of its own on the meta device
     with suppress(OSError):  # a checkpoint without one
         model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)

@@ -23,6 +23,16 @@ def refuse_initialisation(config: ModelConfig, strategy: str) -> None:
         )
 
 
+def refuse_quantization(config: ModelConfig, strategy: str) -> None:
+    """Raise ConfigError if weights of 4 bits would be sharded. `strategy` is the name of the strategy that does so."""
+    if config.load_in_4bit:
+        raise ConfigError(
+            f"model.load_in_4bit cannot be used with {strategy}: the scales of 4-bit weights are not among the "
+            "parameters, and shards would lack them. Train with DDP or ZeRO-2, where every process holds the quantized "
+            "model, or set load_in_4bit to false"
+        )
+
+
 def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
     """Raise ModelError if the ranks have made other weights than rank 0, which has read the checkpoint."""
     names = ranks.gather([sorted(name for name, _ in policy.named_parameters())])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from rl_vlm.plan.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
-from rl_vlm.plan.weights import Weights, count_weights
+from rl_vlm.plan.vllm import VLLMMemory, hf_cache_bytes, hf_logits_bytes, vllm_memory
+from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
 
 ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
+SLEEP_LEVEL = 1
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""
 
@@ -99,7 +101,8 @@ def inspect_model(config: RunConfig, size: PromptSize | None = None, on_gpu: boo
         size = size or prompt_size(config, found)
         weights = count_weights(config, directory)
     prompt = make_prompt(found, size)
-    activations = trace_activations(config, found, size, on_gpu)
+    activations = trace_activations(in_16_bits(config), found, size, on_gpu)
+    activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
     return Model(found, weights, activations, len(prompt.token_ids), num_patches(found, prompt))
 
 
@@ -130,6 +133,7 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
         load=micro_batch_load(config, model),
         largest_block=gathered_block(hardware, model),
         has_logprobs_pass=has_logprobs_pass(config),
+        syncs_weights=config.rollout.engine != "hf",
     )
 
 
@@ -168,26 +172,48 @@ def gathered_block(hardware: Hardware, model: Model) -> int:
 
 def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
     """Return what the rollout engine holds on a rank's device."""
-    engine = config.rollout.engine
-    if engine == "vllm_server":
-        return Rollouts(engine, {}, 0)
-    if engine == "vllm":
-        held = round(config.vllm.vllm_gpu_memory_utilization * hardware.card.memory)
-        return Rollouts(engine, {"vLLM": held}, 0 if config.vllm.vllm_enable_sleep_mode else held)
-    sampled = config.rollout.max_num_seqs * (model.prompt_tokens + config.rollout.max_completion_length)
-    parts = {"KV cache": sampled * cache_bytes_per_token(config, model.config)}
-    if config.model.dtype == "bfloat16":  # autocast keeps its copies of trained weights during a rollout
+    if config.rollout.engine == "vllm":
+        return vllm_rollouts(config, hardware, model)
+    if config.rollout.engine == "vllm_server":
+        return Rollouts({}, 0)
+    sampled = config.rollout
+    parts = {
+        "KV cache": hf_cache_bytes(
+            model.config, model.prompt_tokens, sampled.max_completion_length, sampled.num_generations,
+            sampled.max_num_seqs,
+        ),
+        "logits": hf_logits_bytes(model.config, sampled.max_num_seqs),
+    }  # fmt: skip
+    if config.model.dtype == "float32":
+        parts["KV cache"] *= 2
+    else:  # autocast keeps its copies of trained weights during a rollout
         parts["LM head and copies"] = 2 * model.weights.num_trained
     if hardware.engine.shards_weights and hardware.num_ranks > 1:
-        whole = model.weights.bytes if config.rollout.ds3_gather_for_generation else model.weights.rest_bytes
-        parts["gathered weights"] = whole
-    return Rollouts(engine, parts, 0)
+        whole = sampled.ds3_gather_for_generation
+        parts["gathered weights"] = model.weights.bytes if whole else model.weights.rest_bytes
+    return Rollouts(parts, 0)
 
 
-def cache_bytes_per_token(config: RunConfig, model_config: Any) -> int:
-    """Return the bytes of keys and values of one token in all layers."""
-    text = model_config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = 2 if config.model.dtype == "bfloat16" else 4
-    return 2 * text.num_hidden_layers * heads * head_dim * size
+def vllm_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
+    """Return what vLLM holds beside the trainer: its fraction of the card, or what it keeps there while it sleeps."""
+    needed, utilization = vllm_needs(config, model), config.vllm.vllm_gpu_memory_utilization
+    held = round(utilization * hardware.card.memory)
+    sleeps = config.vllm.vllm_enable_sleep_mode
+    cache = needed.cache(hardware.card, utilization)
+    return Rollouts(
+        {"vLLM": held - cache, "KV cache": cache},
+        needed.asleep_on_device() if sleeps else held,
+        needed.asleep_in_host_memory(SLEEP_LEVEL) if sleeps else 0,
+    )
+
+
+def vllm_needs(config: RunConfig, model: Model) -> VLLMMemory:
+    """Return what vLLM needs on one GPU. Raises ConfigError if it cannot divide the model."""
+    return vllm_memory(
+        model.config,
+        model.weights.num,
+        model.weights.num_vision,
+        model.prompt_tokens + config.rollout.max_completion_length,
+        config.vllm.vllm_tensor_parallel_size,
+        enforce_eager=config.vllm.vllm_enforce_eager,
+    )

@@ -64,14 +64,12 @@ class Engine:
         return int(live) + weights.layer_bytes + layer_gradients
 
     def update(self, weights: Weights, num_ranks: int, optim: str) -> int:
-        """Return the bytes of temporary tensors of the update on a GPU."""
-        if self.offloads or optim == "adamw_8bit":
-            return 0
-        part = TRAINED_BYTES * weights.num_trained // self.share(num_ranks)
+        """Return the bytes of temporary tensors of the update. The kernels of AdamW need none."""
         if optim == "adafactor":
             return 3 * TRAINED_BYTES * weights.largest_trained
-        # Square roots of the second moments, of all tensors at once; DeepSpeed also makes its gradients one tensor.
-        return part * (2 if self.copies else 1)
+        if self.offloads or not self.copies:
+            return 0
+        return TRAINED_BYTES * weights.num_trained // num_ranks  # DeepSpeed makes its gradients one tensor
 
 
 ENGINES = {

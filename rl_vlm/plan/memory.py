@@ -27,11 +27,12 @@ class Phase:
 class Rollouts:
     """What the rollout engine holds on a rank's device."""
 
-    engine: str
     while_sampling: dict[str, int]
     """Bytes by part during a rollout."""
     while_training: int
-    """Bytes that vLLM keeps during training: 0 if it sleeps, or runs on other devices."""
+    """Bytes that vLLM keeps during training."""
+    in_host_memory: int = 0
+    """Bytes of sleeping weights."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class MemoryPlan:
     """Bytes of the largest block of weights that is gathered at once for weight syncs and checkpoints."""
     has_logprobs_pass: bool
     """Whether old or reference log-probs are computed in passes of their own."""
+    syncs_weights: bool
+    """Whether the rollout engine has a model of its own, which is sent the policy's weights."""
 
     @property
     def available(self) -> int:
@@ -92,7 +95,7 @@ class MemoryPlan:
             Phase("weight sync", self.held | {"vLLM": self.rollouts.while_training} | block),
             Phase("save", training | block),
         ]
-        absent = {"log-probs": not self.has_logprobs_pass, "weight sync": self.rollouts.engine == "hf"}
+        absent = {"log-probs": not self.has_logprobs_pass, "weight sync": not self.syncs_weights}
         return [phase for phase in phases if not absent.get(phase.name, False)]
 
     @property

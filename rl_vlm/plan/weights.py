@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rl_vlm.config.schema import RunConfig
+from torch import Tensor, nn
+
+from rl_vlm.config.schema import ModelConfig, RunConfig
 from rl_vlm.distributed.layers import layers_of
 from rl_vlm.model.loading import load_policy
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.quantization import LM_HEAD
 
 TRAINED_BYTES = 4
 """Trained weights, their gradients and each of AdamW's moments are float32."""
@@ -18,6 +22,7 @@ class Weights:
     """Numbers and bytes of a policy's weights, as they are if nothing is sharded."""
 
     num: int
+    num_vision: int
     num_trained: int
     trained_bytes: int
     frozen_bytes: int
@@ -31,6 +36,8 @@ class Weights:
     """Trained weights in the layer that has most of them."""
     largest_trained: int
     """Values in the largest trained tensor."""
+    dequantized_bytes: int
+    """Of the largest tensor in 4 bits, as its layer computes with it."""
     matrix_rows_and_columns: int
     """Rows plus columns of all trained matrices, and values of all trained vectors: Adafactor's state."""
 
@@ -41,24 +48,49 @@ class Weights:
 
 def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     """Count the weights of the model whose configuration is in the directory `checkpoint`."""
-    policy = load_policy(config, checkpoint, empty=True)
+    policy = load_policy(in_16_bits(config), checkpoint, empty=True)
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     layers = layers_of(policy)
     in_layers = {p for layer in layers for p in layer.parameters()}
+    in_4bit = quantized(policy) if config.model.load_in_4bit else []
+    bits_saved = sum(p.numel() for p in in_4bit) * (policy.compute_dtype.itemsize - bytes_in_4bit(config.model))
     has_reference = config.algorithm.beta > 0 and policy.model is policy.transformer
     return Weights(
         num=sum(p.numel() for p in parameters),
+        num_vision=sum(p.numel() for p in policy.family.vision_parameters(policy.transformer)),
         num_trained=sum(p.numel() for p in trained),
         trained_bytes=num_bytes(trained),
-        frozen_bytes=num_bytes(p for p in parameters if not p.requires_grad),
+        frozen_bytes=num_bytes(p for p in parameters if not p.requires_grad) - round(bits_saved),
         reference_bytes=sum(p.numel() for p in parameters) * policy.compute_dtype.itemsize if has_reference else 0,
         layer_bytes=max(num_bytes(layer.parameters()) for layer in layers),
         rest_bytes=num_bytes(p for p in parameters if p not in in_layers),
         layer_trained=max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers),
         largest_trained=max(p.numel() for p in trained),
+        dequantized_bytes=max((num_bytes([p]) for p in in_4bit), default=0),
         matrix_rows_and_columns=sum(sum(p.shape) if p.ndim > 1 else p.numel() for p in trained),
     )
+
+
+def in_16_bits(config: RunConfig) -> RunConfig:
+    """Return the settings without quantization: 4-bit weights cannot be made without values."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"load_in_4bit": False})})
+
+
+def quantized(policy: Policy) -> list[Tensor]:
+    """Return the weights that `load_in_4bit` quantizes: linear layers of the language model, without its LM head."""
+    kept = (*policy.family.vision_prefixes, f"{LM_HEAD}.")
+    return [
+        module.weight
+        for name, module in policy.transformer.named_modules()
+        if isinstance(module, nn.Linear) and not f"{name}.".startswith(kept) and not module.weight.requires_grad
+    ]
+
+
+def bytes_in_4bit(model: ModelConfig) -> float:
+    """Return the bytes of a weight in 4 bits with its share of a block's scale (arXiv:2305.14314, section 3)."""
+    scale = 1 / 64 + 4 / (64 * 256) if model.use_bnb_nested_quant else 4 / 64
+    return 0.5 + scale
 
 
 def num_bytes(parameters: Any) -> int:

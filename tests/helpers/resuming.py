@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 1, "eval_on_start": False,
         "reward_funcs": [tiny_run.CONSTANT],
     },
+    "qlora": {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True, "beta": 0.1},
     "bfloat16": {"dtype": "bfloat16", "use_peft": True},
     "adamw_8bit": {"optim": "adamw_8bit"},
     "adafactor": {"optim": "adafactor"},

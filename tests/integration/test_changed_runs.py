@@ -47,6 +47,7 @@ def test_optimizer_settings_apply_from_the_resumed_step_on(tiny_checkpoint, tmp_
     [
         ({}, {"use_peft": True}),
         ({"use_peft": True, "lora_r": 4}, {"use_peft": True, "lora_r": 8}),
+        ({"use_peft": True}, {"use_peft": True, "load_in_4bit": True}),
         ({}, {"freeze_vision_tower": True}),
         ({}, {"optim": "adafactor"}),
         ({}, {"seed": 1}),

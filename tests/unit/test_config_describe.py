@@ -1,6 +1,6 @@
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config import yaml_text
@@ -37,6 +37,7 @@ def test_the_resolved_yaml_loads_to_the_same_config(tmp_path, run):
 
 
 @settings(max_examples=50, deadline=None)
+@example("next\x85line")
 @given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(), st.lists, max_leaves=3))
 def test_values_survive_yaml(value):
     assert yaml_text.parse(yaml_text.dump({"key": value})) == {"key": value}

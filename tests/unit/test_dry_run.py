@@ -43,6 +43,12 @@ def comments(text: str, start: str) -> list[str]:
     return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
 
 
+def test_without_bitsandbytes_the_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert cli.main(["train", "run.yaml", "--dry-run", "use_peft=true", "load_in_4bit=true"]) == 2
+    assert "pip install 'rl-vlm[bitsandbytes]'" in capsys.readouterr().err
+
+
 def test_what_is_checked_and_what_is_not(capsys):
     assert cli.main(["train", "run.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,84 @@
+"""QLoRA (arXiv:2305.14314): the base weights of an adapter in 4 bits.
+
+bitsandbytes quantizes the linear layers of the language model as they are loaded, in blocks of 64 values with one scale
+each. A layer's weights are dequantized in every forward and backward. What has few weights or is no linear layer keeps
+`model.dtype`: vision tower, projector, embeddings, norms, LM head, routed experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_vlm.config.schema import ModelConfig
+from rl_vlm.errors import ModelError, require_bitsandbytes
+from rl_vlm.model.families import family_of
+
+LM_HEAD = "lm_head"
+"""Its weights are read without calling it, in chunks."""
+
+
+def load_in_4bit(source: str, config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` loads a checkpoint in 4 bits.
+
+    Raises ConfigError if bitsandbytes is not installed.
+    """
+    require_bitsandbytes("model.load_in_4bit")
+    from transformers import BitsAndBytesConfig
+
+    dtype = getattr(torch, config.dtype)
+    family = family_of(checkpoint_config(source, config))
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=config.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=config.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[*family.vision_modules, LM_HEAD],  # of 4 bits as well
+    )
+    return {"quantization_config": quantization, "dtype": dtype}
+
+
+def keep_format(model: nn.Module) -> None:
+    """Let 4-bit layers keep their format on CPUs.
+
+    On some CPUs bitsandbytes changes it in the first forward in eval mode, for a kernel that has no gradient. This
+    rounds the scales to bfloat16: the first rollout would change the policy.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = False
+
+
+def is_in_4bit(parameter: Any) -> bool:
+    """Return whether a parameter holds two weights in each byte."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def num_weights(parameter: Any) -> int:
+    """Return the number of weights that a parameter holds."""
+    return parameter.quant_state.shape.numel() if is_in_4bit(parameter) else parameter.numel()
+
+
+def refuse_quantized(source: str, config: ModelConfig) -> None:
+    """Raise ModelError if the weights of a checkpoint are quantized already.
+
+    How they were quantized would be its choice, the vision tower and the LM head included.
+    """
+    quantization: Any = getattr(checkpoint_config(source, config), "quantization_config", None)
+    if quantization:
+        raise ModelError(
+            f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), and rl-vlm starts "
+            "from weights of 16 or 32 bits: name the checkpoint that it was made from. model.load_in_4bit quantizes "
+            "that while loading"
+        )
+
+
+def checkpoint_config(source: str, config: ModelConfig) -> Any:
+    """Read the transformers config of a checkpoint."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(
+        source, revision=config.model_revision, trust_remote_code=config.trust_remote_code
+    )

@@ -1,0 +1,49 @@
+"""Host memory of a node, by arithmetic: loading, offloaded state, sleeping vLLM, data workers, saving."""
+
+from __future__ import annotations
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.plan.engines import Engine, state_bytes
+from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.memory import MemoryPlan, Phase
+from rl_vlm.plan.weights import TRAINED_BYTES, Weights
+
+PROCESS = 4 * GIB
+"""Bytes of a rank's process without tensors, an assumption: the code of torch, transformers and CUDA's libraries."""
+WORKER = GIB
+"""Bytes of a data worker, an assumption: Python with transformers, and some decoded images."""
+
+
+def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
+    """Return the bytes of one node with `gpus` ranks. Of several nodes, it is the one with rank 0."""
+    workers = gpus * config.data.dataloader_num_workers * WORKER
+    running = {
+        "processes": gpus * PROCESS,
+        "data workers": workers,
+        "offloaded": offloaded(plan.engine, plan.weights, plan.optim) * gpus // plan.num_ranks,
+        "sleeping vLLM": plan.rollouts.in_host_memory * gpus,
+    }
+    # Ranks that do not share weights each read the whole checkpoint, in float32; otherwise rank 0 alone does.
+    readers = 1 if plan.engine.shards_weights else gpus
+    return [
+        Phase("load", running | {"offloaded": 0, "checkpoint": readers * TRAINED_BYTES * plan.weights.num}),
+        Phase("training", running),
+        Phase("save", running | {"checkpoint": saved(plan, gpus)}),
+    ]
+
+
+def offloaded(engine: Engine, weights: Weights, optim: str) -> int:
+    """Return the bytes of weights, their copy, gradients and optimizer state in host memory, over all ranks."""
+    if not engine.offloads:
+        return 0
+    gradients = TRAINED_BYTES * weights.num_trained
+    return weights.bytes + weights.reference_bytes + weights.trained_bytes + gradients + state_bytes(weights, optim)
+
+
+def saved(plan: MemoryPlan, gpus: int) -> int:
+    """Return the bytes of a checkpoint that a node's ranks hold before they write them."""
+    state = state_bytes(plan.weights, plan.optim)
+    if not plan.engine.shards_state:
+        return state
+    whole = state + (plan.weights.trained_bytes if plan.engine.shards_weights else 0)
+    return whole * gpus // plan.num_ranks
