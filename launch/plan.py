@@ -69,8 +69,8 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     from rl_vlm.plan.hardware import parse_card
 
     asked = accelerate_file(options.config_file) if options.config_file else {}
-    nodes = options.nodes or asked.get("nodes", 1)
-    gpus = options.gpus or asked.get("processes", nodes) // nodes
+    nodes = asked.get("nodes", 1) if options.nodes is None else options.nodes
+    gpus = asked.get("processes", nodes) // nodes if options.gpus is None else options.gpus
     if gpus < 1 or nodes < 1:
         raise ConfigError("--gpus and --nodes are numbers from 1")
     if options.gpu_memory is None:

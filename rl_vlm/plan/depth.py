@@ -66,11 +66,10 @@ def with_depth(config: Any, depth: Depth) -> Any:
     made = copy.deepcopy(config)
     text, vision = made.get_text_config(), made.vision_config
     text.num_hidden_layers = depth.language
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[: depth.language]
     setattr(vision, depth_name(vision), depth.vision)
-    if getattr(vision, "layer_types", None):
-        vision.layer_types = vision.layer_types[: depth.vision]
+    for part, num_layers in ((text, depth.language), (vision, depth.vision)):
+        if getattr(part, "layer_types", None):
+            part.layer_types = [part.layer_types[i % layer_period(part)] for i in range(num_layers)]
     if getattr(vision, "fullatt_block_indexes", None):
         vision.fullatt_block_indexes = list(range(depth.vision))  # windows hold as much as full attention does
     if num_deepstack(config):

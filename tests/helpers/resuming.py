@@ -18,6 +18,7 @@ REWARDS = [tiny_run.TOKEN_SUM, tiny_run.COIN]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
+    "planned_budget": {"micro_batch_tokens": "auto"},
     "lora": {"use_peft": True, "lora_r": 4},
     "lora_with_reference": {"use_peft": True, "lora_r": 4, "beta": 0.1},
     "reference": {"beta": 0.1},

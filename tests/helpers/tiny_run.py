@@ -87,6 +87,7 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-2,
     "lr_scheduler_type": "linear",
     "disable_tqdm": True,
+    "micro_batch_tokens": 8192,  # `auto` would take a second to plan each run
 }
 
 

@@ -1,0 +1,90 @@
+"""`micro_batch_tokens: auto` and `rl-vlm plan`, on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from launch import cli
+from rl_vlm.plan import auto
+from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
+from rl_vlm.run import train
+from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines, weights
+
+pytestmark = pytest.mark.ci
+
+SEVEN_B = "Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def budgets(run: Path) -> list[float]:
+    return [line["memory/micro_batch_tokens"] for line in metric_lines(run)]
+
+
+def test_a_small_card_gets_a_small_budget_and_the_same_weights(checkpoint: Path, tmp_path: Path, monkeypatch):
+    settings = {"max_steps": 2, "beta": 0.1}
+    train(make_config(checkpoint, tmp_path / "large", micro_batch_tokens="auto", **settings))
+    card = Card("small", int((CUDA_CONTEXT + 30 * 2**20) / 0.95))
+    monkeypatch.setattr(auto, "this_card", lambda device: card)
+    train(make_config(checkpoint, tmp_path / "small", micro_batch_tokens="auto", **settings))
+    large, small = budgets(tmp_path / "large"), budgets(tmp_path / "small")
+    assert large == [auto.CPU_TOKENS] * 2
+    assert 0 < small[0] == small[1] < auto.CPU_TOKENS
+    ours, theirs = (weights(tmp_path / name / "checkpoint-2") for name in ("small", "large"))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+
+
+def write_run(path: Path, **model: object) -> str:
+    run = {
+        "model": {"model_name_or_path": SEVEN_B, "dtype": "bfloat16", "use_peft": True, **model},
+        "data": {"dataset_name": "any", "max_pixels": 401408, "max_prompt_length": 1024},
+        "rewards": {"reward_funcs": ["exact_match"]},
+        "rollout": {"num_generations": 4, "max_completion_length": 512, "engine": "vllm"},
+        "train": {"prompts_per_step": 8},
+    }
+    path.write_text(yaml.safe_dump(run))
+    return str(path)
+
+
+def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
+    run = write_run(tmp_path / "run.yaml")
+    picture = tmp_path / "plan.png"
+    options = ["--gpus", "2", "--gpu-memory", "80GB", "--picture", str(picture)]
+    assert cli.main(["plan", run, *options, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert picture.stat().st_size > 10_000
+    assert plan["engine"] == "ddp"
+    assert plan["fits"]
+    # The published 8.29 billion weights in bfloat16, and an adapter of rank 16 in float32.
+    assert plan["phases"]["load"]["weights"] == pytest.approx(2 * 8.292e9, rel=0.02)
+    rollout = plan["phases"]["rollout"]
+    assert rollout["vLLM"] + rollout["KV cache"] == pytest.approx(0.3 * 79.1 * GIB, rel=1e-3)
+    assert plan["peak_bytes"] == max(sum(parts.values()) for parts in plan["phases"].values())
+    assert plan["peak_bytes"] == sum(plan["phases"][plan["peak_phase"]].values())
+    assert plan["largest_micro_batch_tokens"] > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu-memory", "h1000"], "h100"),
+        ([], "--gpu-memory is needed"),
+        (["--gpu-memory", "80GB", "--gpus", "0"], "--gpus"),
+        (["--gpu-memory", "80GB", "--config_file", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_options_that_cannot_be_planned(options: list[str], message: str, tmp_path: Path, capsys):
+    assert cli.main(["plan", write_run(tmp_path / "run.yaml"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, capsys):
+    run = write_run(tmp_path / "run.yaml", model_name_or_path=str(tmp_path / "nowhere"))
+    assert cli.main(["plan", run, "--gpu-memory", "80GB"]) == 2
+    assert "qwen/qwen2.5-vl-7b-instruct" in capsys.readouterr().err
