@@ -133,7 +133,7 @@ def reward(name: str) -> str:
 
 def test_dataset_smaller_than_a_window(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", prompts_per_step=16)
-    with pytest.raises(ConfigError, match=r"12 rows, fewer than the 16 prompts.*`prompts_per_step` of at most 12"):
+    with pytest.raises(ConfigError, match=r"12 rows, fewer than the 16 prompts.*`prompts_per_step` 12"):
         train(config)
 
 

@@ -50,7 +50,7 @@ def test_a_description_is_yaml_with_the_batches_worked_out():
         "# Optimizer step: 4 prompts × 8 = 32 completions, 2 prompts on each of 2 processes.",
         "# Generation window: 2 × 4 = 8 prompts sampled at once, for 3 × 2 = 6 optimizer steps.",
         "# Run: 1 × the number of rows / 8, rounded up, × 6 optimizer steps (num_train_epochs).",
-        "# Micro-batches: up to 8192 language tokens; their number changes no result.",
+        "# Micro-batches: what fits on the device, by the memory plan; their number changes no result.",
     ]
 
 
