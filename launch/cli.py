@@ -225,7 +225,7 @@ def _interruption(name: str, config: RunConfig) -> str:
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"rl-vlm {name}",
-        usage=f"rl-vlm {name} [-h [SECTION]] CONFIG [KEY=VALUE ...] [--dry-run]",
+        usage=f"rl-vlm {name} [-h [SECTION]] CONFIG [KEY=VALUE ...]",
         description=COMMANDS[name].__doc__,
         add_help=False,
     )
@@ -238,9 +238,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"
-    )
+    if name != "plan":  # which starts nothing
+        parser.usage = f"{parser.usage} [--dry-run]"
+        parser.add_argument(
+            "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"
+        )
     if name in FLAGS:
         FLAGS[name](parser)
     return parser

@@ -73,10 +73,19 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     gpus = asked.get("processes", nodes) // nodes if options.gpus is None else options.gpus
     if gpus < 1 or nodes < 1:
         raise ConfigError("--gpus and --nodes are numbers from 1")
-    if options.gpu_memory is None:
-        raise ConfigError("--gpu-memory is needed: this machine has no GPU; give a size such as 80GB")
-    engine = BY_NAME[options.engine or asked.get("engine", "ddp")]
-    return Hardware(parse_card(options.gpu_memory), gpus, nodes, engine)
+    card = parse_card(options.gpu_memory) if options.gpu_memory else local_card()
+    return Hardware(card, gpus, nodes, BY_NAME[options.engine or asked.get("engine", "ddp")])
+
+
+def local_card() -> Any:
+    """Return this machine's GPU. Raises ConfigError if it has none."""
+    import torch
+
+    from rl_vlm.plan.auto import this_card
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--gpu-memory is needed, since this machine has no GPU: give a size such as 80GB")
+    return this_card(torch.device("cuda", 0))
 
 
 def accelerate_file(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from rl_vlm.types import Prompt
 ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
 MOST_TOKENS = 2**15
-"""Largest `micro_batch_tokens` that `auto` chooses. Micro-batches of this size keep a GPU busy."""
+"""Largest `micro_batch_tokens` that `auto` chooses, which leaves the rest to what the plan does not know."""
 SLEEP_LEVEL = 1
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""

@@ -81,10 +81,10 @@ def setup(config: RunConfig, changes: dict[str, Any], hardware: Hardware, models
 
 def with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """Return the settings with some of them changed, by their dotted names."""
-    data = config.model_dump()
+    data = config.model_dump(exclude_unset=True)
     for key, value in changes.items():
         section, name = key.split(".")
-        data[section][name] = value
+        data.setdefault(section, {})[name] = value
     return RunConfig.model_validate(data)
 
 
@@ -112,12 +112,13 @@ def smallest(config: RunConfig, hardware: Hardware, models: Models) -> Setup | N
 
 def weaker(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Yield changes that save memory: none of what is trained first, then LoRA, then QLoRA."""
-    saving = {"memory.gradient_checkpointing": True}
-    yield saving
+    changes: dict[str, Any] = {"memory.gradient_checkpointing": True}
+    yield changes
     if not config.model.use_peft:
-        yield saving | {"model.use_peft": True, "model.freeze_vision_tower": True}
-    if not config.model.load_in_4bit:
-        yield saving | {"model.use_peft": True, "model.freeze_vision_tower": True, "model.load_in_4bit": True}
+        changes |= {"model.use_peft": True, "model.freeze_vision_tower": True}
+        yield changes
+    if not config.model.load_in_4bit:  # vLLM has no weights in 4 bits
+        yield changes | {"model.load_in_4bit": True, "rollout.engine": "hf", "vllm.vllm_enable_sleep_mode": False}
 
 
 def more_gpus(hardware: Hardware) -> Iterator[Hardware]:

@@ -70,11 +70,21 @@ def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
     assert plan["largest_micro_batch_tokens"] > 10_000
 
 
+def test_what_does_not_fit_gets_the_smallest_set_up_that_does(tmp_path: Path, capsys):
+    run = write_run(tmp_path / "run.yaml", use_peft=False)
+    assert cli.main(["plan", run, "--gpu-memory", "24GB", "--suggest", "--json", "rollout.engine=hf"]) == 0
+    setups = json.loads(capsys.readouterr().out)["setups"]
+    assert not setups[0]["fits"]
+    smallest = setups[-1]
+    assert smallest["fits"]
+    assert smallest["peak_bytes"] < 23.6 * GIB
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--gpu-memory", "h1000"], "h100"),
-        ([], "--gpu-memory is needed"),
+        ([], "--gpu-memory is needed, since this machine has no GPU"),
         (["--gpu-memory", "80GB", "--gpus", "0"], "--gpus"),
         (["--gpu-memory", "80GB", "--config_file", "missing.yaml"], "missing.yaml"),
     ],
