@@ -35,12 +35,14 @@ SHAPE: Shape = (
     {"depth": 4, "hidden_size": 80, "num_heads": 5, "intermediate_size": 320, "patch_size": 7,
      "window_size": 56, "fullatt_block_indexes": [3]},
 )  # fmt: skip
-WORK = Workload(image_tokens=16, text_tokens=48, completion_tokens=88, num_generations=2)
-BUDGETS = {"frozen": 960, "trained": 1120}
-"""By vision tower: four groups of 2 completions, with their images at 40 tokens each if it is trained.
-
-Of a group that is cut, 10 or 12 completions fit: 944 or 1,120 tokens.
-"""
+WORK = {
+    "frozen": Workload(image_tokens=16, text_tokens=48, completion_tokens=64, num_generations=2),
+    "trained": Workload(image_tokens=16, text_tokens=48, completion_tokens=72, num_generations=2),
+}
+"""By vision tower."""
+BUDGETS = {"frozen": 384, "trained": 496}
+"""Two groups of 2 completions, with their images at 40 tokens each if the tower is trained; or exactly 5 or 6
+completions of a group that is cut. So the smallest batch has two micro-batches, with gradients beside the second."""
 CASES = [(2, 4), (64, 4), (2, 64), (64, 64)]
 """Values of `num_generations` and `prompts_per_step`."""
 
@@ -54,10 +56,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_groups(checkpoint: Path, num_generations: int, num_prompts: int) -> list[ScoredGroup]:
+def make_groups(checkpoint: Path, tower: str, num_generations: int, num_prompts: int) -> list[ScoredGroup]:
     """Make groups whose prompts have image inputs of their own."""
-    prompt = make_prompt(checkpoint, WORK, SHAPE)
-    work = dataclasses.replace(WORK, num_generations=num_generations)
+    work = dataclasses.replace(WORK[tower], num_generations=num_generations)
+    prompt = make_prompt(checkpoint, work, SHAPE)
     inputs = [{name: value.clone() for name, value in prompt.mm_inputs.items()} for _ in range(num_prompts)]
     return [make_group(dataclasses.replace(prompt, mm_inputs=own), work, seed) for seed, own in enumerate(inputs)]
 
@@ -70,8 +72,8 @@ def measure(tower: str, num_generations: int, num_prompts: int) -> int:
         trainer = make_trainer(
             checkpoint, model, {"micro_batch_tokens": BUDGETS[tower], "gradient_checkpointing": False}
         )
-        train(trainer, make_groups(checkpoint, 2, 4))
-        groups = make_groups(checkpoint, num_generations, num_prompts)
+        train(trainer, make_groups(checkpoint, tower, 2, 4))
+        groups = make_groups(checkpoint, tower, num_generations, num_prompts)
         return peak_growth(lambda: train(trainer, groups))
 
 

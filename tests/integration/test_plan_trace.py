@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rl_vlm.config.schema import RunConfig
@@ -30,8 +31,9 @@ class RealBytes(LiveBytes):
     def __init__(self) -> None:
         super().__init__()
         gc.collect()
-        tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-        self.existing = {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta}
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
+        self.kept = [tensor for tensor in tensors if tensor.layout == torch.strided]  # else addresses are used again
+        self.existing = {tensor.untyped_storage().data_ptr() for tensor in self.kept}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -265,7 +265,7 @@ def test_the_micro_batches_of_every_case_fill_the_budget(tower: str, image_cost:
     checkpoint = batch_memory.build_checkpoint(batch_memory.SHAPE, tmp_path)
     budget = batch_memory.BUDGETS[tower]
     for num_generations, num_prompts in batch_memory.CASES:
-        groups = batch_memory.make_groups(checkpoint, num_generations, min(num_prompts, 8))
+        groups = batch_memory.make_groups(checkpoint, tower, num_generations, min(num_prompts, 8))
         assert len({id(group.group.prompt) for group in groups}) == len(groups)
         first = make_micro_batches(groups, budget, "shared", lambda prompt: image_cost)[0]
         prompts = [len(s.prompt.token_ids) + image_cost * (not s.vision_apart) for s in first.subgroups]
