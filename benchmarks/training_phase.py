@@ -23,6 +23,7 @@ from rl_vlm.types import MicroBatch, Progress, ScoredGroup
 
 def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]) -> Trainer:
     """Build a trainer that has no collector; `model` and `memory` are settings of these sections."""
+    memory = {"micro_batch_tokens": 8192} | memory
     config = RunConfig.model_validate({"model": {"model_name_or_path": str(checkpoint), **model}, "memory": memory})
     ranks = Ranks()
     strategy = select_strategy(ranks, config)

@@ -157,6 +157,8 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
     if tokens != "auto":
         return plan
     tokens = max(least, min(plan.largest_tokens, MOST_TOKENS))
+    with_its_images = replace(plan, load=micro_batch_load(config, model, tokens))
+    tokens = max(least, min(tokens, with_its_images.largest_tokens))
     return replace(plan, micro_batch_tokens=tokens, load=micro_batch_load(config, model, tokens))
 
 
@@ -167,14 +169,14 @@ def micro_batch_load(config: RunConfig, model: Model, tokens: int) -> Load:
     """
     price = round(model.activations.patch_price * model.patches)
     budget = max(tokens, single_completion(config, model))
-    if config.model.freeze_vision_tower:
+    if not model.weights.trains_vision:
         return Load(budget, model.patches * max(1, budget // (model.prompt_tokens + 1)))
     return Load(budget - price, model.patches)
 
 
 def single_completion(config: RunConfig, model: Model) -> int:
     """Return the tokens of a prompt with one completion of the longest length, its image included."""
-    price = 0 if config.model.freeze_vision_tower else round(model.activations.patch_price * model.patches)
+    price = round(model.activations.patch_price * model.patches) if model.weights.trains_vision else 0
     return price + model.prompt_tokens + config.rollout.max_completion_length
 
 

@@ -141,4 +141,7 @@ class MemoryPlan:
         free = self.available - others
         if self.activations.vision_per_patch * self.load.patches > free:
             return 0
-        return max(0, int((free - self.activations.fixed) / self.activations.per_token))
+        # A trained tower's images are counted in tokens; features of a frozen one are held beside them.
+        features = 0 if self.weights.trains_vision else self.activations.per_patch * self.load.patches
+        tokens = (free - self.activations.fixed - features) / self.activations.per_token
+        return max(0, int(tokens) - 1)  # parts are rounded

@@ -39,8 +39,8 @@ class Setup:
 class Models:
     """Traced models, each of which is traced once."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, hardware: Hardware) -> None:
+        self.prompts_per_step = plan_batches(config, hardware.num_ranks).prompts_per_step
         self.traced: dict[str, Model] = {}
 
     def of(self, config: RunConfig) -> Model:
@@ -74,7 +74,7 @@ def setup(config: RunConfig, changes: dict[str, Any], hardware: Hardware, models
         changes = changes | {"memory.micro_batch_tokens": largest}
         changed = with_changes(config, changes)
         plan = plan_memory(changed, hardware, model)
-    step = work_of_step(changed, plan, model)
+    step = work_of_step(changed, plan, model, models.prompts_per_step)
     recomputes = changed.memory.gradient_checkpointing in (True, "language_model")
     return Setup(changes, hardware, plan, step_seconds(plan, step, hardware.nodes, recomputes))
 
@@ -88,11 +88,10 @@ def with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(data)
 
 
-def work_of_step(config: RunConfig, plan: MemoryPlan, model: Model) -> Step:
+def work_of_step(config: RunConfig, plan: MemoryPlan, model: Model, prompts_per_step: int) -> Step:
     """Return the work of a rank in a step, if completions have half of their longest length."""
-    batches = plan_batches(config, plan.num_ranks)
     completions = config.rollout.num_generations * config.rollout.max_completion_length // 2
-    tokens = math.ceil(batches.prompts_per_step / plan.num_ranks) * (model.prompt_tokens + completions)
+    tokens = math.ceil(prompts_per_step / plan.num_ranks) * (model.prompt_tokens + completions)
     return Step(tokens, math.ceil(tokens / plan.load.tokens))
 
 
@@ -135,7 +134,7 @@ def more_gpus(hardware: Hardware) -> Iterator[Hardware]:
 
 def suggestions(config: RunConfig, hardware: Hardware) -> Sequence[Setup]:
     """Return the set-ups of `setups`; if none fits, followed by the smallest one that does, if there is one."""
-    models = Models(config)
+    models = Models(config, hardware)
     found = setups(config, hardware, models)
     if not found[0].plan.fits and (fitting := smallest(config, hardware, models)):
         found.append(fitting)

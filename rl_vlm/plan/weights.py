@@ -23,6 +23,7 @@ class Weights:
 
     num: int
     num_vision: int
+    trains_vision: bool
     num_trained: int
     trained_bytes: int
     frozen_bytes: int
@@ -59,6 +60,7 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     return Weights(
         num=sum(p.numel() for p in parameters),
         num_vision=sum(p.numel() for p in policy.family.vision_parameters(policy.transformer)),
+        trains_vision=not policy.vision.is_frozen,
         num_trained=sum(p.numel() for p in trained),
         trained_bytes=num_bytes(trained),
         frozen_bytes=num_bytes(p for p in parameters if not p.requires_grad) - round(bits_saved),

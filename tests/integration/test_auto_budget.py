@@ -67,17 +67,19 @@ def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
     assert rollout["vLLM"] + rollout["KV cache"] == pytest.approx(0.3 * 79.1 * GIB, rel=1e-3)
     assert plan["peak_bytes"] == max(sum(parts.values()) for parts in plan["phases"].values())
     assert plan["peak_bytes"] == sum(plan["phases"][plan["peak_phase"]].values())
-    assert plan["largest_micro_batch_tokens"] > 10_000
+    assert plan["largest_micro_batch_tokens"] > 1000
 
 
-def test_what_does_not_fit_gets_the_smallest_set_up_that_does(tmp_path: Path, capsys):
+def test_suggestions_begin_with_what_fits(tmp_path: Path, capsys):
     run = write_run(tmp_path / "run.yaml", use_peft=False)
-    assert cli.main(["plan", run, "--gpu-memory", "24GB", "--suggest", "--json", "rollout.engine=hf"]) == 0
+    assert cli.main(["plan", run, "--gpu-memory", "24GB", "--suggest", "--json", "engine=hf", "max_num_seqs=8"]) == 0
     setups = json.loads(capsys.readouterr().out)["setups"]
-    assert not setups[0]["fits"]
-    smallest = setups[-1]
-    assert smallest["fits"]
-    assert smallest["peak_bytes"] < 23.6 * GIB
+    fitting = [setup["fits"] for setup in setups]
+    assert fitting == sorted(fitting, reverse=True)
+    # 8.3 billion weights with gradients and moments take 133 GB: only offloaded they fit.
+    assert setups[0]["engine"] == "zero3_offload"
+    assert all(setup["peak_bytes"] < 23.6 * GIB for setup in setups if setup["fits"])
+    assert not any(setup["fits"] for setup in setups if setup["engine"] == "ddp")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ UNIT = 4 * P
 WEIGHTS = Weights(
     num=P, num_trained=P, trained_bytes=UNIT, frozen_bytes=0, reference_bytes=UNIT, layer_bytes=320, rest_bytes=800,
     layer_trained=80, largest_trained=50, matrix_rows_and_columns=120,
-    num_vision=0, dequantized_bytes=0,
+    trains_vision=True, num_vision=0, dequantized_bytes=0,
 )  # fmt: skip
 
 
