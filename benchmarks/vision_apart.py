@@ -29,7 +29,7 @@ from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, ScoredGroup, SubGroup
 
 PAGE = ROOT / "docs" / "memory.md"
-WORK = Workload(image_tokens=600, text_tokens=40, completion_tokens=100, num_generations=8)
+WORK = Workload(image_tokens=300, text_tokens=40, completion_tokens=50, num_generations=8)
 SIDES = {"apart": True, "in each": False}
 
 

@@ -47,6 +47,7 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
 
         return _show(*dry_run_evaluation(config, checkpoints))
     check_evaluable(config)
+    configure_allocator(config)
     from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
     from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
 

@@ -12,7 +12,12 @@ import yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 
-ENGINES = ("ddp", "zero2", "zero3", "zero3_offload", "fsdp2")
+ENGINES = (
+    "ddp", "zero1", "zero1_offload", "zero2", "zero2_offload", "zero3", "zero3_offload_optimizer",
+    "zero3_offload_param", "zero3_offload", "fsdp2",
+)  # fmt: skip
+PLANNED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+"""Values of `distributed_type` in a file for `accelerate launch`."""
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +39,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=ENGINES, help="how ranks hold the model; default: that of --config_file, or ddp"
     )
     parser.add_argument("--config_file", type=Path, metavar="FILE", help="the file for `accelerate launch`")
-    parser.add_argument("--suggest", action="store_true", help="find the fastest set-up that fits")
+    parser.add_argument(
+        "--suggest", action="store_true", help="find the fastest set-up that fits, and what each saving costs"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/memory.md has its keys")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the phases as stacked bars, in a PNG file")
 
@@ -43,23 +50,30 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Show the memory that a run needs, by phase, on hardware that need not be here."""
     hardware = planned_hardware(options)
     from rl_vlm.plan.build import inspect_model, plan_memory
-    from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table
-    from rl_vlm.plan.suggest import suggestions
+    from rl_vlm.plan.check import check_setup
+    from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table, smallest_table
+    from rl_vlm.plan.suggest import Models, setups, smallest
 
+    check_setup(config, hardware)
     model = inspect_model(config)
-    plan = plan_memory(config, hardware, model)
-    setups = suggestions(config, hardware) if options.suggest else []
+    plan, models = plan_memory(config, hardware, model), Models(config, model)
+    suggested = setups(config, hardware, models) if options.suggest else []
+    some_fits = plan.fits or any(each.plan.fits for each in suggested)
+    fewest_gpus = [] if some_fits else smallest(config, hardware, models)
     if options.picture:
         from rl_vlm.plan.picture import draw_plan
 
         draw_plan(plan, options.picture)
     if options.json:
-        data = plan_data(config, hardware, plan) | ({"setups": [*map(setup_data, setups)]} if setups else {})
+        data = plan_data(config, hardware, model, plan)
+        data |= {"setups": [*map(setup_data, suggested)], "smallest": [*map(setup_data, fewest_gpus)]}
         print(json.dumps(data, indent=1))
         return
     print(describe_plan(config, hardware, model, plan))
-    if setups:
-        print(f"\n{setup_table(setups)}")
+    if suggested:
+        print(f"\n{setup_table(suggested)}")
+    if not some_fits:
+        print(f"\n{smallest_table(fewest_gpus)}")
 
 
 def planned_hardware(options: argparse.Namespace) -> Any:
@@ -70,11 +84,12 @@ def planned_hardware(options: argparse.Namespace) -> Any:
 
     asked = accelerate_file(options.config_file) if options.config_file else {}
     nodes = asked.get("nodes", 1) if options.nodes is None else options.nodes
-    gpus = asked.get("processes", nodes) // nodes if options.gpus is None else options.gpus
+    gpus = asked.get("gpus", 1) if options.gpus is None else options.gpus
     if gpus < 1 or nodes < 1:
         raise ConfigError("--gpus and --nodes are numbers from 1")
     card = parse_card(options.gpu_memory) if options.gpu_memory else local_card()
-    return Hardware(card, gpus, nodes, BY_NAME[options.engine or asked.get("engine", "ddp")])
+    engine = BY_NAME[options.engine] if options.engine else asked.get("engine", BY_NAME["ddp"])
+    return Hardware(card, gpus, nodes, engine)
 
 
 def local_card() -> Any:
@@ -89,19 +104,45 @@ def local_card() -> Any:
 
 
 def accelerate_file(path: Path) -> dict[str, Any]:
-    """Return the engine, the number of nodes and of processes of a file for `accelerate launch`."""
+    """Return the engine, the number of nodes and that of GPUs of each node of a file for `accelerate launch`.
+
+    Raises ConfigError if the file is not one, or if its launch cannot be planned.
+    """
     try:
         asked = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config_file {path} cannot be read: {error}") from error
-    found = {"nodes": asked.get("num_machines", 1), "processes": asked.get("num_processes", 1), "engine": "ddp"}
-    if asked.get("distributed_type") == "FSDP":
-        found["engine"] = "fsdp2"
+    if not isinstance(asked, dict):
+        raise ConfigError(f"--config_file {path} has no settings: give a file such as launch/accelerate/ddp.yaml")
+    kind, nodes, processes = (
+        asked.get(key, default)
+        for key, default in (("distributed_type", "NO"), ("num_machines", 1), ("num_processes", 1))
+    )
+    if kind not in PLANNED_LAUNCHES:
+        raise ConfigError(
+            f"--config_file {path} has distributed_type {kind}, which runs do not support; those that can be planned: "
+            f"{', '.join(PLANNED_LAUNCHES)}"
+        )
+    if not all(isinstance(number, int) and number > 0 for number in (nodes, processes)) or processes % nodes:
+        raise ConfigError(
+            f"--config_file {path}: num_processes {processes} is the number of all GPUs, and must be a multiple of "
+            f"num_machines {nodes}"
+        )
+    return {"nodes": nodes, "gpus": processes // nodes, "engine": asked_engine(asked)}
+
+
+def asked_engine(asked: dict[str, Any]) -> Any:
+    """Return the engine of a file for `accelerate launch`. Raises ConfigError if it cannot be planned."""
+    from rl_vlm.distributed.environment import deepspeed_config
+    from rl_vlm.plan.engines import ENGINES as BY_NAME
+    from rl_vlm.plan.engines import zero_engine
+
     if asked.get("distributed_type") == "DEEPSPEED":
-        zero = asked.get("deepspeed_config", {})
-        offloads = zero.get("offload_optimizer_device", "none") != "none"
-        engine = f"zero{zero.get('zero_stage', 2)}" + ("_offload" if offloads else "")
-        if engine not in ENGINES:
-            raise ConfigError(f"--config_file {path} asks for {engine}: give --engine, one of {', '.join(ENGINES)}")
-        found["engine"] = engine
-    return found
+        return zero_engine(deepspeed_config(deepspeed_environment(asked))["zero_optimization"])
+    return BY_NAME["fsdp2" if asked.get("distributed_type") == "FSDP" else "ddp"]
+
+
+def deepspeed_environment(asked: dict[str, Any]) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for the section `deepspeed_config` of its file."""
+    options = asked.get("deepspeed_config") or {}
+    return {f"ACCELERATE_DEEPSPEED_{key.removeprefix('deepspeed_').upper()}": str(options[key]) for key in options}

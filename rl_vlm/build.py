@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
-from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, has_max_pixels, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
@@ -32,7 +33,8 @@ from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
 from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.recovery import Recovery
+from rl_vlm.memory.calibration import allocated_bytes
+from rl_vlm.memory.large_prompts import PromptLimit
 from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
@@ -46,6 +48,7 @@ from rl_vlm.model.sharding import (
 )
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.plan.auto import start_budget
+from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward import RewardSuite
 from rl_vlm.rollout.balance import cost_of_groups
@@ -63,6 +66,9 @@ if TYPE_CHECKING:
 NUM_PLANNED = 8
 """Rows whose prompts `micro_batch_tokens: auto` plans with."""
 
+NUM_LARGEST = 16
+"""Rows with the most pixels, and rows with the longest texts, whose prompts are held against the token budget."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,9 +84,21 @@ class Data:
     fingerprints: dict[str, str]
     """Those of the rows and of the initial checkpoint, on the main process."""
 
+    def largest_prompts(self) -> dict[str, Prompt]:
+        """Return the prompts of the rows with the largest images and longest texts, by the names of the rows."""
+        prompts = {}
+        for index in self.usable.largest(NUM_LARGEST):
+            with suppress(DataError):  # raised when it is drawn
+                prompts[self.usable.rows.place(index)] = build_prompt(self.usable.rows, index, self.builder)
+        return prompts
+
     def first_prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts of the first rows that can be used, to plan with."""
-        for index in self.usable.indices[:NUM_PLANNED]:
+        """Yield the prompts of the first `NUM_PLANNED` rows that can be built, to plan with."""
+        return islice(self.prompts(), NUM_PLANNED)
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of the rows that can be built."""
+        for index in self.usable.indices:
             with suppress(DataError):  # raised, or the row left out, when it is drawn
                 yield build_prompt(self.usable.rows, index, self.builder)
 
@@ -98,6 +116,7 @@ class Parts:
     data: Data
     evaluator: Evaluator | None
     trainer: Trainer
+    profile: MemoryProfile | None
 
 
 def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
@@ -113,25 +132,39 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     checkpoint.seed_random_generators(config.train.seed)
     rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
-    policy, reference = load_models(config, saved, data, strategy, ranks)
+    with ranks.agree():
+        profile = MemoryProfile(ranks.device) if config.log.memory_profile else None
+    with profile.phase("load") if profile else nullcontext():
+        policy, reference = load_models(config, saved, data, strategy, ranks)
     num_steps = total_optimizer_steps(config, plan, len(data.usable))
-    start = start_budget(config, data.initial, ranks, strategy, data.first_prompts())
+    with profile.uncounted() if profile else nullcontext():
+        start = start_budget(config, data.initial, ranks, data.first_prompts())
     policy.vision.patch_price = start.patch_price
+    limit = PromptLimit(
+        start.tokens, config.memory.micro_batch_tokens != "auto", policy.vision, has_max_pixels(data.processor)
+    )
+    with ranks.agree():
+        if ranks.is_main:
+            limit.check(data.largest_prompts())
     progress = Progress(num_steps, micro_batch_tokens=start.tokens, patch_price=start.patch_price)
     logger.info(batch_line(plan, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
+    before = allocated_bytes()
     engine = build_engine(config, policy, data, strategy, ranks)
+    of_engine = allocated_bytes() - before
     cost = cost_of_groups(policy, config.memory.prefix_sharing, has_reference=reference is not None)
     log = CompletionsLog(directory.path, ranks, config.log)
-    collector = Collector(config, ranks, build_loader(config, plan, data, ranks), engine, rewards, log, cost)
+    collector = Collector(config, ranks, build_loader(config, plan, data, ranks, limit), engine, rewards, log, cost)
     opened.callback(collector.close)
     evaluator = None
     if config.data.eval_dataset_name is not None:
         evaluator = Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered)
     budget = Budget(progress, config.memory.micro_batch_tokens, directory.append_budget_change)
-    recovery = Recovery(ranks, budget, policy.vision.tokens)
+    recovery = start.recovery(ranks, budget, policy.vision.tokens, of_engine)
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery)
-    return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer)
+    if profile:
+        profile.attach(trainer, start.plan)
+    return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, profile)
 
 
 def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, opened: ExitStack) -> SavedRun | None:
@@ -223,11 +256,11 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
 
 
-def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks) -> PromptLoader:
+def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, limit: PromptLimit) -> PromptLoader:
     """Build the loader of this rank's prompts, with its sampler."""
     source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
     sampler = PromptSampler(
         len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
         ranks.rank, ranks.world_size,
     )  # fmt: skip
-    return PromptLoader(source, sampler, plan.steps_per_window, config.data)
+    return PromptLoader(source, sampler, plan.steps_per_window, config.data, limit.check)

@@ -21,15 +21,20 @@ from rl_vlm.data.check import warn_of_dropped
 from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
 from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError, text_of
 from rl_vlm.evaluation import check_rewarded
+from rl_vlm.log.budget import BUDGET, BudgetLog
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.messages import Hints
 from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
+from rl_vlm.memory.budget import BudgetChange
 from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
+from rl_vlm.profile.profiler import NUM_PROFILED
+from rl_vlm.profile.report import write_profile
 from rl_vlm.resume import SavedRun, write_states
+from rl_vlm.types import Measured
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +65,34 @@ class Run:
                 self.restore(parts.saved)
                 step, last = self.progress.global_step, self.progress.max_steps
                 logger.info("resuming from %s (step %d of %d)", parts.saved.path.name, step, last)
+            budget_changes = self.replayed_changes(parts.saved)
             with self.ranks.agree():
-                self.prepare_directory(parts.saved)
+                self.prepare_directory(parts.saved, budget_changes)
+            if parts.profile:
+                parts.profile.watch(self, "save", "save")
             self.opened = opened.pop_all()
 
-    def prepare_directory(self, saved: SavedRun | None) -> None:
+    def replayed_changes(self, saved: SavedRun | None) -> list[BudgetChange]:
+        """Let the run replay the budget's changes after its checkpoint, and return these and earlier ones.
+
+        A run that failed before its first checkpoint is repeated under the budget that it has recorded.
+        """
+        if self.config.train.resume_from_checkpoint is None:
+            return []
+        log, step = BudgetLog((saved.path.parent if saved else self.directory.path) / BUDGET), self.progress.global_step
+        budget = self.trainer.recovery.budget
+        changes = log.read_for(step, budget.setting)
+        budget.to_replay = [change for change in changes if change.step > step]
+        return changes
+
+    def prepare_directory(self, saved: SavedRun | None, budget_changes: Sequence[BudgetChange]) -> None:
         """Prepare the run directory. Called last, since it may delete an earlier run."""
         if self.ranks.is_main:
             step, last_line = (saved.step, saved.last_line) if saved else (None, -1)
             next_window = self.collector.step_of_next_generation(self.progress.global_step)
             held_out = self.evaluator.usable.dropped if self.evaluator else []
             dropped = [*self.parts.data.usable.dropped, *held_out]
-            self.directory.prepare(self.config, step, last_line, next_window, dropped)
+            self.directory.prepare(self.config, step, last_line, next_window, dropped, budget_changes)
             warn_of_dropped(dropped, self.directory.path / DROPPED)
 
     def run(self) -> dict[str, Any]:
@@ -88,6 +109,7 @@ class Run:
                 self.finish_step(self.record.unevaluated)
             while progress.global_step < progress.max_steps:
                 line = self.next_step()
+                self.write_profile_if_due(line["step"])
                 bar.show(line["step"], training_figures(line))
                 if self.ranks.is_main:
                     hints.give(line)
@@ -161,6 +183,12 @@ class Run:
             self.directory.append_metrics(line)
         if is_due(line["step"], self.config.log.logging_steps):
             self.trackers.report({k: v for k, v in line.items() if k != "step"}, line["step"])
+
+    def write_profile_if_due(self, step: int) -> None:
+        """Write the memory profile after its steps, and once more at the end, with what was saved since."""
+        first = self.parts.saved.step if self.parts.saved else 0
+        if self.parts.profile and step in (first + NUM_PROFILED, self.progress.max_steps):
+            write_profile(self.parts.profile, self.ranks, self.directory.path)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate on the held-out rows. With `load_best_model_at_end`, note the best step so far.
@@ -250,12 +278,13 @@ class Run:
         Raises CheckpointError if paused completions do not fit the settings.
         """
         new = replace(self.progress)
-        vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
+        progress = saved.state["progress"]
+        measured = Measured(**progress.get("measured", {}))
+        vars(self.progress).update(progress, max_steps=self.progress.max_steps, measured=measured)
         if "memory.micro_batch_tokens" in saved.changes:
-            self.progress.micro_batch_tokens, self.progress.patch_price = new.micro_batch_tokens, new.patch_price
+            kept = {name: getattr(new, name) for name in ("micro_batch_tokens", "patch_price", "measured")}
+            vars(self.progress).update(kept)
         self.trainer.policy.vision.patch_price = self.progress.patch_price
-        budget = self.trainer.recovery.budget
-        budget.to_replay = self.directory.budget.read_after(saved.step, budget.setting)
         self.record = Record(**saved.state["record"])
         load_optimizer(self.trainer.optimizer, saved.path)
         self.trainer.optimizer.set_step(saved.step)

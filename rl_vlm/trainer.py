@@ -85,6 +85,7 @@ class Trainer:
         """Take one optimizer step and return its metrics."""
         metrics = StepMetrics()
         self.start_step()
+        self.recovery.events.clear()
         with metrics.stage("step"):
             window = self.collector.current(self.progress, metrics)  # draw, generate, reward, advantages
             if window.is_new:
@@ -105,7 +106,6 @@ class Trainer:
     def start_step(self) -> None:
         """Clear the counters and caches of the last step, check or evaluation."""
         self.nonfinite_groups = []
-        self.recovery.events.clear()
         self.policy.start_step()
         if self.reference is not None:
             self.reference.start_step()
@@ -200,18 +200,18 @@ class Trainer:
         lags = [self.progress.policy_version - group.group.policy_version for group in groups]
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
         denominators = self.denominators(window, groups)
-        passes = partial(self.training_passes, groups, denominators, self.entropy_threshold(groups))
+        keep = window.is_new and window.outlives_update  # log-probs for later iterations
+        passes = partial(self.training_passes, groups, denominators, self.entropy_threshold(groups), keep)
         loss, outputs, found = self.repeated("training", passes, together=self.optimizer.strategy.is_sharded)
         metrics.include(found)
-        if window.is_new and window.outlives_update:
-            for batch, logprobs_NT in outputs:
-                store_logprobs(batch, logprobs_NT, "old_logprobs")  # for later iterations
+        for batch, logprobs_NT in outputs:
+            store_logprobs(batch, logprobs_NT, "old_logprobs")
         return loss
 
     def training_passes(
-        self, groups: Sequence[ScoredGroup], denominators: Denominators, threshold: float | None
+        self, groups: Sequence[ScoredGroup], denominators: Denominators, threshold: float | None, keep: bool
     ) -> tuple[Tensor, list[tuple[MicroBatch, Tensor]], StepMetrics]:
-        """Add the gradients of all micro-batches. Returns the loss, the micro-batches' log-probs, and metrics."""
+        """Add the gradients of all micro-batches. Returns the loss, the log-probs to `keep`, and metrics."""
         strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
         batches = self.pack(self.contributing(groups), self.sharing, groups[0], together=strategy.is_sharded)
         batches, tower_runs = self.training_runs(batches, spare=groups[0])
@@ -225,7 +225,7 @@ class Trainer:
                     strategy.backward(self.optimizer.policy(prompt), is_share=False)
             step_loss += loss.detach()
             metrics.add_loss_metrics(sums)
-            if not batch.is_dummy:
+            if keep and not batch.is_dummy:
                 outputs.append((batch, output.logprobs_NT.detach().cpu()))
         if not strategy.is_sharded:  # shards make ranks wait in every micro-batch
             seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)

@@ -88,6 +88,19 @@ class Sampling:
 
 
 @dataclass
+class Measured:
+    """What micro-batches of the first steps held, at most on any rank, in bytes (memory/calibration.py)."""
+
+    steps: int = 0
+    held: int = 0
+    """Before the second and later ones: weights, gradients, and the optimizer state from the second step on."""
+    bytes_per_token: float = 0.0
+    """0 if no micro-batch had a size that tells."""
+    is_used: bool = False
+    """Whether the budget was corrected by these figures."""
+
+
+@dataclass
 class Progress:
     """Progress of training."""
 
@@ -105,6 +118,7 @@ class Progress:
     """Language tokens that a patch of an image counts as in the budget; 0 if no memory plan was made."""
     micro_batch_tokens: int = 0
     """Token budget of a micro-batch, which changes during a run (memory/budget.py)."""
+    measured: Measured = field(default_factory=Measured)
 
 
 @dataclass(frozen=True)

@@ -384,6 +384,9 @@ class LogConfig(Section):
     """Completions to print after each generation."""
     disable_tqdm: bool = False
     """Print plain lines instead of a progress bar."""
+    memory_profile: bool = False
+    """Measure the memory of the first steps by phase and module, beside what the memory plan predicts:
+    `memory_profile.json` and `memory_profile.png`."""
 
 
 class RunConfig(Section):

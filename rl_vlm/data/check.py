@@ -32,6 +32,8 @@ EXAMPLES = 100
 """Rows among which `UsableRows.example` looks for a complete one."""
 SHORT_TEXT = 1024
 """Bytes of a text that is not noted as long: every model has a context of more tokens."""
+SMALL_IMAGES = 512 * 512
+"""Pixels of a row's images that are not noted as large."""
 
 
 class Finding(NamedTuple):
@@ -41,6 +43,8 @@ class Finding(NamedTuple):
     problem: str | None
     num_bytes: int
     """Bytes of the prompt's text."""
+    num_pixels: int
+    """Pixels of the images."""
     continues: bool
     """Whether the prompt ends with a message of the assistant."""
 
@@ -55,6 +59,8 @@ class UsableRows:
     """A record of each row that is left out, with the reason."""
     text_bytes: dict[int, int]
     """Bytes of the prompt's text by row, of texts that may be long."""
+    num_pixels: dict[int, int]
+    """Pixels of the images by row, of those that may be large."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -67,6 +73,14 @@ class UsableRows:
             if all(found.get(name) is not None for name in wanted):
                 return self.rows[index]
         return self.rows[self.indices[0]]
+
+    def largest(self, count: int) -> list[int]:
+        """Return the `count` rows whose images have the most pixels, and the `count` rows with the longest texts."""
+        by_size = [
+            sorted(self.indices, key=lambda row: sizes.get(row, 0), reverse=True)[:count]
+            for sizes in (self.num_pixels, self.text_bytes)
+        ]
+        return list(dict.fromkeys(by_size[0] + by_size[1]))
 
     def without(self, dropped: Sequence[dict[str, Any]]) -> UsableRows:
         """Leave out further rows. Raises DataError if none is left."""
@@ -97,12 +111,13 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
     if ranks.is_main:
         warn_of_continued(rows, sum(finding.continues for finding in findings))
     text_bytes = {finding.row: finding.num_bytes for finding in findings}
-    usable = UsableRows(rows, list(range(num)), [], text_bytes)
+    num_pixels = {finding.row: finding.num_pixels for finding in findings}
+    usable = UsableRows(rows, list(range(num)), [], text_bytes, num_pixels)
     return without_bad(usable, [usable.record(finding.row, finding.problem) for finding in findings if finding.problem])
 
 
 def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
-    """Yield what is noted of rows with a problem, with a long text, or with a prompt that is continued."""
+    """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
     columns = {*set().union(*prompt_columns(rows.config.prompt_template)), *IMAGE_COLUMNS, *REFUSED_COLUMNS}
     start = share.start
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -117,16 +132,22 @@ def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
 def check_part(rows: Rows, numbered: Sequence[tuple[int, Row]]) -> list[Finding]:
     """Check some rows, and return what is noted."""
     findings = [check_row(rows, index, row) for index, row in numbered]
-    return [finding for finding in findings if finding.problem or finding.num_bytes > SHORT_TEXT or finding.continues]
+    return [finding for finding in findings if is_notable(finding)]
+
+
+def is_notable(finding: Finding) -> bool:
+    """Return whether the check notes anything of a row."""
+    is_large = finding.num_bytes > SHORT_TEXT or finding.num_pixels > SMALL_IMAGES
+    return is_large or finding.problem is not None or finding.continues
 
 
 def check_row(rows: Rows, index: int, row: Row) -> Finding:
     """Read a row, and its images as far as their headers."""
     try:
         parsed = rows.check(index, row)
-        return Finding(index, None, parsed.num_bytes, parsed.continues)
+        return Finding(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues)
     except DataError as error:
-        return Finding(index, str(error), 0, False)
+        return Finding(index, str(error), 0, 0, False)
 
 
 def warn_of_continued(rows: Rows, num_continued: int) -> None:

@@ -54,18 +54,18 @@ def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[I
         return pixels, encoded if _is_sent_as_it_is(image) else None
 
 
-def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> None:
-    """Raise the DataError of `read_image` if an image is missing, or if its header can be seen to be bad.
+def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> int:
+    """Return the number of pixels of an image, by its header.
 
-    Reads the header alone and decodes no pixel, so that damage behind it is not found.
+    Raises the DataError of `read_image` if the image is missing, or if its header can be seen to be bad. No pixel is
+    decoded, so that damage behind the header is not found.
     """
     with image_errors(value, where):
         value = image_content(value)
         if isinstance(value, Image.Image):
-            _check_header(value, max_pixels)
-            return
+            return _check_header(value, max_pixels)
         with open_image(value, folder) as file, Image.open(file, formats=FORMATS) as image:
-            _check_header(image, max_pixels)
+            return _check_header(image, max_pixels)
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def pixel_limits(data: DataConfig) -> dict[str, int]:
     return {name: value for name, value in limits.items() if value is not None}
 
 
-def _check_header(image: Image.Image, max_pixels: int) -> None:
+def _check_header(image: Image.Image, max_pixels: int) -> int:
     width, height = image.size
     if width * height > max_pixels:
         raise ValueError(
@@ -219,6 +219,7 @@ def _check_header(image: Image.Image, max_pixels: int) -> None:
             f"mode {image.mode} has more than 8 bits a channel, which RGB would clip to white or black. "
             "Scale it to 8 bits first."
         )
+    return width * height
 
 
 def _is_sent_as_it_is(image: Image.Image) -> bool:

@@ -18,7 +18,7 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,6 +34,9 @@ from rl_vlm.data.samples import Rows
 from rl_vlm.errors import ConfigError, TrainingError
 from rl_vlm.types import Prompt
 
+PromptCheck = Callable[[Mapping[str, Prompt]], None]
+"""Raises DataError for prompts that cannot be used. They are given by the names of their rows."""
+
 
 @dataclass(frozen=True)
 class PromptSource:
@@ -48,13 +51,28 @@ class PromptSource:
         """Build the prompt of a draw. Raises DataError, naming the row, if it cannot be used."""
         return build_prompt(self.rows, self.row_indices[draw.row], self.builder)
 
+    def place(self, draw: Draw) -> str:
+        """Return the name of a draw's row for error messages."""
+        return self.rows.place(self.row_indices[draw.row])
+
 
 class PromptLoader:
     """Draws rows and builds their prompts: ahead of need in worker processes, or, without workers, on request."""
 
-    def __init__(self, source: PromptSource, sampler: PromptSampler, steps_per_window: int, data: DataConfig) -> None:
-        """Workers start with the first window. Raises ConfigError if rows or processor cannot be sent to them."""
+    def __init__(
+        self,
+        source: PromptSource,
+        sampler: PromptSampler,
+        steps_per_window: int,
+        data: DataConfig,
+        check: PromptCheck = lambda prompts: None,
+    ) -> None:
+        """Workers start with the first window. `check` is given the prompts of each window, by the names of their rows.
+
+        Raises ConfigError if rows or processor cannot be sent to workers.
+        """
         self.source = source
+        self.check = check
         self.sampler = sampler
         self.steps_per_window = steps_per_window
         self.num_workers = data.dataloader_num_workers
@@ -92,8 +110,16 @@ class PromptLoader:
     def prompts(self, draws: Sequence[Draw]) -> list[Prompt]:
         """Return the prompts of the draws that the sampler has just made.
 
-        If workers have not been given this window, as at the start, build it here while they begin with the next one.
         Raises DataError if a row cannot be used, and TrainingError if a worker process died.
+        """
+        prompts = self.built(draws)
+        self.check({self.source.place(draw): prompt for draw, prompt in zip(draws, prompts, strict=True)})
+        return prompts
+
+    def built(self, draws: Sequence[Draw]) -> list[Prompt]:
+        """Return the prompts from the workers.
+
+        If workers have not been given this window, as at the start, build it here while they begin with the next one.
         """
         if not self.num_workers:
             return [self.source.build(draw) for draw in draws]

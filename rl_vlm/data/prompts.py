@@ -62,6 +62,12 @@ def check_limits(image_processor: Any, limits: dict[str, int]) -> None:
         )
 
 
+def has_max_pixels(processor: Any) -> bool:
+    """Return whether the processor resizes images to `data.max_pixels`."""
+    settings = getattr(processor.image_processor, "valid_kwargs", None)
+    return "max_pixels" in getattr(settings, "__annotations__", {})
+
+
 def placeholder_tokens(processor: Any) -> list[str]:
     """Return the tokens that a text must not contain: placeholders of images and videos, before or after expansion."""
     owners, names = (processor, processor.tokenizer), ("image_token", "video_token", "img_patch_token")

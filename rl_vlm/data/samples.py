@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from pathlib import Path
 from string import Formatter
@@ -41,6 +41,8 @@ class ParsedRow:
     prompt: Any
     images: list[tuple[str, Any]]
     """Column and value of each image."""
+    num_pixels: int = 0
+    """Pixels of the images, if their headers were read: of each at most `data.max_pixels`, to which it is resized."""
 
     @property
     def continues(self) -> bool:
@@ -88,9 +90,11 @@ class Rows:
         where = self.place(index)
         with row_errors(where):
             parsed = parse_row(row, self.config, where)
-        for name, value in parsed.images:
-            check_image(value, self.image_folder, self.config.max_image_pixels, f"{where}, column {name}")
-        return parsed
+        limit = self.config.max_image_pixels
+        sizes = [
+            check_image(value, self.image_folder, limit, f"{where}, column {name}") for name, value in parsed.images
+        ]
+        return replace(parsed, num_pixels=sum(min(size, self.config.max_pixels or limit) for size in sizes))
 
     def place(self, index: int) -> str:
         """Return the name of a row for error messages."""

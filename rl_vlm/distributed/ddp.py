@@ -3,7 +3,8 @@
     forward and backward of each micro-batch, on this rank alone ─► sum of the gradients over ranks ─► update
 
 torch's DistributedDataParallel is not used: it exchanges gradients within the last backward, which a rank that runs out
-of memory cannot leave."""
+of memory cannot leave.
+"""
 
 from __future__ import annotations
 

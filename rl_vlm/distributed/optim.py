@@ -27,13 +27,18 @@ def check_optim(optim: str, launcher: str) -> None:
     Raises LaunchError if ranks would shard what it needs whole, and ConfigError if its package is missing. `launcher`
     is the kind of launch.
     """
+    refuse_shards(optim, launcher)
+    if optim == "adamw_8bit":
+        require_bitsandbytes("train.optim: adamw_8bit")
+
+
+def refuse_shards(optim: str, launcher: str) -> None:
+    """Raise LaunchError if ranks would shard what an optimizer needs whole. `launcher` is the kind of launch."""
     if launcher != "ddp" and optim in WHOLE_WEIGHTS:
         raise LaunchError(
             f"train.optim: {optim} cannot be used with {launcher}: {WHOLE_WEIGHTS[optim]}. Use adamw_torch, whose "
             "moments are sharded, or train with DDP (launch/accelerate/ddp.yaml)"
         )
-    if optim == "adamw_8bit":
-        require_bitsandbytes("train.optim: adamw_8bit")
 
 
 def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:

@@ -164,9 +164,11 @@ class ZeRO:
                 if name in state:
                     self.load_moment(parameter, name, state[name])
         steps = max(state["step"] for state in states.values() if state)
-        for state in self.adamw.state.values():
-            # DeepSpeed's own Adam counts in Python.
-            state["step"] = steps.clone() if isinstance(self.adamw, torch.optim.AdamW) else int(steps)
+        for flat, state in self.adamw.state.items():
+            if isinstance(self.adamw, torch.optim.AdamW):
+                state["step"] = steps.to(flat.device, copy=True)  # where the fused kernel needs it
+            else:
+                state["step"] = int(steps)  # DeepSpeed's own Adam counts in Python
 
     def load_moment(self, parameter: Any, name: str, value: Tensor) -> None:
         """Load this rank's part of a moment that every rank has whole."""

@@ -30,22 +30,18 @@ class BudgetLog:
         lines = self.path.read_text().split("\n")[:-1]
         return [BudgetChange(**json.loads(line)) for line in lines]
 
-    def read_after(self, step: int, setting: BudgetSetting) -> list[BudgetChange]:
-        """Return the changes after an optimizer step, by runs with this `micro_batch_tokens`."""
-        return [change for change in self.read() if change.step > step and change.setting == setting]
-
-    def keep_for(self, step: int | None, setting: BudgetSetting) -> None:
-        """Keep what a run needs that is resumed after `step`: earlier changes, and those to replay.
-
-        A new run, with None, has no changes.
+    def read_for(self, step: int, setting: BudgetSetting) -> list[BudgetChange]:
+        """Return what a run needs that continues after `step`: earlier changes, and later ones by runs with this
+        `micro_batch_tokens`, to replay.
         """
-        found = self.read()
-        kept: Sequence[BudgetChange] = []
-        if step is not None:
-            kept = [change for change in found if change.step <= step or change.setting == setting]
-        if found:
-            with atomic_write(self.path) as unfinished:
-                unfinished.write_text("".join(map(to_line, kept)))
+        return [change for change in self.read() if change.step <= step or change.setting == setting]
+
+    def write(self, changes: Sequence[BudgetChange]) -> None:
+        """Replace the file, if there is one or there are changes."""
+        if not changes and not self.path.exists():
+            return
+        with atomic_write(self.path) as unfinished:
+            unfinished.write_text("".join(map(to_line, changes)))
 
 
 def to_line(change: BudgetChange) -> str:

@@ -7,6 +7,7 @@ output_dir/
     completions/completions_00000.parquet    one row per completion, one file per generation window
     checkpoint-N/                            see rl_vlm/checkpoint.py
     summary.json, reward.png                 the outcome
+    memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/profile/report.py
     dropped_prompts.jsonl                    rows left out, each with the reason
     nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
     run.lock                                 held by the process that writes here
@@ -37,6 +38,7 @@ from rl_vlm.types import ScoredGroup
 logger = logging.getLogger(__name__)
 
 DROPPED = "dropped_prompts.jsonl"
+MEMORY_PROFILE = ("memory_profile.json", "memory_profile.png")
 
 
 class RunDirectory:
@@ -64,22 +66,29 @@ class RunDirectory:
         refuse_earlier_run(self.path, config.train)
 
     def prepare(
-        self, config: RunConfig, step: int | None, last_line: int, next_window: int, dropped: Sequence[dict[str, Any]]
+        self,
+        config: RunConfig,
+        step: int | None,
+        last_line: int,
+        next_window: int,
+        dropped: Sequence[dict[str, Any]],
+        budget_changes: Sequence[BudgetChange],
     ) -> None:
         """Delete an earlier run, or the records after the checkpoint at `step` from which the run resumes.
 
         `last_line` is the last step whose metrics are kept. `next_window` is the step that the next window will be
-        generated for. Called after all checks of the settings, since it deletes files.
+        generated for. `budget_changes` are those to keep. Called after all checks of the settings, since it deletes
+        files.
         """
         self.metrics.truncate_after(last_line)
-        self.budget.keep_for(step, config.memory.micro_batch_tokens)
+        self.budget.write(budget_changes)
         drop_windows_from(self.path, next_window)
         for directory in self.path.iterdir():
             match = re.fullmatch(r"(unfinished-)?checkpoint-(\d+)", directory.name)
             if match and (match[1] or step is None or int(match[2]) > step):
                 logger.warning("deleting %s, which this run will write again", directory)
                 shutil.rmtree(directory)
-        for name in ("summary.json", "reward.png", DROPPED):
+        for name in ("summary.json", "reward.png", *MEMORY_PROFILE, DROPPED):
             (self.path / name).unlink(missing_ok=True)
         if dropped:
             write_dropped(self.path / DROPPED, dropped)

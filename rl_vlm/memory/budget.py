@@ -15,7 +15,7 @@ from rl_vlm.types import Progress
 
 logger = logging.getLogger(__name__)
 
-BudgetReason = Literal["out_of_memory"]
+BudgetReason = Literal["out_of_memory", "calibration"]
 BudgetSetting = int | Literal["auto"]
 
 
@@ -44,6 +44,8 @@ class Budget:
         self.write = write
         self.to_replay: Sequence[BudgetChange] = ()
         """Recorded changes after the checkpoint that the run is resumed from."""
+        self.has_run_out = False
+        """Whether this process has lowered the budget, beside what it replays."""
 
     @property
     def tokens(self) -> int:
@@ -52,13 +54,26 @@ class Budget:
     def change(self, tokens: int, stage: str, reason: BudgetReason, message: str, is_writer: bool) -> None:
         """Set the budget from a stage of this step on, and say why; `is_writer` is the rank that records it."""
         self.progress.micro_batch_tokens = tokens
+        self.progress.measured.is_used |= reason == "calibration"
+        self.has_run_out |= reason == "out_of_memory"
         if is_writer:
             self.write(BudgetChange(self.progress.global_step + 1, stage, tokens, self.setting, reason, message))
-            logger.warning("%s", message)
+            logger.log(logging.WARNING if reason == "out_of_memory" else logging.INFO, "%s", message)
 
     def replay(self, stage: str) -> list[BudgetChange]:
-        """Make the changes that were recorded at this stage of this step, and return them."""
+        """Make the changes that were recorded at this stage of this step, and return them.
+
+        A budget that this run has lowered itself is not raised again.
+        """
         found = [c for c in self.to_replay if (c.step, c.stage) == (self.progress.global_step + 1, stage)]
         for change in found:
-            self.progress.micro_batch_tokens = change.micro_batch_tokens
+            lowers = change.reason == "out_of_memory" or self.has_run_out
+            tokens = min(change.micro_batch_tokens, self.tokens) if lowers else change.micro_batch_tokens
+            self.progress.micro_batch_tokens = tokens
+            self.progress.measured.is_used |= change.reason == "calibration"
         return found
+
+    @property
+    def replays_calibration(self) -> bool:
+        """Return whether the run that is resumed has corrected the budget, now or later."""
+        return any(change.reason == "calibration" for change in self.to_replay)

@@ -25,7 +25,14 @@ from rl_vlm.types import MicroBatch, Progress
 
 T = TypeVar("T")
 
-ALLOCATOR_ERRORS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
+ALLOCATOR_ERRORS = (
+    "DefaultCPUAllocator: ",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
 """Texts of errors without a class of their own."""
 FOR_ONE_COMPLETION = (
     "Set memory.gradient_checkpointing or model.use_peft to true, set data.max_pixels or rollout.max_completion_length "
@@ -57,7 +64,10 @@ class Failure:
 
 
 class MicroBatchOutOfMemory(Exception):
-    """Ends passes whose micro-batch ran out of memory. It holds no tensors."""
+    """Ends passes whose micro-batch ran out of memory.
+
+    Its cause holds the frames of the passes with their tensors: drop it before they are repeated, as `tried` does.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
@@ -67,10 +77,14 @@ class MicroBatchOutOfMemory(Exception):
 class Recovery:
     """Repeats what ran out of memory on any rank. Each method is called by all ranks together."""
 
-    def __init__(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens) -> None:
+    def __init__(
+        self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, prediction: str = "no memory plan was made"
+    ) -> None:
+        """`prediction` is what the memory plan says of forward and backward passes."""
         self.ranks = ranks
         self.budget = budget
         self.vision_tokens = vision_tokens
+        self.prediction = prediction
         self.events: Counter[str] = Counter()
         """Number of events of this step by stage, replayed ones included."""
 
@@ -87,10 +101,7 @@ class Recovery:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            failure = self.failure(batch, error)
-        else:
-            return
-        raise MicroBatchOutOfMemory(failure)  # here, where the error with its frames and their tensors is gone
+            raise MicroBatchOutOfMemory(self.failure(batch, error)) from error
 
     def failure(self, batch: MicroBatch, error: RuntimeError) -> Failure:
         """Describe a failed micro-batch."""
@@ -112,7 +123,7 @@ class Recovery:
         `undo` drops what they have changed. `together` says whether ranks communicate within them. Raises OutOfMemory
         if a micro-batch cannot be split, on every rank, or if ranks communicate, on the rank that ran out.
         """
-        self.events[stage] += len(self.budget.replay(stage))
+        self.events[stage] += sum(change.reason == "out_of_memory" for change in self.budget.replay(stage))
         while True:
             result, failure = tried(passes)
             if together and failure is not None:
@@ -160,7 +171,10 @@ class Recovery:
 
     def describe(self, stage: str, failure: Failure, tokens: int) -> str:
         step = self.budget.progress.global_step + 1
-        return f"step {step}, {stage}: {failure}. micro_batch_tokens is {tokens} instead of {self.budget.tokens}"
+        return (
+            f"step {step}, {stage}: {failure}; {self.prediction}. micro_batch_tokens is {tokens} instead of "
+            f"{self.budget.tokens}"
+        )
 
     def reserve(self, allocate: Callable[[], None]) -> None:
         """Allocate what the update needs, before it changes a weight, and once more if that runs out of memory.

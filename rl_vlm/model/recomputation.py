@@ -19,7 +19,7 @@ def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Pa
     """Recompute activations of `part`, or of all layers, in the backward pass.
 
     Call it when `requires_grad` of all weights is set. Raises ConfigError if only a frozen vision tower would be
-    recomputed.
+    recomputed, or if `part` has no layers that can be.
     """
     if not part:
         return
@@ -28,6 +28,8 @@ def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Pa
             "memory.gradient_checkpointing: vision_tower has no effect, because no weight of the vision tower is "
             "trained: it keeps no activations. Leave it out, or use language_model"
         )
+    if part is not True:
+        require_layers(model, family, part)
     # Without dropout no layer draws random numbers, and a reward function may draw some meanwhile.
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     model.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
@@ -35,9 +37,20 @@ def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Pa
         module.gradient_checkpointing = part is True or is_vision(name, family) == (part == "vision_tower")
 
 
+def require_layers(model: nn.Module, family: Family, part: Part) -> None:
+    """Raise ConfigError if no layer of `part` can recompute its activations."""
+    parts = ["vision_tower" if is_vision(name, family) else "language_model" for name, _ in layers(model)]
+    if part not in parts:
+        others = f"set {parts[0]}, or " if parts else ""
+        raise ConfigError(
+            f"memory.gradient_checkpointing: {part} has no effect: in transformers' {family.model_type} that part has "
+            f"no layers that can recompute their activations; {others}leave it out"
+        )
+
+
 def recomputes_vision(model: nn.Module, family: Family) -> bool:
     """Return whether the vision tower is recomputed in the backward pass, which reaches it if it is trained."""
-    is_on = any(is_vision(name, family) and module.gradient_checkpointing for name, module in checkpointed(model))
+    is_on = any(is_vision(name, family) and layer.gradient_checkpointing for name, layer in layers(model))
     return is_on and trains_tower(model, family)
 
 
@@ -50,8 +63,15 @@ def trains_tower(model: nn.Module, family: Family) -> bool:
     )
 
 
+def layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the layers that can recompute their activations, by name."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [(name, module) for name, module in checkpointed(model) if isinstance(module, GradientCheckpointingLayer)]
+
+
 def checkpointed(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules that can recompute their activations, by name."""
+    """Return the modules with a switch for recomputation, by name. That of a model or encoder alone has no effect."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 

@@ -96,6 +96,10 @@ class VisionEncoder:
         price = self.patch_price or patch_cost(config)
         return 0 if self.is_frozen else math.ceil(price * num_patches(config, prompt))
 
+    def pixels(self, prompt: Prompt) -> int:
+        """Return the number of pixels that the tower is given of a prompt's images."""
+        return num_pixels(self.model.config, prompt)
+
     def encode(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
         """Return the features of every prompt that has images.
 
@@ -193,7 +197,7 @@ class VisionEncoder:
         """Run the tower `num_calls` times without effect, so that ranks run it equally often, and return 0."""
         if num_calls <= 0:
             return torch.zeros((), device=self.model.device)
-        assert self.idle_prompt is not None, "runs of several ranks, and of DeepSpeed, have a prompt for idle runs"
+        assert self.idle_prompt is not None, "runs with ZeRO or FSDP2 have a prompt for idle runs"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             runs = [self.run([self.idle_prompt])[self.idle_prompt] for _ in range(num_calls)]
         return 0.0 * torch.stack([part.sum() for run in runs for part in (run.embeddings, *run.deepstack)]).sum()
@@ -233,13 +237,17 @@ def idle_sample() -> Sample:
 
 def num_patches(config: PreTrainedConfig, prompt: Prompt) -> int:
     """Return the number of patches that the vision tower computes for a prompt's images, padding included."""
+    patch_size = getattr(config.vision_config, "patch_size", DEFAULT_PATCH_SIZE)
+    side = patch_size if isinstance(patch_size, int) else patch_size[0]
+    return num_pixels(config, prompt) // side**2
+
+
+def num_pixels(config: PreTrainedConfig, prompt: Prompt) -> int:
+    """Return the number of pixels of a prompt's images that the vision tower is given, padding included."""
     if not prompt.mm_inputs:
         return 0
-    vision = config.vision_config
-    patch_size = getattr(vision, "patch_size", DEFAULT_PATCH_SIZE)
-    side = patch_size if isinstance(patch_size, int) else patch_size[0]
-    values_per_patch = 3 * side**2 * getattr(vision, "temporal_patch_size", 1)
-    return prompt.mm_inputs["pixel_values"].numel() // values_per_patch
+    values_per_pixel = 3 * getattr(config.vision_config, "temporal_patch_size", 1)
+    return prompt.mm_inputs["pixel_values"].numel() // values_per_pixel
 
 
 def patch_cost(config: PreTrainedConfig) -> float:

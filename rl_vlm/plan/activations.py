@@ -11,17 +11,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.memory.micro_batches import Size, valid_members, why_dense
-from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS
-from rl_vlm.model.vision import ImageFeatures, num_patches
+from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
+from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.depth import Extrapolation, with_depth
-from rl_vlm.plan.fake import fake_tensors, make_fake
+from rl_vlm.plan.fake import fake_tensors
 from rl_vlm.plan.gpu_attention import attention_as_on_gpu
 from rl_vlm.plan.groups import make_group
-from rl_vlm.plan.live import Phase
-from rl_vlm.plan.trace import TracedTrainer, models_without_storage
+from rl_vlm.plan.live import LiveBytes, Phase
+from rl_vlm.plan.trace import TracedTrainer, make_models_fake, models_without_storage
 from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
 
 MOST_COMPLETIONS = 16
@@ -36,7 +38,8 @@ class Activations:
     per_token: float
     """Of the forward and backward pass of the language model, for each of its tokens."""
     fixed: float
-    """Of the same pass whatever its size: the LM head's chunk of logits, recomputed layers, copies of weights."""
+    """Of the same pass whatever its size: the LM head's chunk of logits, recomputed layers, copies of weights, those of
+    the vision tower included."""
     per_patch: float
     """Kept of the vision tower for its backward, or its features, for each patch."""
     vision_per_patch: float
@@ -44,20 +47,30 @@ class Activations:
     logprobs_per_token: float
     """Of a pass without gradients, for old and reference log-probs."""
     logprobs_fixed: float
+    layers_per_token: float = 0.0
+    """What of `per_token` all language layers but one keep for their backward, which can wait in host memory."""
+    layers_per_patch: float = 0.0
+    """The same of `per_patch`, for vision layers."""
+    vision_fixed: float = 0.0
+    """At most while the vision tower runs, whatever the images: copies of its weights."""
 
     @property
     def patch_price(self) -> float:
-        """Language tokens that hold as much as one patch."""
+        """Return the language tokens that hold as much as one patch."""
         return self.per_patch / self.per_token
 
-    def training(self, tokens: int, patches: int) -> float:
-        """Return the most bytes of a forward and backward pass."""
-        language = self.fixed + self.per_token * tokens + self.per_patch * patches
-        return max(language, self.vision_per_patch * patches)
+    def vision(self, patches: int) -> float:
+        """Return the most bytes while the vision tower runs."""
+        return self.vision_fixed + self.vision_per_patch * patches if patches else 0.0
 
-    def logprobs(self, tokens: int, patches: int) -> float:
-        """Return the most bytes of a pass without gradients."""
-        return max(self.logprobs_fixed + self.logprobs_per_token * tokens, self.vision_per_patch * patches)
+    def offloaded(self) -> Activations:
+        """Return what stays on the device with `activation_offloading`: one layer's of each part at a time."""
+        return replace(
+            self,
+            per_token=self.per_token - self.layers_per_token,
+            per_patch=self.per_patch - self.layers_per_patch,
+            vision_per_patch=max(0.0, self.vision_per_patch - self.layers_per_patch),
+        )
 
 
 def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_gpu: bool) -> Activations:
@@ -70,7 +83,10 @@ def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_g
         found = {d: trace_shallow(config, with_depth(model_config, d), prompt) for d in dict.fromkeys(depths.depths())}
     traced = [found[depth] for depth in depths.depths()]
     values = {f.name: [getattr(each, f.name) for each in traced] for f in fields(Activations)}
-    return Activations(**{name: max(0.0, depths.extrapolate(*three)) for name, three in values.items()})
+    whole = Activations(**{name: max(0.0, depths.extrapolate(*three)) for name, three in values.items()})
+    layers = {part: max(0.0, depths.beyond_one_layer(*values[part])) for part in ("per_token", "per_patch")}
+    found = replace(whole, layers_per_token=layers["per_token"], layers_per_patch=layers["per_patch"])
+    return found.offloaded() if config.memory.activation_offloading else found
 
 
 def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activations:
@@ -80,13 +96,15 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
     chunk = HEAD_CHUNK_ELEMENTS // model_config.get_text_config().vocab_size
     few = min(1 + max(1, -(-chunk // length)), MOST_COMPLETIONS)
     small, large = (PassTrace.of(config, model_config, prompt, n) for n in (few, 2 * few))
+    vision = small.vision
     per_token = (large.training - small.training) / (large.tokens - small.tokens)
     logprobs_per_token = (large.logprobs - small.logprobs) / (large.logprob_tokens - small.logprob_tokens)
     return Activations(
         per_token=per_token,
-        fixed=small.training - per_token * small.tokens - small.vision_kept,
-        per_patch=small.vision_kept / max(1, small.patches),
-        vision_per_patch=small.vision_peak / max(1, small.patches),
+        fixed=small.training - per_token * small.tokens - vision.kept_per_patch * small.patches,
+        per_patch=vision.kept_per_patch,
+        vision_per_patch=vision.peak_per_patch,
+        vision_fixed=vision.peak_fixed,
         logprobs_per_token=logprobs_per_token,
         logprobs_fixed=small.logprobs - logprobs_per_token * small.logprob_tokens,
     )
@@ -103,8 +121,7 @@ class PassTrace:
     patches: int
     training: int
     logprobs: int
-    vision_kept: int
-    vision_peak: int
+    vision: VisionBytes
 
     @staticmethod
     def of(config: RunConfig, model_config: Any, prompt: Prompt, num_completions: int) -> PassTrace:
@@ -115,11 +132,12 @@ class PassTrace:
             model_config.save_pretrained(directory)
             policy, reference = models_without_storage(config, directory, groups)
         with fake_tensors() as live:
-            make_fake(policy, *([reference.frozen] if reference and reference.frozen else []))
+            make_models_fake(policy, reference)
             trainer = WholeGroupTrainer(config, policy, reference, groups, 1, live)
             training = trainer.traced_step().phases["forward_backward"]
             trainer.add_logprobs(groups[:1], policy, "old_logprobs", StepMetrics())
             logprobs = trainer.phases["old_logprobs"]
+            vision = VisionBytes.of(policy, prompt, live)
         gradients = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
         return PassTrace(
             tokens=language_tokens(groups[0], trainer.sharing),
@@ -127,25 +145,49 @@ class PassTrace:
             patches=num_patches(model_config, groups[0].group.prompt),
             training=training.peak - training.before - gradients,
             logprobs=logprobs.peak - logprobs.before,
-            vision_kept=max((phase.after - phase.before for phase in trainer.vision_runs), default=0),
-            vision_peak=max((phase.peak - phase.before for phase in trainer.vision_runs), default=0),
+            vision=vision,
         )
 
 
+@dataclass(frozen=True)
+class VisionBytes:
+    """Bytes of a run of the vision tower."""
+
+    kept_per_patch: float = 0.0
+    """What is left of a run for its backward, or its features."""
+    peak_per_patch: float = 0.0
+    peak_fixed: float = 0.0
+
+    @staticmethod
+    def of(policy: Policy, prompt: Prompt, live: LiveBytes) -> VisionBytes:
+        """Trace runs on the prompt's images once and twice. What a run holds beside its images is fixed.
+
+        A tower that is run for each prompt alone holds it for each.
+        """
+        patches = num_patches(policy.transformer.config, prompt)
+        if patches == 0:
+            return VisionBytes()
+        once = trace_vision(policy, [prompt], live)
+        peak, kept = once.peak - once.before, once.after - once.before
+        if not policy.family.joins_images:
+            return VisionBytes(kept / patches, peak / patches)
+        twice = trace_vision(policy, [prompt, replace(prompt)], live)
+        more_peak, more_kept = twice.peak - twice.before - peak, twice.after - twice.before - kept
+        return VisionBytes(more_kept / patches, more_peak / patches, float(max(0, peak - more_peak)))
+
+
+def trace_vision(policy: Policy, prompts: Sequence[Prompt], live: LiveBytes) -> Phase:
+    """Trace a run of the vision tower as training makes it."""
+    trained = not policy.vision.is_frozen
+    with policy.autocast(keeps_casts=False), policy.offloading(), torch.set_grad_enabled(trained):
+        with live.phase() as phase:
+            features = policy.vision.run(prompts)
+        del features
+    return phase
+
+
 class WholeGroupTrainer(TracedTrainer):
-    """Puts every group into a micro-batch of its own, and notes the bytes of the vision tower's runs."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.vision_runs: list[Phase] = []
-        run = self.policy.vision.run
-
-        def traced(prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
-            with self.live.phase() as phase:
-                self.vision_runs.append(phase)
-                return run(prompts)
-
-        self.policy.vision.run = traced
+    """Puts every group into a micro-batch of its own."""
 
     def pack(
         self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup, together: bool

@@ -12,14 +12,21 @@ import torch
 from rl_vlm.checkpoint import random_states, restore_random_states
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.strategy import Strategy
-from rl_vlm.plan.build import Hardware, plan_memory, read_config, traced_model
-from rl_vlm.plan.engines import ENGINES, Engine
+from rl_vlm.errors import shorten
+from rl_vlm.memory.budget import Budget
+from rl_vlm.memory.calibration import CalibratedRecovery, CudaMemory, PlannedTraining
+from rl_vlm.memory.micro_batches import VisionTokens
+from rl_vlm.memory.recovery import Recovery
+from rl_vlm.plan.build import MOST_TOKENS, Hardware, plan_memory, read_config, traced_model
+from rl_vlm.plan.engines import ENGINES, Engine, zero_engine
 from rl_vlm.plan.hardware import GIB, Card
+from rl_vlm.plan.memory import TRAINING, MemoryPlan
 from rl_vlm.types import Prompt
 
 CPU_TOKENS = 8192
 """Largest budget on CPUs, which larger micro-batches do not make faster."""
+UNPLANNED_TOKENS = 8192
+"""Budget if no plan can be made."""
 CPU_SHARE = 0.5
 """Fraction of the machine's memory that the processes of a run may plan with on CPUs."""
 
@@ -32,34 +39,63 @@ class StartBudget:
 
     tokens: int
     patch_price: float
-    """Language tokens that a patch of an image counts as; 0 if that was not planned."""
+    """Language tokens that a patch of an image counts as; 0 if the settings give the budget."""
+    plan: MemoryPlan | None
+    """What the budget is from; None if none was made."""
+
+    def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
+        """Build the recovery of a run, which on a GPU corrects a planned budget by measured peaks.
+
+        `of_engine` are the bytes that the rollout engine has allocated on the device.
+        """
+        if self.plan is None:
+            return Recovery(ranks, budget, vision_tokens)
+        training = next(phase for phase in self.plan.phases if phase.name == TRAINING)
+        planned = PlannedTraining(
+            available=self.plan.available - self.plan.rollouts.while_training,
+            fixed=self.plan.activations.fixed,
+            peak=training.total,
+            tokens=self.tokens,
+            most_tokens=MOST_TOKENS,
+        )
+        if budget.setting != "auto" or ranks.device.type != "cuda":
+            return Recovery(ranks, budget, vision_tokens, str(planned))
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, CudaMemory(of_engine))
 
 
-def start_budget(
-    config: RunConfig, initial: str, ranks: Ranks, strategy: Strategy, prompts: Iterable[Prompt]
-) -> StartBudget:
+def start_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]) -> StartBudget:
     """Return the budget of the settings, or that of the memory plan, which does not depend on the memory that is free.
 
-    It is equal on all ranks. `prompts` are some of the run's own, of which the longest is planned with.
+    It is equal on all ranks. `prompts` are some of the run's own, of which the longest is planned with. For a memory
+    profile, a budget of the settings is planned as well.
     """
     tokens = config.memory.micro_batch_tokens
-    if tokens != "auto":
-        return StartBudget(tokens, 0.0)
+    if tokens != "auto" and not config.log.memory_profile:
+        return StartBudget(tokens, 0.0, None)
     with ranks.agree():
-        planned = [planned_budget(config, initial, ranks, strategy, prompts)] if ranks.is_main else []
-    return ranks.gather(planned)[0]
+        planned = [planned_budget(config, initial, ranks, prompts)] if ranks.is_main else []
+    start = ranks.gather(planned)[0]
+    return start if tokens == "auto" else StartBudget(tokens, 0.0, start.plan)
 
 
-def planned_budget(
-    config: RunConfig, initial: str, ranks: Ranks, strategy: Strategy, prompts: Iterable[Prompt]
-) -> StartBudget:
-    """Make the memory plan of a run on this device, and return its budget."""
+def planned_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]) -> StartBudget:
+    """Make the memory plan of a run on this device, and return its budget.
+
+    A model whose steps cannot be traced can still be trained: its budget is `UNPLANNED_TOKENS`. So is that of a run
+    without prompts, whose rows the first step may leave out or refuse.
+    """
     on_gpu = ranks.device.type != "cpu"
-    hardware = Hardware(this_card(ranks.device), ranks.world_size, 1, engine_of(strategy, ranks))
+    hardware = Hardware(this_card(ranks.device), ranks.world_size, 1, engine_of(ranks))
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
+    if longest is None:
+        return unplanned("no row of the data makes a prompt")
     before = random_states()
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    model = traced_model(config, initial, read_config(config, initial), longest, on_gpu)
-    restore_random_states(before)
+    try:
+        model = traced_model(config, initial, read_config(config, initial), longest, on_gpu)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # of the model's own code
+        return unplanned(shorten(repr(error), 200))
+    finally:
+        restore_random_states(before)
     plan = plan_memory(config, hardware, model)
     tokens = plan.micro_batch_tokens if on_gpu else min(plan.micro_batch_tokens, CPU_TOKENS)
     logger.info(
@@ -68,7 +104,16 @@ def planned_budget(
     )  # fmt: skip
     if not plan.fits:
         logger.warning("the memory plan does not fit; `rl-vlm plan CONFIG --suggest` shows set-ups that do")
-    return StartBudget(tokens, model.activations.patch_price)
+    return StartBudget(tokens, model.activations.patch_price, plan)
+
+
+def unplanned(reason: str) -> StartBudget:
+    """Return the budget of a run without a plan, and log why there is none."""
+    logger.warning(
+        "no memory plan can be made (%s): memory.micro_batch_tokens is %d. Set it if that is too many or too few",
+        reason, UNPLANNED_TOKENS,
+    )  # fmt: skip
+    return StartBudget(UNPLANNED_TOKENS, 0.0, None)
 
 
 def this_card(device: torch.device) -> Card:
@@ -81,9 +126,8 @@ def this_card(device: torch.device) -> Card:
     return Card("CPU", int(machine * CPU_SHARE / processes))
 
 
-def engine_of(strategy: Strategy, ranks: Ranks) -> Engine:
-    """Return how the strategy holds the model, for the plan."""
-    name = {"DDP": "ddp", "FSDP2": "fsdp2", "ZeRO-3": "zero3"}.get(strategy.name, "zero2")
-    zero = ranks.launch.deepspeed.get("zero_optimization", {})
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    return ENGINES["zero3_offload" if name == "zero3" and offloads else name]
+def engine_of(ranks: Ranks) -> Engine:
+    """Return how the launched strategy holds the model, for the plan."""
+    if ranks.launch.kind == "deepspeed":
+        return zero_engine(ranks.launch.deepspeed["zero_optimization"])
+    return ENGINES[ranks.launch.kind]

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.functions import names_function
 from rl_vlm.model.families import family_of
 from rl_vlm.model.loading import base_of, make_initial_model
+from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.activations import Activations, trace_activations
 from rl_vlm.plan.engines import Engine
@@ -21,7 +23,7 @@ from rl_vlm.plan.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
-from rl_vlm.plan.vllm import VLLMMemory, hf_cache_bytes, hf_logits_bytes, vllm_memory
+from rl_vlm.plan.vllm import CUDA_GRAPHS, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
 from rl_vlm.types import Prompt
 
@@ -29,7 +31,6 @@ ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
 MOST_TOKENS = 2**15
 """Largest `micro_batch_tokens` that `auto` chooses, which leaves the rest to what the plan does not know."""
-SLEEP_LEVEL = 1
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""
 
@@ -61,6 +62,15 @@ class Model:
     patches: int
     """Patches of a prompt's image."""
 
+    @property
+    def width(self) -> int:
+        return self.config.get_text_config().hidden_size
+
+    @property
+    def image_price(self) -> int:
+        """Return the tokens that the image counts as in the budget: those of a trained vision tower."""
+        return round(self.activations.patch_price * self.patches) if self.weights.trains_vision else 0
+
 
 @contextmanager
 def config_directory(config: RunConfig) -> Iterator[str]:
@@ -81,14 +91,14 @@ def config_directory(config: RunConfig) -> Iterator[str]:
     yield name
 
 
-def inspect_model(config: RunConfig, on_gpu: bool = True) -> Model:
-    """Count the weights of the configured model, and trace its steps with the largest prompts of the settings.
+def inspect_model(config: RunConfig) -> Model:
+    """Count the weights of the configured model, and trace its steps on a GPU with the largest prompts of the settings.
 
     Raises ConfigError if its config.json cannot be found, or if images of its family are not known.
     """
     with config_directory(config) as directory:
         found = read_config(config, directory)
-        return traced_model(config, directory, found, make_prompt(found, prompt_size(config, found)), on_gpu)
+        return traced_model(config, directory, found, make_prompt(found, prompt_size(config, found)), on_gpu=True)
 
 
 def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: Prompt, on_gpu: bool) -> Model:
@@ -99,16 +109,18 @@ def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: P
     return Model(model_config, weights, activations, len(prompt.token_ids), num_patches(model_config, prompt))
 
 
+def with_weights(config: RunConfig, model: Model) -> Model:
+    """Return a traced model with the weights that `config` holds, whose activations are the same."""
+    with config_directory(config) as directory:
+        weights = count_weights(config, directory)
+    fixed = model.activations.fixed - model.weights.dequantized_bytes + weights.dequantized_bytes
+    return replace(model, weights=weights, activations=replace(model.activations, fixed=fixed))
+
+
 def read_config(config: RunConfig, directory: str) -> Any:
     """Return the transformers config of a checkpoint. Raises ConfigError if there is none."""
-    from transformers import AutoConfig
-
     try:
-        found = AutoConfig.from_pretrained(
-            base_of(directory),
-            revision=config.model.model_revision,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        found = checkpoint_config(base_of(directory), config.model)
     except OSError as error:
         raise ConfigError(
             f"model.model_name_or_path {config.model.model_name_or_path!r} is no directory with a config.json, and "
@@ -150,15 +162,15 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
         rollouts=plan_rollouts(config, hardware, model),
         micro_batch_tokens=least if tokens == "auto" else tokens,
         load=micro_batch_load(config, model, least if tokens == "auto" else tokens),
+        patches_per_token=frozen_patches_per_token(model),
+        buffers=hardware.engine.buffers(model.weights, hardware.num_ranks, model.width),
         largest_block=gathered_block(hardware, model),
-        has_logprobs_pass=has_logprobs_pass(config),
+        has_logprobs_pass=has_logprobs_pass(config, hardware.num_ranks),
         syncs_weights=config.rollout.engine != "hf",
     )
     if tokens != "auto":
         return plan
     tokens = max(least, min(plan.largest_tokens, MOST_TOKENS))
-    with_its_images = replace(plan, load=micro_batch_load(config, model, tokens))
-    tokens = max(least, min(tokens, with_its_images.largest_tokens))
     return replace(plan, micro_batch_tokens=tokens, load=micro_batch_load(config, model, tokens))
 
 
@@ -167,32 +179,36 @@ def micro_batch_load(config: RunConfig, model: Model, tokens: int) -> Load:
 
     A frozen vision tower is not in the budget: as many prompts as fit, with short completions, run through it at once.
     """
-    price = round(model.activations.patch_price * model.patches)
     budget = max(tokens, single_completion(config, model))
     if not model.weights.trains_vision:
         return Load(budget, model.patches * max(1, budget // (model.prompt_tokens + 1)))
-    return Load(budget - price, model.patches)
+    return Load(budget - model.image_price, model.patches)
+
+
+def frozen_patches_per_token(model: Model) -> float:
+    """Return the most patches per token of the budget that are not counted as tokens: those of a frozen tower."""
+    return 0.0 if model.weights.trains_vision else model.patches / (model.prompt_tokens + 1)
 
 
 def single_completion(config: RunConfig, model: Model) -> int:
     """Return the tokens of a prompt with one completion of the longest length, its image included."""
-    price = round(model.activations.patch_price * model.patches) if model.weights.trains_vision else 0
-    return price + model.prompt_tokens + config.rollout.max_completion_length
+    return model.image_price + model.prompt_tokens + config.rollout.max_completion_length
 
 
-def has_logprobs_pass(config: RunConfig) -> bool:
-    """Return whether a window needs log-probs beside those of training: of the reference, or of older weights."""
-    train, algorithm = config.train, config.algorithm
-    several_updates = algorithm.num_iterations > 1 or (train.steps_per_generation or 0) > (
-        train.gradient_accumulation_steps or 1
-    )
+def has_logprobs_pass(config: RunConfig, num_ranks: int) -> bool:
+    """Return whether a window needs log-probs beside those of training: of the reference, or of older weights.
+
+    Raises ConfigError if the batch settings have no solution on this number of ranks.
+    """
+    algorithm, batches = config.algorithm, plan_batches(config, num_ranks)
+    several_updates = batches.steps_per_window * batches.num_iterations > 1
     return algorithm.beta > 0 or several_updates or algorithm.top_entropy_quantile < 1
 
 
 def gathered_block(hardware: Hardware, model: Model) -> int:
     """Return the bytes of the largest block that is gathered to be sent or saved."""
-    sharded = hardware.engine.shards_weights and hardware.num_ranks > 1
-    return max(model.weights.layer_bytes, model.weights.rest_bytes) if sharded else 0
+    gathers = hardware.engine.gathers(hardware.num_ranks)
+    return max(model.weights.layer_bytes, model.weights.rest_bytes) if gathers else 0
 
 
 def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
@@ -209,36 +225,39 @@ def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollou
         ),
         "logits": hf_logits_bytes(model.config, sampled.max_num_seqs),
     }  # fmt: skip
+    weights, gathers = model.weights, hardware.engine.gathers(hardware.num_ranks)
+    by_layer = gathers and not sampled.ds3_gather_for_generation
     if config.model.dtype == "float32":
         parts["KV cache"] *= 2
-    else:  # autocast keeps its copies of trained weights during a rollout
-        parts["LM head and copies"] = 2 * model.weights.num_trained
-    if hardware.engine.shards_weights and hardware.num_ranks > 1:
-        whole = sampled.ds3_gather_for_generation
-        parts["gathered weights"] = model.weights.bytes if whole else model.weights.rest_bytes
+    else:  # autocast keeps its copies of trained weights during a rollout, unless these are freed after each layer
+        parts["LM head and copies"] = 2 * (weights.largest_trained if by_layer else weights.num_trained)
+    if gathers:
+        parts["gathered weights"] = weights.rest_bytes + weights.layer_bytes if by_layer else weights.bytes
     return Rollouts(parts, 0)
 
 
 def vllm_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
     """Return what vLLM holds beside the trainer: its fraction of the card, or what it keeps there while it sleeps."""
-    needed, utilization = vllm_needs(config, model), config.vllm.vllm_gpu_memory_utilization
+    needed, utilization = vllm_needs(config, model, hardware.card), config.vllm.vllm_gpu_memory_utilization
     held = round(utilization * hardware.card.memory)
     sleeps = config.vllm.vllm_enable_sleep_mode
     cache = needed.cache(hardware.card, utilization)
     return Rollouts(
         {"vLLM": held - cache, "KV cache": cache},
-        needed.asleep_on_device() if sleeps else held,
-        needed.asleep_in_host_memory(SLEEP_LEVEL) if sleeps else 0,
+        CUDA_GRAPHS if sleeps else held,  # which sleep mode does not free
+        needed.weights if sleeps else 0,
+        can_start=needed.num_sequences(hardware.card, utilization) > 0,
     )
 
 
-def vllm_needs(config: RunConfig, model: Model) -> VLLMMemory:
-    """Return what vLLM needs on one GPU. Raises ConfigError if it cannot divide the model."""
+def vllm_needs(config: RunConfig, model: Model, card: Card) -> VLLMMemory:
+    """Return what vLLM needs on one GPU of this kind. Raises ConfigError if it cannot divide the model."""
     return vllm_memory(
         model.config,
         model.weights.num,
         model.weights.num_vision,
         model.prompt_tokens + config.rollout.max_completion_length,
         config.vllm.vllm_tensor_parallel_size,
+        batched_tokens(card),
         enforce_eager=config.vllm.vllm_enforce_eager,
     )

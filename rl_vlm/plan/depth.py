@@ -7,7 +7,7 @@ layers, one with more language layers, and one with more vision layers.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LEAST_LAYERS = 2
@@ -56,6 +56,12 @@ class Extrapolation:
         layers = (self.whole.language - self.shallow.language, self.whole.vision - self.shallow.vision)
         return shallow + language * layers[0] + vision * layers[1]
 
+    def beyond_one_layer(self, shallow: float, more_language: float, more_vision: float) -> float:
+        """Return what all layers but one of each part have of the value for the whole model."""
+        one = replace(self, whole=Depth(1, 1))
+        three = (shallow, more_language, more_vision)
+        return self.extrapolate(*three) - one.extrapolate(*three)
+
 
 def _slope(difference: float, num_layers: int) -> float:
     return difference / num_layers if num_layers else 0.0
@@ -66,7 +72,8 @@ def with_depth(config: Any, depth: Depth) -> Any:
     made = copy.deepcopy(config)
     text, vision = made.get_text_config(), made.vision_config
     text.num_hidden_layers = depth.language
-    setattr(vision, depth_name(vision), depth.vision)
+    if name := depth_name(vision):
+        setattr(vision, name, depth.vision)
     for part, num_layers in ((text, depth.language), (vision, depth.vision)):
         if getattr(part, "layer_types", None):
             part.layer_types = [part.layer_types[i % layer_period(part)] for i in range(num_layers)]
@@ -77,9 +84,9 @@ def with_depth(config: Any, depth: Depth) -> Any:
     return made
 
 
-def depth_name(vision: Any) -> str:
-    """Return the attribute with a vision tower's number of layers."""
-    return "depth" if hasattr(vision, "depth") else "num_hidden_layers"
+def depth_name(vision: Any) -> str | None:
+    """Return the attribute with a vision tower's number of layers; None if it has none, as a tower of timm."""
+    return next((name for name in ("depth", "num_hidden_layers") if hasattr(vision, name)), None)
 
 
 def num_language_layers(config: Any) -> int:
@@ -87,7 +94,9 @@ def num_language_layers(config: Any) -> int:
 
 
 def num_vision_layers(config: Any) -> int:
-    return getattr(config.vision_config, depth_name(config.vision_config))
+    """Return the number of vision layers. A tower that does not say it counts as one layer, and is traced whole."""
+    name = depth_name(config.vision_config)
+    return getattr(config.vision_config, name) if name else 1
 
 
 def num_deepstack(config: Any) -> int:

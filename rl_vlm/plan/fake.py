@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rl_vlm.plan.live import LiveBytes
 
-aten = torch.ops.aten
+aten, prim = torch.ops.aten, torch.ops.prim
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
 ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 NO_VALUE = 1
@@ -62,6 +62,8 @@ class IntegerValues(TorchDispatchMode):
         """Fake copies of real tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is prim.device.default:  # most of all operators
+            return func(*args)
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
         values: list[Any] = [self.value(tensor) for tensor in tensors]

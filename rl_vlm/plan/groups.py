@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import FAMILIES, canvas_positions, mrope_positions
@@ -29,7 +30,7 @@ class PromptSize:
 
 
 def make_prompt(config: Any, size: PromptSize) -> Prompt:
-    """Build a prompt with the shapes that the processor of this family makes; its values mean nothing.
+    """Build a prompt with the shapes that the processor of this family makes; its values, and its image, mean nothing.
 
     Raises ConfigError for a family whose images have other forms.
     """
@@ -42,7 +43,7 @@ def make_prompt(config: Any, size: PromptSize) -> Prompt:
         token_inputs["mm_token_type_ids"] = kinds
     if config.model_type == "gemma3":
         token_inputs["token_type_ids"] = kinds
-    return Prompt(Sample("planned", [], [], {}, []), token_ids, token_inputs, inputs)
+    return Prompt(Sample("planned", [], [Image.new("1", (1, 1))], {}, []), token_ids, token_inputs, inputs)
 
 
 def image_inputs(config: Any, pixels: int) -> tuple[int, dict[str, torch.Tensor]]:

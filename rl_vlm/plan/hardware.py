@@ -14,7 +14,7 @@ rounded down:
     141 GB H200 139.72 to 139.81
     180 GB B200 178.35 to 178.36
 
-Speeds are the dense bfloat16 peaks and memory bandwidths of NVIDIA's data sheets; a peak is not what training reaches.
+Speeds are the dense bfloat16 peaks and links of NVIDIA's data sheets; a peak is not what training reaches.
 """
 
 import re
@@ -45,8 +45,6 @@ class Card:
     """Bytes that the card offers in all, before the CUDA context."""
     flops: float | None = None
     """Dense bfloat16 peak, in operations per second."""
-    bandwidth: float | None = None
-    """Memory bandwidth in bytes per second."""
     link: float | None = None
     """Bytes per second from one card to the next, in one direction: NVLink if the card has it, else PCIe."""
 
@@ -56,8 +54,8 @@ class Card:
         return max(0, int(self.memory * (1 - FRAGMENTATION_RESERVE)) - fixed)
 
 
-def _card(name: str, gib: float, tflops: int, gbytes: int, link_gbytes: int) -> Card:
-    return Card(name, int(gib * GIB), tflops * 1e12, gbytes * 1e9, link_gbytes * 1e9)
+def _card(name: str, gib: float, tflops: int, link_gbytes: int) -> Card:
+    return Card(name, int(gib * GIB), tflops * 1e12, link_gbytes * 1e9)
 
 
 PCIE4, PCIE5 = 32, 64
@@ -65,22 +63,22 @@ PCIE4, PCIE5 = 32, 64
 CARDS = {
     card.name: card
     for card in (
-        _card("rtx-3090", 23.6, 71, 936, PCIE4),
-        _card("rtx-4090", 23.6, 165, 1008, PCIE4),
-        _card("a10", 22.0, 125, 600, PCIE4),
-        _card("l4", 22.0, 121, 300, PCIE4),
-        _card("rtx-5090", 31.3, 209, 1792, PCIE5),
-        _card("a100-40gb", 39.3, 312, 1555, 300),
-        _card("a40", 44.3, 150, 696, PCIE4),
-        _card("rtx-a6000", 44.3, 155, 768, PCIE4),
-        _card("l40s", 44.3, 362, 864, PCIE4),
-        _card("a100-80gb", 79.1, 312, 2039, 300),
-        _card("h100", 79.1, 989, 3350, 450),
-        _card("h100-nvl", 93.0, 835, 3900, 300),
-        _card("gh200", 94.5, 989, 4000, 450),
-        _card("rtx-pro-6000", 94.9, 503, 1792, PCIE5),
-        _card("h200", 139.7, 989, 4800, 450),
-        _card("b200", 178.3, 2250, 8000, 900),
+        _card("rtx-3090", 23.6, 71, PCIE4),
+        _card("rtx-4090", 23.6, 165, PCIE4),
+        _card("a10", 22.0, 125, PCIE4),
+        _card("l4", 22.0, 121, PCIE4),
+        _card("rtx-5090", 31.3, 209, PCIE5),
+        _card("a100-40gb", 39.3, 312, 300),
+        _card("a40", 44.3, 150, PCIE4),
+        _card("rtx-a6000", 44.3, 155, PCIE4),
+        _card("l40s", 44.3, 362, PCIE4),
+        _card("a100-80gb", 79.1, 312, 300),
+        _card("h100", 79.1, 989, 450),
+        _card("h100-nvl", 93.0, 835, 300),
+        _card("gh200", 94.5, 989, 450),
+        _card("rtx-pro-6000", 94.9, 503, PCIE5),
+        _card("h200", 139.7, 989, 450),
+        _card("b200", 178.3, 2250, 900),
     )
 }
 

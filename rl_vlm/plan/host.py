@@ -23,21 +23,25 @@ def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
         "offloaded": offloaded(plan.engine, plan.weights, plan.optim) * gpus // plan.num_ranks,
         "sleeping vLLM": plan.rollouts.in_host_memory * gpus,
     }
-    # Ranks that do not share weights each read the whole checkpoint, in float32; otherwise rank 0 alone does.
+    # Ranks that do not share weights each read the whole checkpoint; otherwise rank 0 alone does.
     readers = 1 if plan.engine.shards_weights else gpus
     return [
-        Phase("load", running | {"offloaded": 0, "checkpoint": readers * TRAINED_BYTES * plan.weights.num}),
+        Phase("load", running | {"offloaded": 0, "checkpoint": readers * loaded(plan.weights)}),
         Phase("training", running),
         Phase("save", running | {"checkpoint": saved(plan, gpus)}),
     ]
 
 
+def loaded(weights: Weights) -> int:
+    """Return the bytes of a model while it is loaded: in float32, or with weights that are quantized one by one."""
+    return weights.bytes if weights.dequantized_bytes else TRAINED_BYTES * weights.num
+
+
 def offloaded(engine: Engine, weights: Weights, optim: str) -> int:
     """Return the bytes of weights, their copy, gradients and optimizer state in host memory, over all ranks."""
-    if not engine.offloads:
-        return 0
     gradients = TRAINED_BYTES * weights.num_trained
-    return weights.bytes + weights.reference_bytes + weights.trained_bytes + gradients + state_bytes(weights, optim)
+    state = weights.trained_bytes + gradients + state_bytes(weights, optim) if engine.offloads_state else 0
+    return state + (weights.bytes + weights.reference_bytes if engine.offloads_weights else 0)
 
 
 def saved(plan: MemoryPlan, gpus: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -26,8 +27,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self.is_paused or isinstance(out, torch.device):
+            return out
         for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, FakeTensor) and not self.is_paused:
+            if isinstance(tensor, FakeTensor):
                 self.add(tensor)
         return out
 

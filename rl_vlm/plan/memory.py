@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,8 @@ from rl_vlm.plan.activations import Activations
 from rl_vlm.plan.engines import Engine
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.weights import Weights
+
+TRAINING = "forward and backward"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Rollouts:
     """Bytes that vLLM keeps during training."""
     in_host_memory: int = 0
     """Bytes of sleeping weights."""
+    can_start: bool = True
+    """Whether vLLM's fraction of the card holds its weights and one sequence, without which it does not start."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class MemoryPlan:
     rollouts: Rollouts
     micro_batch_tokens: int
     load: Load
+    patches_per_token: float
+    """Patches of images for each token of the budget if the vision tower is frozen. Those of a trained one count as
+    tokens: 0."""
+    buffers: int
+    """Bytes of buffers from which gradients are sent."""
     largest_block: int
     """Bytes of the largest block of weights that is gathered at once for weight syncs and checkpoints."""
     has_logprobs_pass: bool
@@ -67,55 +77,56 @@ class MemoryPlan:
 
     @property
     def available(self) -> int:
-        """Bytes for what the plan counts: the card's without CUDA context, NCCL's buffers and the reserve."""
+        """Return the bytes for what the plan counts: the card's less CUDA context, NCCL buffers and the reserve."""
         return self.card.budget(self.num_ranks)
 
     @cached_property
     def held(self) -> dict[str, int]:
-        """Bytes that are held in every phase from the first update on."""
-        return {
+        """Return the bytes that are held in every phase from the first update on."""
+        held = {
             "weights": self.engine.weights(self.weights, self.num_ranks),
             "reference": self.engine.reference(self.weights, self.num_ranks),
             "optimizer state": self.engine.optimizer_state(self.weights, self.num_ranks, self.optim),
+            "communication buffers": self.buffers,
         }
+        return held | self.gradients if self.engine.keeps_gradients else held
+
+    @cached_property
+    def gradients(self) -> dict[str, int]:
+        return {"gradients": self.engine.gradients(self.weights, self.num_ranks)}
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """The phases of a step, in their order, and those before and after it."""
+        """Return the phases of a step, in their order, and those before and after it."""
         training = self.held | {"vLLM": self.rollouts.while_training}
-        gradients = {"gradients": self.engine.gradients(self.weights, self.num_ranks)}
         gathered = {"gathered weights": self.engine.gathered(self.weights, self.num_ranks)}
         block = {"gathered weights": self.largest_block}
-        update = {"update": self.update_bytes}
+        update = {"update": self.engine.update(self.weights, self.num_ranks, self.optim)}
         phases = [
             Phase("load", {name: self.held[name] for name in ("weights", "reference")} | gathered),
             Phase("rollout", self.held | self.rollouts.while_sampling),
             Phase("log-probs", training | gathered | self.logprob_parts()),
-            Phase("forward and backward", training | gradients | gathered | self.training_parts(self.load)),
-            Phase("update", training | gradients | update),
-            Phase("weight sync", self.held | {"vLLM": self.rollouts.while_training} | block),
+            Phase(TRAINING, training | self.gradients | gathered | self.training_parts()),
+            Phase("update", training | self.gradients | update),
+            Phase("weight sync", self.held | self.rollouts.while_sampling | block),  # vLLM is awake, with its cache
             Phase("save", training | block),
         ]
         absent = {"log-probs": not self.has_logprobs_pass, "weight sync": not self.syncs_weights}
         return [phase for phase in phases if not absent.get(phase.name, False)]
 
-    @property
-    def update_bytes(self) -> int:
-        return self.engine.update(self.weights, self.num_ranks, self.optim)
-
     def logprob_parts(self) -> dict[str, int]:
         """Return the bytes of a pass without gradients."""
         load, found = self.load, self.activations
-        vision = round(found.vision_per_patch * load.patches)
+        vision = round(found.vision(load.patches))
         language = round(found.logprobs_per_token * load.tokens)
         if vision > language + found.logprobs_fixed:  # the tower's forward is over when the language model runs
             return {"vision activations": vision}
         return {"language activations": language, "LM head and copies": round(found.logprobs_fixed)}
 
-    def training_parts(self, load: Load) -> dict[str, int]:
+    def training_parts(self) -> dict[str, int]:
         """Return the bytes of a forward and backward pass beside weights and gradients."""
-        found = self.activations
-        kept, running = round(found.per_patch * load.patches), round(found.vision_per_patch * load.patches)
+        load, found = self.load, self.activations
+        kept, running = round(found.per_patch * load.patches), round(found.vision(load.patches))
         language = {
             "language activations": round(found.per_token * load.tokens),
             "LM head and copies": round(found.fixed),
@@ -126,22 +137,37 @@ class MemoryPlan:
 
     @property
     def peak(self) -> Phase:
-        """The phase that holds most."""
+        """Return the phase that holds most."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        return self.peak.total <= self.available
+        return self.peak.total <= self.available and self.rollouts.can_start
+
+    @property
+    def free_for_vllm(self) -> int:
+        """Return the bytes that are left for vLLM while it is awake, if it sleeps during training."""
+        return self.available - sum(self.held.values()) - self.largest_block
+
+    @property
+    def beside_micro_batch(self) -> int:
+        """Return the bytes that are held in a forward and backward pass whatever the size of its micro-batch."""
+        phase = next(phase for phase in self.phases if phase.name == TRAINING)
+        return phase.total - sum(self.training_parts().values())
 
     @property
     def largest_tokens(self) -> int:
-        """The largest `micro_batch_tokens` that fits, for the same images; 0 if none does."""
-        phase = next(phase for phase in self.phases if phase.name == "forward and backward")
-        others = phase.total - sum(self.training_parts(self.load).values())
-        free = self.available - others
-        if self.activations.vision_per_patch * self.load.patches > free:
+        """Return the largest `micro_batch_tokens` that fits; 0 if none does."""
+        free = self.available - self.beside_micro_batch
+        if self.activations.vision(self.load.patches) > free:
             return 0
-        # A trained tower's images are counted in tokens; features of a frozen one are held beside them.
-        features = 0 if self.weights.trains_vision else self.activations.per_patch * self.load.patches
-        tokens = (free - self.activations.fixed - features) / self.activations.per_token
+        found, patches = self.activations, self.patches_per_token
+        tokens = (free - found.fixed) / (found.per_token + found.per_patch * patches)
+        if running := found.vision_per_patch * patches:
+            tokens = min(tokens, (free - found.vision_fixed) / running)
         return max(0, int(tokens) - 1)  # parts are rounded
+
+
+def part_names(phases: Sequence[Phase]) -> list[str]:
+    """Return the names of all parts that are not empty, in the order of the phases."""
+    return list(dict.fromkeys(name for phase in phases for name, size in phase.parts.items() if size))

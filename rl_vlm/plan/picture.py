@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_vlm.plan.memory import MemoryPlan
-
-GIB = 2**30
+from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.memory import MemoryPlan, part_names
 
 
 def draw_plan(plan: MemoryPlan, path: Path) -> None:
@@ -15,10 +14,9 @@ def draw_plan(plan: MemoryPlan, path: Path) -> None:
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    names = list(dict.fromkeys(name for phase in plan.phases for name, size in phase.parts.items() if size))
     labels = [phase.name for phase in plan.phases]
     below = [0.0] * len(labels)
-    for name in names:
+    for name in part_names(plan.phases):
         sizes = [phase.parts.get(name, 0) / GIB for phase in plan.phases]
         axes.bar(labels, sizes, bottom=below, label=name)
         below = [low + size for low, size in zip(below, sizes, strict=True)]

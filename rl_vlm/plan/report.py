@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rl_vlm.config.batches import batch_settings, plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.batch import batch_table, global_batch
 from rl_vlm.plan.build import Hardware, Model, single_completion, vllm_needs
-from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, NCCL_BUFFERS
 from rl_vlm.plan.host import host_phases
-from rl_vlm.plan.memory import MemoryPlan, Phase
-from rl_vlm.plan.suggest import Setup
+from rl_vlm.plan.memory import MemoryPlan, Phase, part_names
+from rl_vlm.plan.suggest import MAX_NODES, Setup
+from rl_vlm.plan.utilization import Utilization
 
 LOGITS_COPIES = 2
 """Float32 logits and their gradient."""
@@ -29,10 +31,10 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
         f"prompts of {model.prompt_tokens:,} tokens with an image of {model.patches:,} patches, completions of "
         f"{config.rollout.max_completion_length:,}",
         "",
-        phase_table("GiB per GPU", plan.phases),
+        phase_table("GiB per GPU", plan.phases, not_planned(plan)),
         "",
-        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB beside CUDA's own memory and a "
-        f"reserve: {'it fits' if plan.fits else 'it does not fit'}.",
+        f"Peak: {plan.peak.name}, {gib(plan.peak.total)} of {gib(plan.available)} GiB beside what is not for the "
+        f"run: {'it fits' if plan.fits else 'it does not fit'}.",
         *limits(config, hardware, model, plan),
         "",
         phase_table("GiB of host memory per node", host_phases(config, plan, hardware.gpus)),
@@ -50,9 +52,8 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
     if largest < least:
         yield f"A prompt with one completion has {least:,} tokens, more than fit at once."
     else:
-        price = least - model.prompt_tokens - length
-        together = (min(largest, plan.micro_batch_tokens) - model.prompt_tokens - price) // length
-        yield f"Completions of {length:,} tokens in one micro-batch with their prompt: {max(1, together):,}."
+        together = completions_together(config, model, plan)
+        yield f"Completions of {length:,} tokens in one micro-batch with their prompt: {together:,}."
     if config.rollout.engine == "vllm":
         yield from vllm_limits(config, hardware, model, plan)
     rows = config.train.per_device_train_batch_size
@@ -63,15 +64,16 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
         )
 
 
+def completions_together(config: RunConfig, model: Model, plan: MemoryPlan) -> int:
+    """Return the completions of the longest length that a micro-batch holds with their prompt, at most a group."""
+    tokens = min(plan.largest_tokens, plan.micro_batch_tokens) - model.prompt_tokens - model.image_price
+    return min(config.rollout.num_generations, max(1, tokens // config.rollout.max_completion_length))
+
+
 def vllm_limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:
     """Yield the sequences that vLLM's cache holds, and the range of its fraction of the card."""
-    needed, utilization = vllm_needs(config, model), config.vllm.vllm_gpu_memory_utilization
-    least = needed.utilization(plan.card, 1)
-    enough = needed.utilization(plan.card, config.rollout.max_num_seqs)
-    others = plan.peak.total - plan.rollouts.while_training
-    if config.vllm.vllm_enable_sleep_mode:
-        others = sum(plan.held.values())
-    most = (plan.available - others) / plan.card.memory
+    needed, utilization = vllm_needs(config, model, plan.card), config.vllm.vllm_gpu_memory_utilization
+    least, enough, most = Utilization.of(config, model, plan)
     yield (
         f"vllm.vllm_gpu_memory_utilization: {utilization}, which holds "
         f"{needed.num_sequences(plan.card, utilization):,} sequences of full length; for max_num_seqs "
@@ -85,8 +87,7 @@ def padded_rows(config: RunConfig, model: Model, plan: MemoryPlan, rows: int) ->
     length, found = config.rollout.max_completion_length, plan.activations
     logits = LOGITS_COPIES * 4 * rows * length * model.config.get_text_config().vocab_size
     activations = rows * ((model.prompt_tokens + length) * found.per_token + model.patches * found.per_patch)
-    held = sum(plan.held.values()) + plan.engine.gradients(plan.weights, plan.num_ranks) + plan.rollouts.while_training
-    return round(held + plan.engine.gathered(plan.weights, plan.num_ranks) + activations + logits)
+    return round(plan.beside_micro_batch + activations + logits)
 
 
 def batch_lines(config: RunConfig, hardware: Hardware) -> Iterator[str]:
@@ -95,12 +96,25 @@ def batch_lines(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     yield from batch_table(batch_settings(config, hardware.num_ranks))
 
 
-def phase_table(title: str, phases: Sequence[Phase]) -> str:
-    """Return a table of GiB: one row per part, one column per phase."""
-    names = list(dict.fromkeys(name for phase in phases for name, size in phase.parts.items() if size))
-    rows = [[name, *(gib(phase.parts.get(name, 0)) for phase in phases)] for name in names]
+def not_planned(plan: MemoryPlan) -> dict[str, int]:
+    """Return the bytes of a card that are not for what the plan counts, in all phases."""
+    fixed = {"CUDA context": CUDA_CONTEXT, "NCCL buffers": NCCL_BUFFERS if plan.num_ranks > 1 else 0}
+    return fixed | {"reserve": plan.card.memory - plan.available - sum(fixed.values())}
+
+
+def phase_table(title: str, phases: Sequence[Phase], beside: Mapping[str, int] = {}) -> str:
+    """Return a table of GiB: one row per part, one column per phase. Below the sum is what is the same in all."""
+    rows = [[name, *(gib(phase.parts.get(name, 0)) for phase in phases)] for name in part_names(phases)]
     rows.append(["sum", *(gib(phase.total) for phase in phases)])
+    rows += [[name, *[gib(size)] * len(phases)] for name, size in beside.items() if size]
     return aligned([title, *(phase.name for phase in phases)], rows)
+
+
+def smallest_table(setups: Sequence[Setup]) -> str:
+    """Return the smallest set-ups that fit, or that there is none."""
+    if not setups:
+        return f"No set-up on up to {MAX_NODES} nodes fits, with LoRA and QLoRA neither."
+    return f"The smallest set-ups that fit:\n{setup_table(setups)}"
 
 
 def setup_table(setups: Sequence[Setup]) -> str:
@@ -133,6 +147,11 @@ def setup_data(setup: Setup) -> dict[str, Any]:
     }
 
 
+def vllm_data(config: RunConfig, model: Model, plan: MemoryPlan) -> dict[str, float] | None:
+    """Return the range of vLLM's fraction of the card for `--json`; None if the run has no vLLM beside it."""
+    return Utilization.of(config, model, plan)._asdict() if config.rollout.engine == "vllm" else None
+
+
 def gib(size: int) -> str:
     """Return bytes in GiB with one digit, or nothing for 0."""
     if size == 0:
@@ -151,8 +170,9 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line(row) for row in [head, *rows])
 
 
-def plan_data(config: RunConfig, hardware: Hardware, plan: MemoryPlan) -> dict[str, Any]:
+def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan with the documented keys of `--json`; sizes are in bytes."""
+    batches = plan_batches(config, hardware.num_ranks)
     return {
         "card": plan.card.name,
         "card_bytes": plan.card.memory,
@@ -165,7 +185,12 @@ def plan_data(config: RunConfig, hardware: Hardware, plan: MemoryPlan) -> dict[s
         "peak_phase": plan.peak.name,
         "peak_bytes": plan.peak.total,
         "fits": plan.fits,
+        "not_planned": not_planned(plan),
+        "micro_batch_tokens": plan.micro_batch_tokens,
         "largest_micro_batch_tokens": plan.largest_tokens,
+        "completions_per_micro_batch": completions_together(config, model, plan),
+        "vllm_gpu_memory_utilization": vllm_data(config, model, plan),
+        "global_batch": asdict(batches) | {"completions_per_step": batches.completions_per_step},
         "patch_price": plan.activations.patch_price,
         "activations": {name: round(value) for name, value in vars(plan.activations).items()},
     }

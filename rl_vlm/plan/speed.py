@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_vlm.plan.engines import EIGHT_BIT
 from rl_vlm.plan.memory import MemoryPlan
-from rl_vlm.plan.weights import TRAINED_BYTES
+from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 
 UTILIZATION = 0.4
 """Fraction of a card's peak FLOP/s that training reaches, an assumption."""
@@ -21,6 +22,13 @@ ASSUMED_FLOPS, ASSUMED_LINK = 312e12, 64e9
 """Speeds of a card of which only the memory is known: those of an A100 without NVLink."""
 
 
+MEMORY_BANDWIDTH = 2e12
+"""Bytes per second of a card's own memory: that of an A100, an assumption."""
+UPDATE_BYTES = {"adamw_torch": 7 * 4, "adamw_8bit": 3 * 4 + 2 * EIGHT_BIT, "adafactor": (3 + 2 * 3) * 4}
+"""Bytes that the update of a weight reads and writes: the weight twice, its gradient, and the moments twice. Adafactor
+writes and reads three temporary tensors."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The work of one rank in an optimizer step."""
@@ -28,15 +36,29 @@ class Step:
     tokens: int
     """Unique tokens of prompts and completions."""
     micro_batches: int
+    copied: int = 0
+    """Bytes from and to host memory beside those of an engine: activations, and weights of a sleeping vLLM."""
 
 
 def step_seconds(plan: MemoryPlan, step: Step, nodes: int, checkpointing: bool) -> float:
     """Estimate the seconds of a step without rollouts."""
     flops, link = plan.card.flops or ASSUMED_FLOPS, plan.card.link or ASSUMED_LINK
-    passes = 4 if checkpointing else 3  # a forward and a backward of twice its cost, and the recomputed forward
-    compute = passes * 2 * plan.weights.num * step.tokens / (UTILIZATION * flops)
+    compute = step_flops(plan.weights, step.tokens, checkpointing) / (UTILIZATION * flops)
     link = min(link, NETWORK) if nodes > 1 else link
-    return max(compute, sent_bytes(plan, step) / link) + host_bytes(plan, step) / HOST_LINK
+    updated = plan.weights.num_trained / (plan.num_ranks if plan.engine.shards_state else 1)
+    update = UPDATE_BYTES[plan.optim] * updated / MEMORY_BANDWIDTH
+    copies = (host_bytes(plan, step) + step.copied) / HOST_LINK
+    return max(compute, sent_bytes(plan, step) / link) + update + copies
+
+
+def step_flops(weights: Weights, tokens: int, checkpointing: bool) -> float:
+    """Return the operations of a forward and backward pass, two for each weight that a token uses, per product.
+
+    Every weight has a product in the forward, one for the gradient of its input, and one in a recomputed forward. A
+    trained weight has another for its own gradient.
+    """
+    products = (3 if checkpointing else 2) * weights.num_active + min(weights.num_trained, weights.num_active)
+    return 2.0 * products * tokens
 
 
 def sent_bytes(plan: MemoryPlan, step: Step) -> int:
@@ -46,14 +68,17 @@ def sent_bytes(plan: MemoryPlan, step: Step) -> int:
     gradients = TRAINED_BYTES * plan.weights.num_trained
     if plan.engine.shards_weights:  # gathered for the forward and the backward; gradients are reduced
         return step.micro_batches * (2 * plan.weights.bytes + gradients)
-    if plan.engine.shards_state:
-        return step.micro_batches * gradients + plan.weights.trained_bytes
+    if plan.engine.shards_state:  # updated weights are gathered
+        reductions = step.micro_batches if plan.engine.shards_gradients else 1
+        return reductions * gradients + plan.weights.trained_bytes
     return 2 * gradients
 
 
 def host_bytes(plan: MemoryPlan, step: Step) -> int:
-    """Return the bytes that a rank copies from and to host memory in a step, if its state is offloaded."""
-    if not plan.engine.offloads:
-        return 0
+    """Return the bytes that a rank copies from and to host memory in a step: offloaded weights and gradients."""
     weights, gradients = plan.weights.bytes, TRAINED_BYTES * plan.weights.num_trained
-    return (step.micro_batches * (2 * weights + gradients) + weights) // plan.num_ranks
+    of_weights = 2 * step.micro_batches * weights if plan.engine.offloads_weights else 0
+    reductions = step.micro_batches if plan.engine.shards_gradients else 1
+    # Reduced gradients go to host memory; updated weights come back.
+    of_state = reductions * gradients + plan.weights.trained_bytes if plan.engine.offloads_state else 0
+    return (of_weights + of_state) // plan.num_ranks

@@ -1,34 +1,45 @@
-"""`rl-vlm plan --suggest`: set-ups that fit, the fastest first, and the smallest one if none does."""
+"""`rl-vlm plan --suggest`: set-ups that fit, the fastest first, and the smallest ones if none does.
+
+engines × one saving each ─ those that a run refuses are left out ─► Setup with its plan and time
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory, single_completion
+from rl_vlm.errors import RLVLMError
+from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory, single_completion, with_weights
+from rl_vlm.plan.check import check_setup
 from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.speed import Step, step_seconds
+from rl_vlm.plan.utilization import Utilization
 
 MAX_NODES = 64
-"""The largest number of machines of 8 GPUs that is tried."""
+"""The largest number of machines that is tried."""
 GPUS_OF_NODE = 8
+
+Changes = dict[str, Any]
+"""New values of settings by their full names."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to run the same training, with its plan."""
+    """One way to run the training, with its plan."""
 
-    changes: dict[str, Any]
+    changes: Changes
     """Settings that differ from the run's."""
     hardware: Hardware
     plan: MemoryPlan
     seconds: float
-    """Estimated, of an optimizer step without rollouts."""
+    """Estimated, of an optimizer step without the time in which vLLM or the model samples."""
 
     @property
     def name(self) -> str:
@@ -37,105 +48,182 @@ class Setup:
 
 
 class Models:
-    """Traced models, each of which is traced once."""
+    """The models of changed settings. Those whose activations are the same are traced once."""
 
-    def __init__(self, config: RunConfig, hardware: Hardware) -> None:
-        self.prompts_per_step = plan_batches(config, hardware.num_ranks).prompts_per_step
-        self.traced: dict[str, Model] = {}
+    def __init__(self, config: RunConfig, model: Model) -> None:
+        """`model` is that of `config`."""
+        self.offloads = config.memory.activation_offloading
+        self.traced = {traced_settings(config): model}
+        self.counted = {config.model.model_dump_json() + traced_settings(config): model}
 
     def of(self, config: RunConfig) -> Model:
         """Return the model as `config` loads it."""
-        key = config.model.model_dump_json() + str(config.memory.gradient_checkpointing) + str(config.algorithm.beta)
-        if key not in self.traced:
-            self.traced[key] = inspect_model(config)
-        return self.traced[key]
+        traced = traced_settings(config)
+        if traced not in self.traced:
+            self.traced[traced] = inspect_model(config)
+        counted = config.model.model_dump_json() + traced
+        if counted not in self.counted:
+            self.counted[counted] = with_weights(config, self.traced[traced])
+        model = self.counted[counted]
+        if config.memory.activation_offloading and not self.offloads:
+            return replace(model, activations=model.activations.offloaded())
+        return model
+
+
+def traced_settings(config: RunConfig) -> str:
+    """Return the settings that decide the activations of a step, among the changes that are suggested.
+
+    Weights are traced in 16 bits.
+    """
+    quantization = {"load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
+    return config.model.model_dump_json(exclude=quantization) + str(config.memory.gradient_checkpointing)
 
 
 def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return every engine with and without gradient checkpointing: those that fit, the fastest first, then the rest."""
-    found = [
-        setup(config, changes, replace(hardware, engine=engine), models)
-        for changes in ({}, {"memory.gradient_checkpointing": not config.memory.gradient_checkpointing})
-        for engine in ENGINES.values()
-        if engine.name == "ddp" or hardware.num_ranks > 1 or engine.offloads
+    """Return every engine with one saving more or less: those that fit, the fastest first, then the least memory."""
+    found = [each for changes in savings(config) for each in with_engines(config, changes, hardware, models)]
+    return sorted(
+        found, key=lambda each: (not each.plan.fits, each.seconds if each.plan.fits else each.plan.peak.total)
+    )
+
+
+def savings(config: RunConfig) -> Iterator[Changes]:
+    """Yield no change, and then changes of one setting that costs time or saves memory."""
+    model, memory = config.model, config.memory
+    yield {}
+    yield {"memory.gradient_checkpointing": not memory.gradient_checkpointing}
+    for optim in ("adamw_torch", "adamw_8bit", "adafactor"):
+        if optim != config.train.optim:
+            yield {"train.optim": optim}
+    if not model.freeze_vision_tower and model.trainable_modules is None:
+        yield {"model.freeze_vision_tower": True}
+    if not memory.activation_offloading:
+        yield {"memory.activation_offloading": True}
+    if config.rollout.engine == "vllm":
+        yield {"vllm.vllm_enable_sleep_mode": not config.vllm.vllm_enable_sleep_mode}
+
+
+def with_engines(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> list[Setup]:
+    """Return the changed run with every engine that does not refuse it. One GPU has no use for shards."""
+    engines = [
+        each
+        for each in ENGINES.values()
+        if each.name == "ddp" or hardware.num_ranks > 1 or each.offloads_state or each.offloads_weights
     ]
-    fitting = sorted((each for each in found if each.plan.fits), key=lambda each: each.seconds)
-    others = sorted((each for each in found if not each.plan.fits), key=lambda each: each.plan.peak.total)
-    return fitting + others
+    found = [setup(config, changes, replace(hardware, engine=engine), models) for engine in engines]
+    return [each for each in found if each]
 
 
-def setup(config: RunConfig, changes: dict[str, Any], hardware: Hardware, models: Models) -> Setup:
-    """Plan a run with other settings, and with smaller micro-batches if that makes it fit."""
+def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> Setup | None:
+    """Plan a run with other settings, adapted if that makes it fit. Returns None if the run refuses them."""
+    try:
+        check_setup(with_changes(config, changes), hardware)
+    except (ValidationError, RLVLMError):
+        return None
+    model = models.of(with_changes(config, changes))
+    tried = list(adapted(config, changes, hardware, model))
+    changes, plan = next((each for each in tried if each[1].fits), tried[0])
     changed = with_changes(config, changes)
-    model = models.of(changed)
-    plan = plan_memory(changed, hardware, model)
-    largest = plan.largest_tokens
-    if not plan.fits and single_completion(changed, model) <= largest < plan.micro_batch_tokens:
-        changes = changes | {"memory.micro_batch_tokens": largest}
-        changed = with_changes(config, changes)
-        plan = plan_memory(changed, hardware, model)
-    step = work_of_step(changed, plan, model, models.prompts_per_step)
-    recomputes = changed.memory.gradient_checkpointing in (True, "language_model")
-    return Setup(changes, hardware, plan, step_seconds(plan, step, hardware.nodes, recomputes))
+    return Setup(changes, hardware, plan, seconds_of_step(changed, hardware, plan, model))
 
 
-def with_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """Return the settings with some of them changed, by their dotted names."""
+def adapted(
+    config: RunConfig, changes: Changes, hardware: Hardware, model: Model
+) -> Iterator[tuple[Changes, MemoryPlan]]:
+    """Yield the changes with their plan: as they are, with other fractions for vLLM, and with smaller micro-batches."""
+
+    def planned(more: Changes) -> tuple[Changes, MemoryPlan]:
+        return changes | more, plan_memory(with_changes(config, changes | more), hardware, model)
+
+    tried = [planned({})]
+    yield tried[0]
+    changed = with_changes(config, changes)
+    if changed.rollout.engine == "vllm":
+        least, enough, most = Utilization.of(changed, model, tried[0][1])
+        most = math.floor(100 * min(most, enough)) / 100
+        tried += [planned({"vllm.vllm_gpu_memory_utilization": each}) for each in (most, least) if least <= each <= 1]
+    yield from tried[1:]
+    for more, plan in tried:
+        if single_completion(changed, model) <= plan.largest_tokens < plan.micro_batch_tokens:
+            yield planned(more | {"memory.micro_batch_tokens": plan.largest_tokens})
+
+
+def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
+    """Return the settings with some of them changed, and without those that then have no effect."""
     data = config.model_dump(exclude_unset=True)
     for key, value in changes.items():
         section, name = key.split(".")
         data.setdefault(section, {})[name] = value
+    if changes.get("rollout.engine") == "hf":
+        data.pop("vllm", None)
+        without(data, "algorithm", "vllm_")
+        without(data, "rollout", "weight_sync_steps", "lora_sync", "max_staleness")
+    if changes.get("model.use_peft"):
+        without(data, "model", "trainable_modules")
     return RunConfig.model_validate(data)
 
 
-def work_of_step(config: RunConfig, plan: MemoryPlan, model: Model, prompts_per_step: int) -> Step:
-    """Return the work of a rank in a step, if completions have half of their longest length."""
+def without(data: dict[str, Any], section: str, *prefixes: str) -> None:
+    """Leave out the settings of a section whose names begin with one of the prefixes."""
+    data[section] = {name: value for name, value in data.get(section, {}).items() if not name.startswith(prefixes)}
+
+
+def seconds_of_step(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model: Model) -> float:
+    """Estimate the time of a step, if completions have half of their longest length."""
+    prompts = plan_batches(config, plan.num_ranks).prompts_per_rank_step
     completions = config.rollout.num_generations * config.rollout.max_completion_length // 2
-    tokens = math.ceil(prompts_per_step / plan.num_ranks) * (model.prompt_tokens + completions)
-    return Step(tokens, math.ceil(tokens / plan.load.tokens))
+    tokens = prompts * (model.prompt_tokens + completions)
+    copied = 2 * plan.rollouts.in_host_memory  # vLLM's weights, when it falls asleep and when it wakes up
+    if config.memory.activation_offloading:
+        layers = (
+            plan.activations.layers_per_token * tokens + plan.activations.layers_per_patch * model.patches * prompts
+        )
+        copied += 2 * round(layers)
+    step = Step(tokens, math.ceil(tokens / plan.load.tokens), copied)
+    recomputes = config.memory.gradient_checkpointing in (True, "language_model")
+    return step_seconds(plan, step, hardware.nodes, recomputes)
 
 
-def smallest(config: RunConfig, hardware: Hardware, models: Models) -> Setup | None:
-    """Return the set-up with the fewest GPUs of this card that fits, with the cheapest change of what is trained."""
+def smallest(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
+    """Return the set-ups with the fewest GPUs that fit, the one with fewest first; none if nothing fits.
+
+    The hardware itself is tried, then more of its GPUs, twice as many at a time. There is one set-up for each way to
+    train of `weaker` that needs fewer GPUs than the ways before it. The fastest engine is preferred.
+    """
+    found: list[Setup] = []
     for changes in weaker(config):
-        for larger in more_gpus(hardware):
-            fitting = [
-                found
-                for engine in ENGINES.values()
-                if (found := setup(config, changes, replace(larger, engine=engine), models)).plan.fits
-            ]
-            if fitting:
-                return min(fitting, key=lambda each: each.seconds)
-    return None
+        for larger in more_gpus(hardware, found[-1].hardware.num_ranks if found else None):
+            ways = with_engines(config, changes | more_prompts(config, larger), larger, models)
+            if fitting := [each for each in ways if each.plan.fits]:
+                found.append(min(fitting, key=lambda each: each.seconds))
+                break
+    return found[::-1]
 
 
-def weaker(config: RunConfig) -> Iterator[dict[str, Any]]:
+def weaker(config: RunConfig) -> Iterator[Changes]:
     """Yield changes that save memory: none of what is trained first, then LoRA, then QLoRA."""
-    changes: dict[str, Any] = {"memory.gradient_checkpointing": True}
+    changes: Changes = {"memory.gradient_checkpointing": True}
     yield changes
     if not config.model.use_peft:
         changes |= {"model.use_peft": True, "model.freeze_vision_tower": True}
         yield changes
     if not config.model.load_in_4bit:  # vLLM has no weights in 4 bits
-        yield changes | {"model.load_in_4bit": True, "rollout.engine": "hf", "vllm.vllm_enable_sleep_mode": False}
+        yield changes | {"model.load_in_4bit": True, "rollout.engine": "hf"}
 
 
-def more_gpus(hardware: Hardware) -> Iterator[Hardware]:
-    """Yield hardware with as many GPUs and with more of them."""
-    gpus = hardware.gpus
-    while gpus < GPUS_OF_NODE and hardware.nodes == 1:
-        yield replace(hardware, gpus=gpus)
-        gpus *= 2
-    nodes = hardware.nodes
-    while nodes <= MAX_NODES:
-        yield replace(hardware, gpus=max(gpus, hardware.gpus), nodes=nodes)
-        nodes *= 2
+def more_gpus(hardware: Hardware, below: int | None) -> Iterator[Hardware]:
+    """Yield the hardware, then up to 8 GPUs per node, then up to 64 nodes, if they are fewer GPUs than `below`."""
+    sizes = [(hardware.gpus, hardware.nodes)]
+    while sizes[-1][0] < GPUS_OF_NODE:
+        sizes.append((min(2 * sizes[-1][0], GPUS_OF_NODE), hardware.nodes))
+    while 2 * sizes[-1][1] <= MAX_NODES:
+        sizes.append((sizes[-1][0], 2 * sizes[-1][1]))
+    for gpus, nodes in sizes:
+        if below is None or gpus * nodes < below:
+            yield replace(hardware, gpus=gpus, nodes=nodes)
 
 
-def suggestions(config: RunConfig, hardware: Hardware) -> Sequence[Setup]:
-    """Return the set-ups of `setups`; if none fits, followed by the smallest one that does, if there is one."""
-    models = Models(config, hardware)
-    found = setups(config, hardware, models)
-    if not found[0].plan.fits and (fitting := smallest(config, hardware, models)):
-        found.append(fitting)
-    return found
+def more_prompts(config: RunConfig, hardware: Hardware) -> Changes:
+    """Return the change that gives every rank whole prompts, if they are too few or cannot be shared."""
+    prompts, ranks = config.train.prompts_per_step, hardware.num_ranks
+    return {"train.prompts_per_step": math.ceil(prompts / ranks) * ranks} if prompts and prompts % ranks else {}

@@ -37,14 +37,12 @@ T = TypeVar("T")
 class StepTrace:
     """Bytes of one rank in an optimizer step. All ranks of DDP have the same."""
 
-    held: int
-    """Weights, of the policy and of the reference, before the first step."""
     phases: dict[str, Phase]
     """Bytes before, at most in and after each part of the step."""
 
     @property
     def peak(self) -> int:
-        """The most bytes in any phase."""
+        """Return the most bytes in any phase."""
         return max(phase.peak for phase in self.phases.values())
 
 
@@ -56,7 +54,7 @@ def trace_steps(config: RunConfig, checkpoint: str, groups: Sequence[ScoredGroup
     """
     policy, reference = models_without_storage(config, checkpoint, groups)
     with fake_tensors() as live:
-        make_fake(policy, *([reference.frozen] if reference and reference.frozen else []))
+        make_models_fake(policy, reference)
         trainer = TracedTrainer(config, policy, reference, groups, num_steps, live)
         return [trainer.traced_step() for _ in range(num_steps)]
 
@@ -72,6 +70,11 @@ def models_without_storage(
     for group in groups:
         policy.family.prompt_positions(policy.transformer, group.group.prompt)
     return policy, load_reference(config, checkpoint, policy, resumed=None, empty=True)
+
+
+def make_models_fake(policy: Policy, reference: Reference | None) -> None:
+    """Replace the weights of the models by fake tensors."""
+    make_fake(policy, *([reference.frozen] if reference and reference.frozen else []))
 
 
 class Alone(Ranks):
@@ -139,7 +142,6 @@ class TracedTrainer(Trainer):
     ) -> None:
         ranks = Alone()
         self.live = live
-        self.held = live.now
         self.phases: dict[str, Phase] = {}
         optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
         collector = GivenGroups(groups, config.algorithm.num_iterations)
@@ -153,7 +155,7 @@ class TracedTrainer(Trainer):
         """Take a step and return its bytes."""
         self.phases = {}
         self.step()
-        return StepTrace(self.held, self.phases)
+        return StepTrace(self.phases)
 
     def add_logprobs(
         self, groups: Sequence[ScoredGroup], model: Policy | Reference | None, name: LogprobField, metrics: StepMetrics

@@ -21,8 +21,12 @@ BF16_BYTES = 2
 BLOCK_TOKENS = 16
 """Tokens in a block of vLLM's KV cache on CUDA; a sequence takes whole blocks."""
 
+LARGE_CARD = 70 * GIB
+"""Memory from which vLLM's profiling pass is larger."""
+
 CUDA_GRAPHS = GIB // 2
-"""Bytes of vLLM's CUDA graphs, an assumption. vLLM measures them at start and prints "CUDA graph memory profiling"."""
+"""Bytes of vLLM's CUDA graphs, an assumption; sleep mode keeps them. vLLM measures them at start and prints "CUDA graph
+memory profiling"."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +55,10 @@ class VLLMMemory:
         """Return the number of full-length sequences that the KV cache holds at once."""
         return self.cache(card, utilization) // self.bytes_per_sequence
 
-    def asleep_on_device(self) -> int:
-        """Return the bytes that stay on the GPU in sleep mode: CUDA graphs, which sleep mode does not free."""
-        return CUDA_GRAPHS
 
-    def asleep_in_host_memory(self, level: int) -> int:
-        """Return the bytes that sleep mode moves to host memory: the weights at level 1, nothing at level 2."""
-        return self.weights if level == 1 else 0
+def batched_tokens(card: Card) -> int:
+    """Return vLLM's default of `max_num_batched_tokens` for `LLM`, which depends on the card."""
+    return 16384 if card.memory >= LARGE_CARD and "a100" not in card.name.lower() else 8192
 
 
 def vllm_memory(
@@ -66,9 +67,8 @@ def vllm_memory(
 ) -> VLLMMemory:  # fmt: skip
     """Compute vLLM's memory for a transformers config in bfloat16.
 
-    `tokens_per_sequence` is the prompt, images included, and the completion. `max_num_batched_tokens` is vLLM's default
-    for `LLM`: 8192, or 16384 on cards of 70 GiB or more other than A100. Raises ConfigError if `tensor_parallel_size`
-    does not divide the attention heads.
+    `tokens_per_sequence` is the prompt, images included, and the completion. Raises ConfigError if
+    `tensor_parallel_size` does not divide the attention heads.
     """
     text = config.get_text_config()
     check_tensor_parallel(text, tensor_parallel_size)

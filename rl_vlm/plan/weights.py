@@ -16,12 +16,17 @@ from rl_vlm.model.quantization import LM_HEAD
 TRAINED_BYTES = 4
 """Trained weights, their gradients and each of AdamW's moments are float32."""
 
+EXPERTS = (("num_experts_per_tok", "top_k_experts"), ("num_experts", "n_routed_experts", "num_local_experts"))
+"""Names in configs of the number of experts that a token uses, and of all in a layer."""
+
 
 @dataclass(frozen=True)
 class Weights:
     """Numbers and bytes of a policy's weights, as they are if nothing is sharded."""
 
     num: int
+    num_active: int
+    """Weights that one token uses: all but the experts that are not chosen for it."""
     num_vision: int
     trains_vision: bool
     num_trained: int
@@ -59,6 +64,7 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     has_reference = config.algorithm.beta > 0 and policy.model is policy.transformer
     return Weights(
         num=sum(p.numel() for p in parameters),
+        num_active=num_active(policy),
         num_vision=sum(p.numel() for p in policy.family.vision_parameters(policy.transformer)),
         trains_vision=not policy.vision.is_frozen,
         num_trained=sum(p.numel() for p in trained),
@@ -72,6 +78,14 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
         dequantized_bytes=max((num_bytes([p]) for p in in_4bit), default=0),
         matrix_rows_and_columns=sum(sum(p.shape) if p.ndim > 1 else p.numel() for p in trained),
     )
+
+
+def num_active(policy: Policy) -> int:
+    """Return the weights that one token uses: of a layer's experts, as many as are chosen for it."""
+    text = policy.transformer.config.get_text_config()
+    chosen, experts = (next((getattr(text, name) for name in names if hasattr(text, name)), 1) for names in EXPERTS)
+    of_experts = sum(p.numel() for name, p in policy.named_parameters() if ".experts." in name)
+    return sum(p.numel() for p in policy.parameters()) - of_experts + of_experts * chosen // experts
 
 
 def in_16_bits(config: RunConfig) -> RunConfig:

@@ -17,6 +17,7 @@ from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.model.loading import adapter_rank, base_of, is_adapter, load_policy, longest_prompt
+from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.rollout.endpoint import MessageBuilder, OpenAIEngine
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.hf import HFEngine
@@ -95,10 +96,10 @@ def evaluation_engine(
     if config.rollout.engine == "hf":
         policy = load_policy(config, checkpoint, None).to(ranks.device)
         return HFEngine.for_policy(policy, tokenizer, config.rollout.max_num_seqs)
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     base, revision = base_of(checkpoint), config.model.model_revision
-    model_config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=config.model.trust_remote_code)
+    model_config = checkpoint_config(base, config.model)
     tokens = TokenRules.of(model_config, GenerationConfig.from_pretrained(base, revision=revision), tokenizer)
     arguments = engine_arguments(config, base, adapter_rank(checkpoint))
     if config.rollout.engine == "vllm":

@@ -124,7 +124,7 @@ class HFEngine:
 
     def idle_forward(self) -> None:
         """Run the language model on one token without effect."""
-        assert self.vision.idle_prompt is not None, "a run of several ranks has a prompt for idle runs"
+        assert self.vision.idle_prompt is not None, "runs with ZeRO or FSDP2 have a prompt for idle runs"
         token = torch.tensor(self.stop_token_ids[:1])
         extra = {name: torch.zeros_like(token) for name in self.vision.idle_prompt.token_inputs}
         prompt = replace(self.vision.idle_prompt, token_ids=token, token_inputs=extra, mm_inputs={})
@@ -165,8 +165,9 @@ class HFEngine:
     def try_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group] | None:
         """Generate the groups of one batch. If memory runs out, halve `max_num_seqs` and return None.
 
-        Completions do not depend on it, since each draws from its own random stream. Raises OutOfMemory if a single
-        completion does not fit. An error within forwards that all ranks run together is raised as it is.
+        Each completion draws the same random numbers in a smaller batch, from logits that are equal up to rounding: a
+        token may differ. Raises OutOfMemory if a single completion does not fit. An error within forwards that all
+        ranks run together is raised as it is.
         """
         try:
             return self.generate_batch(requests, sampling)

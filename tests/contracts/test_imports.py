@@ -22,6 +22,7 @@ LAYERS = [
     "rollout",
     "evaluation trainer dry_run",
     "plan",
+    "profile",
     "resume",
     "build",
     "run",

@@ -1,6 +1,7 @@
 """`micro_batch_tokens: auto` and `rl-vlm plan`, on a tiny model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,27 @@ import torch
 import yaml
 
 from launch import cli
+from rl_vlm.data.prompts import PromptBuilder, build_prompt
+from rl_vlm.data.samples import Rows
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import DataError
+from rl_vlm.log.budget import BUDGET, BudgetLog
+from rl_vlm.memory.budget import Budget
+from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.memory.micro_batches import VisionTokens
+from rl_vlm.memory.recovery import Recovery
 from rl_vlm.plan import auto
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
-from rl_vlm.run import train
+from rl_vlm.run import Run, train
+from rl_vlm.types import Prompt
+from tests.helpers.builders import sharp_checkpoint
+from tests.helpers.resuming import resumed
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines, weights
 
 pytestmark = pytest.mark.ci
 
+START_TOKENS = 100
+NUM_STEPS = 8
 SEVEN_B = "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
@@ -38,6 +53,78 @@ def test_a_small_card_gets_a_small_budget_and_the_same_weights(checkpoint: Path,
     assert 0 < small[0] == small[1] < auto.CPU_TOKENS
     ours, theirs = (weights(tmp_path / name / "checkpoint-2") for name in ("small", "large"))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+
+
+def test_a_model_that_cannot_be_traced_trains_with_a_fixed_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Gemma 4 splits its features at places that the values of floats decide, which a trace does not know."""
+    checkpoint = sharp_checkpoint("gemma4_moe", tmp_path / "model")
+    train(make_config(checkpoint, tmp_path / "run", micro_batch_tokens="auto", max_steps=1, memory_profile=True))
+    assert budgets(tmp_path / "run") == [8192]
+    assert 'no memory plan can be made (RuntimeError("split_with_sizes' in caplog.text
+
+
+def test_the_plan_is_made_with_rows_that_can_be_built(checkpoint: Path, tmp_path: Path, caplog, monkeypatch):
+    def fail_first(rows: Rows, index: int, builder: PromptBuilder) -> Prompt:
+        if index < 10:
+            raise DataError("the image is damaged")
+        return build_prompt(rows, index, builder)
+
+    monkeypatch.setattr("rl_vlm.build.build_prompt", fail_first)
+    Run(make_config(checkpoint, tmp_path, micro_batch_tokens="auto")).close()
+    assert "no memory plan" not in caplog.text
+
+
+def test_without_a_prompt_the_budget_is_fixed(checkpoint: Path, tmp_path: Path, caplog):
+    config = make_config(checkpoint, tmp_path, micro_batch_tokens="auto")
+    start = auto.planned_budget(config, str(checkpoint), Ranks(), [])
+    assert (start.tokens, start.plan) == (8192, None)
+    assert "no memory plan can be made (no row of the data makes a prompt)" in caplog.text
+
+
+class GivenMemory:
+    """Says the same bytes in every micro-batch."""
+
+    given_peak = 0
+
+    def reset_peak(self) -> None: ...
+
+    def held(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return self.given_peak
+
+
+class Calibrated(auto.StartBudget):
+    """A budget of a GPU that is not here."""
+
+    def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
+        planned = PlannedTraining(available=2**30, fixed=0.0, peak=2**30, tokens=self.tokens, most_tokens=10**6)
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory())
+
+
+@pytest.mark.parametrize("kept", [2, 4])
+def test_the_budget_is_calibrated_once(kept: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The budget of step 4 is corrected. A resumed run has that of the first run, whatever it measures itself."""
+    monkeypatch.setattr("rl_vlm.build.start_budget", lambda *given: Calibrated(START_TOKENS, 0.0, None))
+    monkeypatch.setattr(GivenMemory, "given_peak", 2**31)  # twice of what is available
+    settings = {"prompts_per_step": 4, "max_num_seqs": 16, "micro_batch_tokens": "auto", "max_steps": NUM_STEPS}
+    straight, copy = tmp_path / "straight", tmp_path / "copy"
+    train(make_config(checkpoint, straight, **settings))
+    (change,) = BudgetLog(straight / BUDGET).read()
+    assert (change.step, change.reason) == (4, "calibration")
+    assert START_TOKENS / 4 <= change.micro_batch_tokens <= START_TOKENS / 2
+    assert budgets(straight) == [START_TOKENS] * 3 + [change.micro_batch_tokens] * (NUM_STEPS - 3)
+
+    shutil.copytree(straight, copy)
+    for step in range(kept + 1, NUM_STEPS + 1):
+        shutil.rmtree(copy / f"checkpoint-{step}")
+    monkeypatch.setattr(GivenMemory, "given_peak", 2**20)
+    train(resumed(make_config(checkpoint, copy, **settings)))
+    assert metric_lines(copy) == metric_lines(straight)
+    assert BudgetLog(copy / BUDGET).read() == [change]
+    found, expected = (weights(run / f"checkpoint-{NUM_STEPS}") for run in (copy, straight))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def write_run(path: Path, **model: object) -> str:
@@ -72,7 +159,8 @@ def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
 
 def test_suggestions_begin_with_what_fits(tmp_path: Path, capsys):
     run = write_run(tmp_path / "run.yaml", use_peft=False)
-    assert cli.main(["plan", run, "--gpu-memory", "24GB", "--suggest", "--json", "engine=hf", "max_num_seqs=8"]) == 0
+    changes = ["engine=hf", "max_num_seqs=8", "ds3_gather_for_generation=false"]
+    assert cli.main(["plan", run, "--gpu-memory", "24GB", "--suggest", "--json", *changes]) == 0
     setups = json.loads(capsys.readouterr().out)["setups"]
     fitting = [setup["fits"] for setup in setups]
     assert fitting == sorted(fitting, reverse=True)

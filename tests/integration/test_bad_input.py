@@ -189,6 +189,42 @@ def test_image_over_the_cap(tiny_checkpoint, tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+# The image of row 3 is resized to 40 x 48: 120 patches, which count as 160 tokens. 30 of its prompt's 49 tokens are it.
+
+
+@pytest.mark.parametrize(
+    ("budget", "frozen", "message", "max_pixels"),
+    [
+        (100, False, "images of 40x50 pixels count as 160 tokens in the vision tower, more than .* 100, .* 1200", 1200),
+        (45, True, "has 49 tokens, which with one of a completion are 50, more than .* 45, .* 1600", 1600),
+    ],
+)
+def test_a_prompt_beyond_the_token_budget_is_an_error_at_the_start(
+    budget, frozen, message, max_pixels, tiny_checkpoint, tmp_path
+):
+    settings = {
+        "dataset_name": reward("big_image_rows"), "micro_batch_tokens": budget, "freeze_vision_tower": frozen,
+        "max_steps": 2, "shuffle_dataset": False,
+    }  # fmt: skip
+    with pytest.raises(DataError, match=rf"row 3: Sample row-3: .*{message}\.$"):
+        train(make_config(tiny_checkpoint, tmp_path / "run", **settings, on_bad_row="drop"))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    train(make_config(tiny_checkpoint, tmp_path / "run", **settings, max_pixels=max_pixels))
+
+
+def test_a_prompt_beyond_the_token_budget_that_the_start_does_not_build_ends_the_run(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rl_vlm.build.NUM_LARGEST", 0)
+    config = make_config(
+        tiny_checkpoint, tmp_path / "run", dataset_name=reward("big_image_rows"), micro_batch_tokens=100,
+        shuffle_dataset=False, save_steps=0,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="row 3: Sample row-3: its images of 40x50 pixels count as 160 tokens"):
+        train(config)
+    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
+
+
 IMAGES_ELSEWHERE, TEXT_ALONE = reward("rows_with_images_elsewhere"), reward("text_rows")
 
 

@@ -14,7 +14,8 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import OutOfMemory
 from rl_vlm.log.budget import BUDGET, BudgetLog
 from rl_vlm.memory.budget import BudgetChange
-from rl_vlm.run import train
+from rl_vlm.model.policy import Policy
+from rl_vlm.run import Run, train
 from tests.helpers import capped_runs, mixed_run, tiny_run
 from tests.helpers.capped_runs import Trained, largest_difference, train_capped
 from tests.helpers.resuming import resumed
@@ -71,6 +72,27 @@ def test_a_run_that_runs_out_of_memory_trains_as_one_that_does_not(
         assert budgets == [160] * NUM_STEPS
 
 
+def test_events_of_the_check_of_an_engine_are_counted(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check's forward is the first of the policy, which rollouts with engine hf do not call."""
+    run = Run(make_config(tiny_checkpoint, tmp_path, beta=0.0))
+    run.trainer.engine_checked = False
+    forward, num_calls = Policy.forward, 0
+
+    def fail_first(policy: Policy, *arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 1 byte")
+        return forward(policy, *arguments)
+
+    monkeypatch.setattr(Policy, "forward", fail_first)
+    steps = [run.trainer.step().reduce(run.ranks.gather) for _ in range(2)]
+    run.close()
+    assert [metrics.get("out_of_memory/check") for metrics in steps] == [1, None]
+
+
 def test_a_single_completion_that_does_not_fit_is_named(
     uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +140,27 @@ def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, t
     train(resumed(make_config(tiny_checkpoint, tmp_path, max_steps=2, micro_batch_tokens=100)))
     assert [line["memory/micro_batch_tokens"] for line in metric_lines(tmp_path)] == [160, 100]
     assert log.read() == []
+
+
+def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    change = BudgetChange(2, "training", 40, 160, "out_of_memory", "…")
+    BudgetLog(tmp_path / BUDGET).append(change)
+    train(resumed(make_config(tiny_checkpoint, tmp_path, max_steps=2)))
+    assert [line["memory/micro_batch_tokens"] for line in metric_lines(tmp_path)] == [160, 40]
+    assert BudgetLog(tmp_path / BUDGET).read() == [change]
+
+
+def test_the_budget_is_replayed_in_another_directory(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    train(make_config(tiny_checkpoint, one, max_steps=1))
+    changes = [BudgetChange(step, "training", 200 // step, 160, "out_of_memory", "…") for step in (1, 2, 9)]
+    BudgetLog(one / BUDGET).write(changes)
+    settings = {"max_steps": 3, "resume_from_checkpoint": str(one / "checkpoint-1")}
+    train(make_config(tiny_checkpoint, other, **settings))
+    assert [line["memory/micro_batch_tokens"] for line in metric_lines(other)] == [100, 100]
+    assert BudgetLog(other / BUDGET).read() == changes
 
 
 @pytest.mark.ci

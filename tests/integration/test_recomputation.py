@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_vlm.errors import ConfigError
-from tests.helpers.builders import gradient_error, make_policy
+from tests.helpers.builders import gradient_error, make_policy, sharp_checkpoint
 from tests.helpers.family_parity import case_groups, scores
 
 
@@ -60,3 +60,13 @@ def test_a_tower_that_is_not_trained_has_nothing_to_recompute(settings: dict[str
     with pytest.raises(ConfigError, match="no weight of the vision tower is trained"):
         make_policy(tiny_checkpoint, "vision_tower", **settings)
     make_policy(tiny_checkpoint, "language_model", **settings)
+
+
+@pytest.mark.parametrize("model_type", ["perception_lm", "mllama"])
+def test_a_tower_without_layers_that_can_be_recomputed_is_refused(model_type: str, tmp_path: Path) -> None:
+    checkpoint = sharp_checkpoint(model_type, tmp_path)
+    message = f"no effect: in transformers' {model_type} .*; set language_model, or leave it out"
+    with pytest.raises(ConfigError, match=message):
+        make_policy(checkpoint, "vision_tower")
+    make_policy(checkpoint, "language_model")
+    assert not make_policy(checkpoint, True).vision.is_recomputed

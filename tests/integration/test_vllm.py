@@ -96,6 +96,22 @@ def test_paused_completions_go_on_behind_what_there_is_of_them(checkpoint: Path,
             assert token_ids(found) == token_ids(engine.generate(side.requests, at_once))
 
 
+def test_preemptions_are_counted(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Seven blocks of 32 tokens for six sequences, of which four need three blocks each in the end."""
+    side = Side.of(checkpoint)
+    arguments = engine_arguments(side.config, str(checkpoint), None)
+    small = {"block_size": 32, "num_gpu_blocks_override": 7, "max_model_len": 160, "enable_prefix_caching": False}
+    engine = VLLMEngine(arguments | small, side.tokens, side.builder)
+    short, long = sampling(seed=0, num_generations=1), sampling(seed=0, num_generations=6)
+    engine.generate(side.requests[:1], replace(short, max_completion_length=2))
+    assert engine.counters == {}
+    groups = engine.generate(side.requests[2:], replace(long, max_completion_length=70))
+    assert engine.counters["sampling/preemptions"] > 0
+    assert "vLLM's KV cache is full" in caplog.text
+    assert (generator_logprobs(groups) - side.scores(groups)).abs().max() <= 1e-3
+    engine.close()
+
+
 def test_a_run_samples_from_its_own_weights_also_after_a_kill(tmp_path: Path) -> None:
     checkpoint, output = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint"), tmp_path / "run"
     config = tiny_run.make_config(

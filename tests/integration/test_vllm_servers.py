@@ -18,6 +18,7 @@ from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.rollout.vllm.arguments import engine_arguments
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
+from rl_vlm.rollout.vllm.preemptions import totals_of_servers
 from rl_vlm.rollout.vllm.process import ServerProcess, free_port
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import PolicyWeights
@@ -120,6 +121,10 @@ def test_only_health_answers_without_the_token(served: Served) -> None:
         assert status(path, None, {}) == 401
     assert status("/weight_info", served.client.token) == 200
     assert status("/collective_rpc", served.client.token, {}) == 404  # of vLLM's development mode
+
+
+def test_a_server_tells_its_preemptions(served: Served) -> None:
+    assert totals_of_servers([served.client]) == {served.client.url: 0}
 
 
 def test_a_wrong_token_is_named(served: Served, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class Server(VLLMClient):
             "/rl_vlm/setup": {"max_model_len": 64, "weight_transfer": "rl_vlm"},
             "/v1/models": {"data": []},
             "/weight_info": {"weight_version": self.version},
+            "/metrics": None,
         }[path]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -151,6 +151,19 @@ def test_an_error_of_the_check_is_agreed_on_by_all_ranks():
     assert error.value.on_all_ranks
 
 
+def test_the_largest_images_and_the_longest_texts_are_noted():
+    for name, size in {"a": (600, 500), "b": (512, 512), "c": (2000, 2000), "d": (1000, 1000)}.items():
+        Image.new("RGB", size).save(f"{name}.png")
+    large = {i: {"image": f"{name}.png"} for i, name in enumerate("abcd")}
+    usable = check(load(large | {5: {"prompt": "x" * 2000}}))
+    assert {row: pixels for row, pixels in usable.num_pixels.items() if pixels > 64} == {
+        0: 300_000, 2: 4_000_000, 3: 1_000_000,
+    }  # fmt: skip
+    assert usable.largest(1) == [2, 5]
+    assert usable.largest(2) == [2, 3, 5, 0]
+    assert check(load(large, max_pixels=500_000)).num_pixels == {0: 300_000, 2: 500_000, 3: 500_000}
+
+
 def test_prompts_that_end_with_the_assistant_are_counted_once(caplog):
     question, answer = {"role": "user", "content": "Which?"}, {"role": "assistant", "content": "7"}
     assert len(check(load({i: {"prompt": [question, answer]} for i in (1, 4)}))) == 6

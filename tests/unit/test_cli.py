@@ -35,6 +35,19 @@ def test_dry_run_prints_the_resolved_run(config, capsys):
     assert "# Not checked: train data: d is not here and is taken for a name on the hub.\n" in printed
 
 
+def test_an_evaluation_sets_the_allocator_before_it_starts(config, capsys, monkeypatch):
+    configured = []
+    monkeypatch.setattr(cli, "configure_allocator", configured.append)
+
+    def compare(config, *_):
+        assert configured == [config]
+        raise ConfigError("started")
+
+    monkeypatch.setattr("rl_vlm.evaluation.compare_checkpoints", compare)
+    assert cli.main(["eval", config]) == 2
+    assert "started" in capsys.readouterr().err
+
+
 def test_overrides_may_stand_before_and_after_options(config, capsys):
     assert cli.main(["eval", config, "seed=1", "--dry-run", "top_p=0.5"]) == 0
     printed = capsys.readouterr().out

@@ -2,9 +2,10 @@ import pytest
 from transformers import AutoConfig
 
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.hardware import Card, parse_card
 from rl_vlm.plan.packaged import packaged_config
 from rl_vlm.plan.vllm import (
+    batched_tokens,
     check_tensor_parallel,
     hf_cache_bytes,
     hf_logits_bytes,
@@ -81,11 +82,16 @@ def test_cuda_graphs_take_half_a_gib_more():
     assert graphs.activations - eager.activations == GIB // 2
 
 
-def test_sleep_mode_moves_weights_at_level_1_and_drops_them_at_level_2():
-    memory = vllm_memory(config_of("Qwen/Qwen2.5-VL-3B-Instruct"), 3_754_622_976, 668_684_288, 1024)
-    assert memory.asleep_in_host_memory(level=1) == 7_509_245_952
-    assert memory.asleep_in_host_memory(level=2) == 0
-    assert memory.asleep_on_device() == GIB // 2
+@pytest.mark.parametrize(
+    ("card", "tokens"),
+    [("24GB", 8192), ("l40s", 8192), ("a100-80gb", 8192), ("h100", 16384), ("b200", 16384), ("69GiB", 8192)],
+)
+def test_tokens_of_the_profiling_pass(card, tokens):
+    assert batched_tokens(parse_card(card)) == tokens
+
+
+def test_an_a100_by_its_full_name():
+    assert batched_tokens(Card("NVIDIA A100-SXM4-80GB", 79 * GIB)) == 8192
 
 
 def test_a_mixture_of_experts_computes_the_chosen_ones():

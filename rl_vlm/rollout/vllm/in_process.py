@@ -20,6 +20,7 @@ from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, Rollou
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME, ENVIRONMENT
+from rl_vlm.rollout.vllm.preemptions import METRIC, Preemptions, total_in_process
 from rl_vlm.rollout.vllm.requests import (
     GeneratedTokens,
     GenerateRequest,
@@ -53,7 +54,10 @@ class VLLMEngine:
         self.sleeps = arguments.get("enable_sleep_mode", False)
         self.is_one_of_several = arguments.get("distributed_executor_backend") == "external_launcher"
         self.is_parallel = self.is_one_of_several and arguments["tensor_parallel_size"] > 1
-        self.llm: Any = start_vllm(arguments | {"weight_transfer_config": {"backend": "rl_vlm"}})
+        self.llm: Any = start_vllm(
+            arguments | {"weight_transfer_config": {"backend": "rl_vlm"}, "disable_log_stats": False}
+        )
+        self.preemptions = Preemptions({"": total_in_process(self.llm)})
         self.max_model_length: int = self.llm.model_config.max_model_len
         self.adapter: Any = None
         self.counters: Counter[str] = Counter()
@@ -70,7 +74,16 @@ class VLLMEngine:
         def send(parts: list[GenerateRequest]) -> list[GenerateResponse]:
             return self.responses(lambda: [self.vllm_arguments(part, sampling) for part in parts])
 
-        return to_groups(requests, send, sampling, self.policy_version, self.renderer.processor.tokenizer)
+        groups = to_groups(requests, send, sampling, self.policy_version, self.renderer.processor.tokenizer)
+        self.count_preemptions()
+        return groups
+
+    def count_preemptions(self) -> None:
+        """Count new preemptions. Of ranks that share a model, all of which schedule alike, the first counts them."""
+        if self.is_parallel and not is_first_of_model():
+            return
+        if count := self.preemptions.new({"": total_in_process(self.llm)}):
+            self.counters[METRIC] += count
 
     def vllm_arguments(self, request: GenerateRequest, sampling: Sampling) -> tuple[dict[str, Any], dict[str, Any]]:
         """Build vLLM's prompt and sampling parameters for a request. Raises DataError if the prompt is too long."""
@@ -205,6 +218,13 @@ def gather(make: Callable[[], list[T]]) -> tuple[list[T], slice]:
         raise failure
     start = sum(len(found) for found in ranks[: get_tp_group().rank_in_group])
     return [one for found in ranks for one in found], slice(start, start + len(ranks[get_tp_group().rank_in_group]))
+
+
+def is_first_of_model() -> bool:
+    """Return whether this rank is the first of its tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().rank_in_group == 0
 
 
 def generated_tokens(completion: CompletionOutput) -> GeneratedTokens:

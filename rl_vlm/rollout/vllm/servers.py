@@ -27,6 +27,7 @@ from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 from rl_vlm.rollout.vllm.nccl import NCCLSender
+from rl_vlm.rollout.vllm.preemptions import METRIC, Preemptions, totals_of_servers
 from rl_vlm.rollout.vllm.requests import (
     GeneratedTokens,
     GenerateRequest,
@@ -85,6 +86,7 @@ class VLLMServers:
         self.lock = threading.Lock()
         setups = [check_setup(client, expected) for client in clients]
         self.max_model_length = min(setup["max_model_len"] for setup in setups)
+        self.preemptions = Preemptions(totals_of_servers(self.live) if sends_weights else {})
         by_nccl = sends_weights and all(setup["weight_transfer"] == "nccl" for setup in setups)
         self.senders = {client: NCCLSender(client) for client in clients} if by_nccl else {}
 
@@ -106,7 +108,19 @@ class VLLMServers:
                 return list(pool.map(self.response_to, bodies))
 
         tokenizer = self.renderer.processor.tokenizer
-        return to_groups(requests, send, sampling, self.policy_version, tokenizer, self.run)
+        groups = to_groups(requests, send, sampling, self.policy_version, tokenizer, self.run)
+        self.count_preemptions()
+        return groups
+
+    def count_preemptions(self) -> None:
+        """Count new preemptions of all servers, in one process of the run.
+
+        Those of other processes' requests that come later are counted after the next rollout.
+        """
+        if not self.sends_weights:
+            return
+        if count := self.preemptions.new(totals_of_servers(self.live)):
+            self.counters[METRIC] += count
 
     def response_to(self, body: dict[str, Any]) -> GenerateResponse:
         """Return the response of the first server that gives one."""

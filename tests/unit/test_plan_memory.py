@@ -1,0 +1,215 @@
+"""Phases, limits and largest sizes of a plan, by hand arithmetic on a model of 1,000 weights."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import ConfigError
+from rl_vlm.plan.activations import Activations
+from rl_vlm.plan.build import Hardware, Model, has_logprobs_pass, plan_memory
+from rl_vlm.plan.engines import ENGINES
+from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.host import host_phases
+from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
+from rl_vlm.plan.packaged import packaged_config
+from rl_vlm.plan.speed import Step, host_bytes, step_flops
+from rl_vlm.plan.weights import Weights, count_weights
+
+GIB = 2**30
+CARD = Card("test", 20_000 + 2**30)
+WEIGHTS = Weights(
+    num=1000, num_active=1000, num_trained=1000, trained_bytes=4000, frozen_bytes=0, reference_bytes=0, layer_bytes=320,
+    rest_bytes=800, layer_trained=80, largest_trained=50, matrix_rows_and_columns=120, trains_vision=False,
+    num_vision=100, dequantized_bytes=0,
+)  # fmt: skip
+ACTIVATIONS = Activations(
+    per_token=4.0, fixed=100.0, per_patch=3.0, vision_per_patch=5.0, logprobs_per_token=1.0, logprobs_fixed=50.0
+)
+
+
+def a_plan(engine: str = "ddp", num_ranks: int = 1, **changes: Any) -> MemoryPlan:
+    plan = MemoryPlan(
+        card=Card("test", 100 * GIB), num_ranks=num_ranks, engine=ENGINES[engine], optim="adamw_torch", weights=WEIGHTS,
+        activations=ACTIVATIONS, rollouts=Rollouts({"vLLM": 700, "KV cache": 900}, 40), micro_batch_tokens=200,
+        load=Load(200, 20), patches_per_token=0.1, buffers=64, largest_block=800, has_logprobs_pass=True,
+        syncs_weights=True,
+    )  # fmt: skip
+    return replace(plan, **changes)
+
+
+def parts_of(plan: MemoryPlan, phase: str) -> dict[str, int]:
+    return next({name: size for name, size in each.parts.items() if size} for each in plan.phases if each.name == phase)
+
+
+def a_config(**rollout: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"model_name_or_path": "any", "dtype": "bfloat16"},
+            "data": {"dataset_name": "any"},
+            "rewards": {"reward_funcs": ["exact_match"]},
+            "rollout": {"num_generations": 4, "max_completion_length": 100, **rollout},
+            "train": {"prompts_per_step": 8},
+        }
+    )
+
+
+def a_model(**weights: Any) -> Model:
+    text = SimpleNamespace(
+        hidden_size=8, num_hidden_layers=2, num_key_value_heads=1, head_dim=4, num_attention_heads=2, vocab_size=10,
+        intermediate_size=16,
+    )  # fmt: skip
+    config = SimpleNamespace(get_text_config=lambda: text, vision_config=SimpleNamespace(num_heads=1))
+    return Model(config, replace(WEIGHTS, **weights), ACTIVATIONS, prompt_tokens=49, patches=40)
+
+
+def planned(config: RunConfig, engine: str = "ddp", gpus: int = 1, **weights: Any) -> MemoryPlan:
+    return plan_memory(config, Hardware(CARD, gpus, 1, ENGINES[engine]), a_model(**weights))
+
+
+def test_what_is_held_in_training():
+    held = {"weights": 4000, "optimizer state": 8000, "communication buffers": 64}
+    passes = {"language activations": 800, "LM head and copies": 100, "vision activations": 60}
+    assert parts_of(a_plan(), "forward and backward") == held | passes | {"gradients": 4000, "vLLM": 40}
+    assert parts_of(a_plan(), "rollout") == held | {"vLLM": 700, "KV cache": 900}
+
+
+def test_vllm_is_awake_while_weights_are_sent():
+    parts = parts_of(a_plan(), "weight sync")
+    assert (parts["vLLM"], parts["KV cache"], parts["gathered weights"]) == (700, 900, 800)
+    plan = a_plan()
+    # 5% and 0.6 GiB of the card are not available; beside vLLM are weights, moments, buffers and a block.
+    assert plan.free_for_vllm == plan.available - (4000 + 8000 + 64) - 800
+
+
+def test_gradients_of_zero3_stay_between_steps():
+    plan = a_plan("zero3", num_ranks=2)
+    assert {parts_of(plan, name).get("gradients") for name in ("rollout", "weight sync", "save", "update")} == {2000}
+    assert "gradients" not in parts_of(a_plan("zero2", num_ranks=2), "rollout")
+    assert "gradients" not in parts_of(a_plan("zero3_offload", num_ranks=2), "update")
+
+
+def test_a_plan_does_not_fit_if_vllm_cannot_start():
+    assert a_plan().fits
+    assert not a_plan(rollouts=Rollouts({"vLLM": 700}, 40, can_start=False)).fits
+
+
+def test_vllm_needs_one_sequence():
+    # Its weights take 2,000 bytes, its profiling pass 2 x 8,192 x (3 x 16 + 2 x 8), its graphs 2^29.
+    needs = 2000 + 1_048_576 + 2**29
+    sequence = 160 * 2 * 2 * 4 * 2  # 149 tokens in blocks of 16; keys and values of 2 layers with 4 numbers of 2 bytes
+    card = Card("test", 4 * GIB)
+    for memory, starts in ((needs + sequence, True), (needs + sequence - 5, False)):
+        config = a_config(engine="vllm")
+        config.vllm.vllm_gpu_memory_utilization = (memory + 1) / card.memory
+        plan = plan_memory(config, Hardware(card, 1, 1, ENGINES["ddp"]), a_model())
+        assert plan.rollouts.can_start == starts
+
+
+def test_the_largest_micro_batch_has_its_images():
+    # 4 bytes per token and 0.1 patches of 3 bytes beside each
+    free = 4300 + 100
+    card = Card("test", round((a_plan().beside_micro_batch + free + round(0.6 * GIB)) / 0.95) + 1)
+    plan = a_plan(card=card)
+    assert plan.largest_tokens in (998, 999)
+    at_most = replace(plan, load=Load(999, 99), micro_batch_tokens=999)
+    assert at_most.fits
+    assert not replace(plan, load=Load(1010, 101), micro_batch_tokens=1010).fits
+
+
+def test_a_frozen_tower_that_runs_limits_the_micro_batch():
+    card = Card("test", round((a_plan().beside_micro_batch + 4400 + round(0.6 * GIB)) / 0.95) + 1)
+    running = replace(ACTIVATIONS, vision_per_patch=100.0)  # 10 bytes per token of the budget
+    assert a_plan(card=card, activations=running).largest_tokens in (438, 439)
+    with_copies = replace(running, vision_fixed=400.0)  # (4400 - 400) / 10
+    assert a_plan(card=card, activations=with_copies).largest_tokens in (398, 399)
+
+
+def test_patches_of_a_frozen_tower_are_those_of_short_completions():
+    config = a_config(engine="hf")
+    config.memory.micro_batch_tokens = 500
+    plan = planned(config)
+    assert (plan.load, plan.patches_per_token) == (Load(500, 400), 0.8)  # 10 prompts of 49 tokens and one
+    assert planned(config, trains_vision=True).patches_per_token == 0
+
+
+@pytest.mark.parametrize(
+    ("train", "algorithm", "expected"),
+    [
+        ({"prompts_per_step": 8}, {}, False),
+        ({"prompts_per_step": 8}, {"beta": 0.1}, True),
+        ({"prompts_per_step": 8}, {"num_iterations": 2}, True),
+        ({"prompts_per_step": 8, "steps_per_generation": 2}, {}, True),
+        # 32 completions a step in 8 micro-steps of 4: one step per window
+        ({"prompts_per_step": 8, "per_device_train_batch_size": 4, "steps_per_generation": 8}, {}, False),
+        ({"prompts_per_step": 8, "per_device_train_batch_size": 4, "steps_per_generation": 16}, {}, True),
+    ],
+)
+def test_when_log_probs_are_computed_apart(train, algorithm, expected):
+    data = a_config().model_dump(exclude_unset=True) | {"train": train, "algorithm": algorithm}
+    assert has_logprobs_pass(RunConfig.model_validate(data), num_ranks=1) == expected
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="prompts_per_step"):
+        has_logprobs_pass(a_config(), num_ranks=7)
+
+
+def test_rollouts_with_offloaded_weights_on_one_rank():
+    config = a_config(engine="hf")
+    whole = parts_of(planned(config, "zero3_offload"), "rollout")
+    assert (whole["gathered weights"], whole["LM head and copies"]) == (4000, 2000)
+    by_layer = parts_of(planned(a_config(engine="hf", ds3_gather_for_generation=False), "zero3_offload"), "rollout")
+    # In lockstep nothing stays gathered or cast: all outside of layers, a layer, and one tensor in bfloat16.
+    assert (by_layer["gathered weights"], by_layer["LM head and copies"]) == (800 + 320, 100)
+    assert "gathered weights" not in parts_of(planned(config, "zero3"), "rollout")
+    assert parts_of(planned(config, "zero3_offload"), "save")["gathered weights"] == 800
+
+
+def test_flops_of_a_step():
+    assert step_flops(WEIGHTS, 10, checkpointing=False) == 10 * 2 * 3 * 1000
+    assert step_flops(WEIGHTS, 10, checkpointing=True) == 10 * 2 * 4 * 1000
+    adapter = replace(WEIGHTS, num=1010, num_active=1010, num_trained=10)
+    assert step_flops(adapter, 10, checkpointing=False) == 10 * 2 * (2 * 1010 + 10)
+    experts = replace(WEIGHTS, num_active=100)
+    assert step_flops(experts, 10, checkpointing=False) == 10 * 2 * 3 * 100
+
+
+@pytest.mark.ci
+def test_experts_that_a_token_uses():
+    folder = packaged_config("Qwen/Qwen3-VL-30B-A3B-Instruct")
+    weights = count_weights(a_config(), str(folder))
+    experts = 48 * 128 * 3 * 2048 * 768  # in 48 layers, of which 8 of 128 are chosen
+    assert weights.num - weights.num_active == experts - experts // 16
+    assert 3.0e9 < weights.num_active < 4.0e9  # "A3B", and a vision tower
+
+
+def test_bytes_to_and_from_host_memory():
+    step = Step(tokens=100, micro_batches=3)
+    found = {name: host_bytes(a_plan(name, 2), step) for name in ENGINES}
+    weights, state = 3 * 2 * 4000 // 2, (3 * 4000 + 4000) // 2
+    assert found == dict.fromkeys(ENGINES, 0) | {
+        "zero1_offload": (4000 + 4000) // 2,  # after the last micro-batch
+        "zero2_offload": state, "zero3_offload_optimizer": state,
+        "zero3_offload_param": weights, "zero3_offload": weights + state,
+    }  # fmt: skip
+
+
+def test_host_memory():
+    config = a_config()
+    config.data.dataloader_num_workers = 0
+    adapter = replace(WEIGHTS, trained_bytes=40, frozen_bytes=520, num_trained=10)
+    plans = {"lora": adapter, "qlora": replace(adapter, dequantized_bytes=64)}
+    found = {
+        name: host_phases(config, a_plan(weights=weights), gpus=1)[0].parts["checkpoint"]
+        for name, weights in plans.items()
+    }
+    assert found == {"lora": 4 * 1000, "qlora": 560}  # float32, or one tensor quantized after the other
+    offloaded = {name: host_phases(config, a_plan(name, 2), gpus=2)[1].parts["offloaded"] for name in ENGINES}
+    weights, state = 4000, 4000 + 4000 + 8000  # a copy of the weights, gradients and moments
+    assert offloaded == dict.fromkeys(ENGINES, 0) | {
+        "zero1_offload": state, "zero2_offload": state, "zero3_offload_optimizer": state,
+        "zero3_offload_param": weights, "zero3_offload": weights + state,
+    }  # fmt: skip

@@ -1,0 +1,68 @@
+"""Files for `accelerate launch` and options of `rl-vlm plan`."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from launch.plan import accelerate_file, add_plan_flags, planned_hardware
+from rl_vlm.errors import ConfigError
+
+LAUNCH = Path(__file__).parents[2] / "launch" / "accelerate"
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_plan_flags(parser)
+    return parser.parse_args([*given, "--gpu-memory", "80GB"])
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "nodes", "engine"),
+    [
+        ((), 1, 1, "ddp"),
+        (("--gpus", "4", "--nodes", "2", "--engine", "fsdp2"), 4, 2, "fsdp2"),
+        (("--config_file", "zero3.yaml"), 8, 1, "zero3"),
+        (("--config_file", "zero3_offload.yaml"), 8, 1, "zero3_offload"),
+        (("--config_file", "zero2.yaml"), 8, 1, "zero2"),
+        (("--config_file", "fsdp2.yaml", "--gpus", "4"), 4, 1, "fsdp2"),
+        (("--config_file", "ddp.yaml", "--nodes", "2"), 8, 2, "ddp"),
+    ],
+)
+def test_hardware_of_options(given: tuple[str, ...], gpus: int, nodes: int, engine: str):
+    given = tuple(str(LAUNCH / each) if each.endswith(".yaml") else each for each in given)
+    found = planned_hardware(options(*given))
+    assert (found.gpus, found.nodes, found.engine.name) == (gpus, nodes, engine)
+
+
+def test_gpus_of_each_of_several_machines(tmp_path: Path):
+    path = tmp_path / "launch.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 8\n")
+    found = planned_hardware(options("--config_file", str(path)))
+    assert (found.gpus, found.nodes) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no settings"),
+        ("- a\n- b\n", "has no settings"),
+        ("a: [", "cannot be read"),
+        ("distributed_type: MEGATRON_LM\n", "distributed_type MEGATRON_LM"),
+        ("num_machines: 2\nnum_processes: 3\n", "num_processes 3"),
+        ("num_machines: 0\n", "num_machines 0"),
+        ("num_processes: many\n", "num_processes many"),
+    ],
+)
+def test_files_that_cannot_be_planned(text: str, message: str, tmp_path: Path):
+    path = tmp_path / "launch.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        accelerate_file(path)
+
+
+def test_a_file_that_is_not_text(tmp_path: Path):
+    path = tmp_path / "launch.yaml"
+    path.write_bytes(b"\x80\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        accelerate_file(path)

@@ -1,0 +1,192 @@
+"""Suggested set-ups of a model of round numbers; nothing is traced."""
+
+from dataclasses import replace
+
+import pytest
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import RLVLMError
+from rl_vlm.plan import suggest
+from rl_vlm.plan.build import Hardware
+from rl_vlm.plan.check import check_setup
+from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.suggest import Models, Setup, more_gpus, setup, setups, smallest, with_changes
+from tests.helpers.planned_model import hardware, planned_model, run_config
+
+CHECKPOINTING = {"memory.gradient_checkpointing": True}
+LORA = CHECKPOINTING | {"model.use_peft": True, "model.freeze_vision_tower": True}
+QLORA = LORA | {"model.load_in_4bit": True, "rollout.engine": "hf"}
+
+
+@pytest.fixture(autouse=True)
+def traced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suggest, "inspect_model", planned_model)
+    monkeypatch.setattr(suggest, "with_weights", lambda config, model: planned_model(config))
+
+
+def models_of(config: RunConfig) -> Models:
+    return Models(config, planned_model(config))
+
+
+def found_setups(config: RunConfig, machines: Hardware) -> list[Setup]:
+    return setups(config, machines, models_of(config))
+
+
+def by_name(config: RunConfig, machines: Hardware) -> dict[str, Setup]:
+    return {each.name: each for each in found_setups(config, machines)}
+
+
+def test_what_fits_comes_first_by_time():
+    # 4 GiB, and 512 tokens of 1 MiB: with half of them, or with less optimizer state, it fits.
+    found = found_setups(run_config(), hardware(4.4))
+    fits = [each.plan.fits for each in found]
+    assert fits == sorted(fits, reverse=True)
+    times = [each.seconds for each in found if each.plan.fits]
+    assert times == sorted(times)
+    assert {each.name for each in found if each.plan.fits} >= {
+        "ddp, memory.gradient_checkpointing=true", "ddp, train.optim=adamw_8bit", "ddp, train.optim=adafactor",
+        "ddp, model.freeze_vision_tower=true", "ddp, memory.activation_offloading=true",
+    }  # fmt: skip
+    assert "ddp" in {each.name for each in found if not each.plan.fits}
+
+
+def test_peaks_of_the_savings():
+    found = by_name(run_config(), hardware(80))
+    peaks = {name: each.plan.peak.total / GIB for name, each in found.items() if each.hardware.engine.name == "ddp"}
+    assert peaks == pytest.approx(
+        {
+            "ddp": 4.5,
+            "ddp, memory.gradient_checkpointing=true": 4.25 + 16 / 1024,  # an image is 64 tokens instead of 32
+            "ddp, train.optim=adamw_8bit": 3.008,  # moments of 2.03 instead of 8 bytes
+            "ddp, train.optim=adafactor": 2.504,
+            "ddp, model.freeze_vision_tower=true": 4 * 0.75 + 0.125 + 0.5 + 5 * 32 / 1024,  # 5 images at once
+            "ddp, memory.activation_offloading=true": 4.125,
+        },
+        abs=0.03,
+    )
+
+
+def test_times_of_the_savings():
+    """Of 8 prompts with 100 + 4 x 190 tokens, on an A100's peak."""
+    seconds = {name: each.seconds for name, each in by_name(run_config(), hardware(80)).items()}
+    tokens, weights = 8 * (100 + 4 * 190), GIB / 4
+    product = 2 * weights * tokens / (0.4 * 312e12)
+    update = 28 * weights / 2e12
+    assert seconds["ddp"] == pytest.approx(3 * product + update, rel=1e-3)
+    assert seconds["ddp, memory.gradient_checkpointing=true"] == pytest.approx(4 * product + update, rel=1e-3)
+    # Layers keep 3/4 MiB of a token and 1/4 MiB of a patch, which go to host memory and back over 25 GB/s.
+    copied = 2 * 2**20 * (0.75 * tokens + 0.25 * 8 * 64) / 25e9
+    offloaded = seconds["ddp, memory.activation_offloading=true"]
+    assert offloaded == pytest.approx(3 * product + update + copied, rel=1e-3)
+    assert seconds["ddp, train.optim=adamw_8bit"] - seconds["ddp"] == pytest.approx(
+        -2 * 5.97 * weights / 2e12, rel=0.01
+    )
+
+
+def test_sleep_mode_frees_memory_and_costs_two_copies_of_the_weights():
+    run = run_config(rollout={"engine": "vllm"}, vllm={"vllm_gpu_memory_utilization": 0.3})
+    found = by_name(run, hardware(20))
+    awake, asleep = found["ddp"], found["ddp, vllm.vllm_enable_sleep_mode=true"]
+    assert awake.plan.rollouts.while_training == round(0.3 * awake.plan.card.memory)
+    assert asleep.plan.peak.total < awake.plan.peak.total
+    assert asleep.seconds - awake.seconds == pytest.approx(2 * (GIB / 2) / 25e9, rel=1e-3)  # in bfloat16
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_another_fraction_for_vllm_is_tried(sleeps: bool):
+    vllm = {"vllm_gpu_memory_utilization": 0.95, "vllm_enable_sleep_mode": sleeps}
+    run = run_config(rollout={"engine": "vllm", "max_num_seqs": 8}, vllm=vllm)
+    found = setup(run, {}, hardware(12), models_of(run))
+    assert found is not None
+    assert found.plan.fits
+    assert 0.05 < found.changes["vllm.vllm_gpu_memory_utilization"] < 0.7
+    assert "memory.micro_batch_tokens" not in found.changes
+
+
+def test_smaller_micro_batches_are_tried():
+    run = run_config(memory={"micro_batch_tokens": 4096})
+    found = setup(run, {}, hardware(6), models_of(run))
+    assert found is not None
+    assert found.plan.fits
+    assert 2000 < found.changes["memory.micro_batch_tokens"] <= 2048  # 2 GiB beside 4 GiB
+
+
+def test_savings_that_a_run_refuses_are_left_out():
+    found = by_name(run_config(), hardware(80, gpus=2))
+    assert {each.hardware.engine.name for name, each in found.items() if "adafactor" in name} == {"ddp"}
+    qlora = run_config(model={"use_peft": True, "load_in_4bit": True}, rollout={"engine": "hf"})
+    assert not any(each.hardware.engine.shards_weights for each in found_setups(qlora, hardware(80, gpus=2)))
+
+
+def test_the_smallest_set_ups():
+    run = run_config()
+    found = smallest(run, hardware(1.6), models_of(run))
+    sizes = [(each.changes, each.hardware.gpus) for each in found]
+    assert all(each.plan.fits for each in found)
+    assert sizes[0][1] == min(size for _, size in sizes)
+    assert len({size for _, size in sizes}) == len(sizes)
+    assert smallest(run, hardware(0.01), models_of(run)) == []
+
+
+def test_what_is_trained_is_kept_if_it_fits():
+    run = run_config()
+    found = smallest(run, hardware(4.4), models_of(run))
+    assert [(each.changes, each.hardware.gpus) for each in found] == [(CHECKPOINTING, 1)]
+
+
+def sizes(machines: Hardware, below: int | None = None) -> list[tuple[int, int]]:
+    return [(each.gpus, each.nodes) for each in more_gpus(machines, below)]
+
+
+def test_larger_hardware():
+    assert sizes(hardware(1, gpus=6)) == [(6, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16), (8, 32), (8, 64)]
+    assert sizes(hardware(1), below=16) == [(1, 1), (2, 1), (4, 1), (8, 1)]
+    assert sizes(hardware(1, gpus=8, nodes=100)) == [(8, 100)]
+    assert sizes(hardware(1, gpus=16, nodes=32)) == [(16, 32), (16, 64)]
+
+
+def test_prompts_are_enough_for_larger_hardware():
+    assert suggest.more_prompts(run_config(), hardware(1, gpus=8, nodes=2)) == {"train.prompts_per_step": 16}
+    assert suggest.more_prompts(run_config(), hardware(1, gpus=4)) == {}
+
+
+def test_settings_without_effect_are_left_out_of_a_change():
+    vllm = {"vllm_gpu_memory_utilization": 0.96, "vllm_enable_sleep_mode": True}
+    run = run_config(
+        model={"trainable_modules": ["language_model"]},
+        rollout={"engine": "vllm", "weight_sync_steps": 2},
+        vllm=vllm,
+        algorithm={"vllm_importance_sampling_clip_max": 2.0},
+    )
+    changed = with_changes(run, QLORA)
+    assert (changed.model.load_in_4bit, changed.model.trainable_modules, changed.rollout.engine) == (True, None, "hf")
+
+
+def test_changes_that_contradict_the_settings_are_no_set_up():
+    run = run_config(algorithm={"beta": 0.1, "sync_ref_model": True})
+    assert setup(run, LORA, hardware(80), models_of(run)) is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "machines", "message"),
+    [
+        ({}, {"gpus": 7}, "`prompts_per_step` 8 cannot be shared equally among 7 processes"),
+        (
+            {"rollout": {"engine": "vllm"}, "vllm": {"vllm_tensor_parallel_size": 4}}, {"gpus": 2},
+            "vllm_tensor_parallel_size 4",
+        ),
+        ({"train": {"optim": "adamw_8bit"}}, {"gpus": 2, "engine": "zero3"}, "adamw_8bit cannot be used with zero3"),
+        (
+            {"model": {"use_peft": True, "load_in_4bit": True}, "rollout": {"engine": "hf"}},
+            {"gpus": 2, "engine": "fsdp2"}, "load_in_4bit cannot be used with fsdp2",
+        ),
+        (
+            {"model": {"use_peft": True, "init_lora_weights": "pissa"}}, {"gpus": 2, "engine": "zero3"},
+            "init_lora_weights: pissa",
+        ),
+    ],
+)  # fmt: skip
+def test_set_ups_that_a_run_refuses(sections: dict, machines: dict, message: str):
+    with pytest.raises(RLVLMError, match=message):
+        check_setup(run_config(**sections), hardware(80, **machines))
+    check_setup(run_config(**sections), replace(hardware(80, **machines), gpus=8, engine=hardware(1).engine))

@@ -1,0 +1,47 @@
+"""Which errors are out of memory, and what is free when passes are repeated."""
+
+import weakref
+
+import pytest
+import torch
+
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.memory.recovery import Recovery, is_out_of_memory
+from rl_vlm.plan.groups import make_group
+from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
+
+PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [  # as PyTorch, cuDNN and Triton write them
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", True),
+        ("CUDA driver error: out of memory", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", False),
+    ],
+)
+def test_errors_of_allocations_are_told_from_others(message: str, expected: bool) -> None:
+    assert is_out_of_memory(RuntimeError(message)) == expected
+
+
+def test_tensors_of_failed_passes_are_free_when_they_are_repeated() -> None:
+    recovery = Recovery.unrecorded(Ranks(), Progress(1, micro_batch_tokens=100), lambda prompt: 0)
+    batch = MicroBatch([SubGroup(make_group(PROMPT, 2, 10), [0, 1])], shared=True)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def passes() -> list[bool]:
+        if kept:
+            return [tensor() is None for tensor in kept]
+        with recovery.watch(batch):
+            activations = torch.zeros(4)
+            kept.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("Tried to allocate 4 bytes")
+
+    assert recovery.repeat("training", passes, lambda: None, together=False) == [True]
+    assert recovery.events == {"training": 1}
