@@ -230,7 +230,7 @@ def drawn_tokens(output_dir: Path) -> list[list[int]]:
 def test_two_processes_train_as_one_in_other_settings(
     checkpoint: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    assert_two_processes_train_as_one(checkpoint, tmp_path, max_steps=4, micro_batch_tokens=70, **settings)
+    assert_two_processes_train_as_one(checkpoint, tmp_path, max_steps=4, micro_batch_tokens=100, **settings)
 
 
 @pytest.mark.ci
