@@ -33,8 +33,8 @@ from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
 from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.calibration import allocated_bytes
 from rl_vlm.memory.large_prompts import PromptLimit
+from rl_vlm.memory.peaks import allocated_bytes
 from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy

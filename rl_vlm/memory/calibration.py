@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
-
-import torch
+from typing import TypeVar
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.budget import Budget
 from rl_vlm.memory.micro_batches import VisionTokens, batch_tokens
+from rl_vlm.memory.peaks import Peak
 from rl_vlm.memory.recovery import Recovery
 from rl_vlm.types import MicroBatch
 
@@ -49,38 +48,6 @@ class PlannedTraining:
         )
 
 
-@runtime_checkable
-class DeviceMemory(Protocol):
-    """Counter of the bytes of tensors on a device."""
-
-    def reset_peak(self) -> None: ...
-
-    def peak(self) -> int: ...
-
-    def held(self) -> int: ...
-
-
-class CudaMemory:
-    """Bytes that torch has allocated on the current GPU, without those of the rollout engine."""
-
-    def __init__(self, of_engine: int) -> None:
-        self.of_engine = of_engine
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() - self.of_engine
-
-    def held(self) -> int:
-        return allocated_bytes() - self.of_engine
-
-
-def allocated_bytes() -> int:
-    """Return the bytes of tensors on the current GPU; 0 without one."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
 class CalibratedRecovery(Recovery):
     """Recovery of a run whose budget is from the memory plan, and is corrected after its first steps."""
 
@@ -90,13 +57,16 @@ class CalibratedRecovery(Recovery):
         budget: Budget,
         vision_tokens: VisionTokens,
         planned: PlannedTraining,
-        memory: DeviceMemory,
+        peak: Peak,
+        of_engine: int,
     ) -> None:
+        """`of_engine` are the bytes of the rollout engine, which `peak` counts as well."""
         super().__init__(ranks, budget, vision_tokens, str(planned))
         self.planned = planned
-        self.memory = memory
-        self.before_reset: Callable[[], object] = lambda: None
-        """Called before the peak is reset, for others who read it."""
+        self.peak = peak
+        self.of_engine = of_engine
+        self.before_restart: Callable[[], object] = lambda: None
+        """Called before the peak is restarted, for others who read it."""
         self.is_measuring = False
         self.num_batches = 0
         """Micro-batches of the passes so far."""
@@ -113,14 +83,15 @@ class CalibratedRecovery(Recovery):
             with super().watch(batch):
                 yield
             return
-        self.before_reset()
-        self.memory.reset_peak()
+        self.before_restart()
+        self.peak.restart()
         self.num_batches += 1
-        held, tokens = self.memory.held(), batch_tokens(batch, self.vision_tokens)
+        held, tokens = self.peak.read(), batch_tokens(batch, self.vision_tokens)
         with super().watch(batch):
             yield
         if self.num_batches > 1 and tokens >= self.budget.tokens / 2:
-            self.found.append((held, (self.memory.peak() - held - self.planned.fixed) / tokens))
+            per_token = (self.peak.read() - held - self.planned.fixed) / tokens
+            self.found.append((held - self.of_engine, per_token))
 
     def repeat(self, stage: str, passes: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
         """Run passes as `Recovery.repeat` does. The first steps are measured, and the next one corrects the budget."""

@@ -17,6 +17,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.memory.micro_batches import Size, valid_members, why_dense
 from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
+from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.depth import Extrapolation, with_depth
 from rl_vlm.plan.fake import fake_tensors
@@ -95,8 +96,16 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
     # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
     chunk = HEAD_CHUNK_ELEMENTS // model_config.get_text_config().vocab_size
     few = min(1 + max(1, -(-chunk // length)), MOST_COMPLETIONS)
-    small, large = (PassTrace.of(config, model_config, prompt, n) for n in (few, 2 * few))
-    vision = small.vision
+    small_step, large_step = (
+        [make_group(replace(prompt), n, length) for _ in range(NUM_MICRO_BATCHES)] for n in (few, 2 * few)
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        model_config.save_pretrained(directory)
+        models = models_without_storage(config, directory, [*small_step, *large_step])
+    with fake_tensors() as live:
+        make_models_fake(*models)
+        small, large = (PassTrace.of(config, *models, groups, live) for groups in (small_step, large_step))
+        vision = VisionBytes.of(models[0], prompt, live)
     per_token = (large.training - small.training) / (large.tokens - small.tokens)
     logprobs_per_token = (large.logprobs - small.logprobs) / (large.logprob_tokens - small.logprob_tokens)
     return Activations(
@@ -121,31 +130,27 @@ class PassTrace:
     patches: int
     training: int
     logprobs: int
-    vision: VisionBytes
 
     @staticmethod
-    def of(config: RunConfig, model_config: Any, prompt: Prompt, num_completions: int) -> PassTrace:
-        """Trace a step of two micro-batches, and a pass without gradients."""
-        length = config.rollout.max_completion_length
-        groups = [make_group(replace(prompt), num_completions, length) for _ in range(NUM_MICRO_BATCHES)]
-        with tempfile.TemporaryDirectory() as directory:
-            model_config.save_pretrained(directory)
-            policy, reference = models_without_storage(config, directory, groups)
-        with fake_tensors() as live:
-            make_models_fake(policy, reference)
-            trainer = WholeGroupTrainer(config, policy, reference, groups, 1, live)
-            training = trainer.traced_step().phases["forward_backward"]
-            trainer.add_logprobs(groups[:1], policy, "old_logprobs", StepMetrics())
-            logprobs = trainer.phases["old_logprobs"]
-            vision = VisionBytes.of(policy, prompt, live)
+    def of(
+        config: RunConfig,
+        policy: Policy,
+        reference: Reference | None,
+        groups: Sequence[ScoredGroup],
+        live: LiveBytes,
+    ) -> PassTrace:
+        """Trace a step with a micro-batch for each group, and a pass without gradients over the first one."""
+        trainer = WholeGroupTrainer(config, policy, reference, groups, 1, live)
+        training = trainer.traced_step().phases["forward_backward"]
+        trainer.add_logprobs(groups[:1], policy, "old_logprobs", StepMetrics())
+        logprobs = trainer.phases["old_logprobs"]
         gradients = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
         return PassTrace(
             tokens=language_tokens(groups[0], trainer.sharing),
             logprob_tokens=language_tokens(groups[0], trainer.logprob_sharing),
-            patches=num_patches(model_config, groups[0].group.prompt),
+            patches=num_patches(policy.transformer.config, groups[0].group.prompt),
             training=training.peak - training.before - gradients,
             logprobs=logprobs.peak - logprobs.before,
-            vision=vision,
         )
 
 

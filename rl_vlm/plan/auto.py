@@ -14,13 +14,14 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
 from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.calibration import CalibratedRecovery, CudaMemory, PlannedTraining
+from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
 from rl_vlm.memory.micro_batches import VisionTokens
+from rl_vlm.memory.peaks import CudaPeak
 from rl_vlm.memory.recovery import Recovery
 from rl_vlm.plan.build import MOST_TOKENS, Hardware, plan_memory, read_config, traced_model
 from rl_vlm.plan.engines import ENGINES, Engine, zero_engine
 from rl_vlm.plan.hardware import GIB, Card
-from rl_vlm.plan.memory import TRAINING, MemoryPlan
+from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.types import Prompt
 
 CPU_TOKENS = 8192
@@ -50,17 +51,16 @@ class StartBudget:
         """
         if self.plan is None:
             return Recovery(ranks, budget, vision_tokens)
-        training = next(phase for phase in self.plan.phases if phase.name == TRAINING)
         planned = PlannedTraining(
             available=self.plan.available - self.plan.rollouts.while_training,
             fixed=self.plan.activations.fixed,
-            peak=training.total,
+            peak=self.plan.training.total,
             tokens=self.tokens,
             most_tokens=MOST_TOKENS,
         )
         if budget.setting != "auto" or ranks.device.type != "cuda":
             return Recovery(ranks, budget, vision_tokens, str(planned))
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, CudaMemory(of_engine))
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, CudaPeak(ranks.device), of_engine)
 
 
 def start_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]) -> StartBudget:

@@ -136,6 +136,11 @@ class MemoryPlan:
         return {"vision activations": kept} | language
 
     @property
+    def training(self) -> Phase:
+        """Return the phase of forward and backward passes."""
+        return next(phase for phase in self.phases if phase.name == TRAINING)
+
+    @property
     def peak(self) -> Phase:
         """Return the phase that holds most."""
         return max(self.phases, key=lambda phase: phase.total)
@@ -152,8 +157,7 @@ class MemoryPlan:
     @property
     def beside_micro_batch(self) -> int:
         """Return the bytes that are held in a forward and backward pass whatever the size of its micro-batch."""
-        phase = next(phase for phase in self.phases if phase.name == TRAINING)
-        return phase.total - sum(self.training_parts().values())
+        return self.training.total - sum(self.training_parts().values())
 
     @property
     def largest_tokens(self) -> int:

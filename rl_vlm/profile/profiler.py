@@ -16,9 +16,9 @@ import torch
 
 from rl_vlm.memory.calibration import CalibratedRecovery
 from rl_vlm.memory.micro_batches import batch_tokens
+from rl_vlm.memory.peaks import peak_of
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.memory import Load, MemoryPlan
-from rl_vlm.profile.peaks import peak_of
 from rl_vlm.profile.saved import SavedBytes
 from rl_vlm.types import MicroBatch, Prompt
 
@@ -81,8 +81,8 @@ class MemoryProfile:
         self.watch(trainer, "outputs", "log-probs")
         self.watch(trainer, "accumulate_gradients", "forward and backward", first=self.saved, last=noting.remove)
         self.watch(trainer, "update", "update")
-        if isinstance(trainer.recovery, CalibratedRecovery):  # it resets the peak within a phase
-            trainer.recovery.before_reset = lambda: self.begin(self.current)
+        if isinstance(trainer.recovery, CalibratedRecovery):  # it restarts the peak within a phase
+            trainer.recovery.before_restart = lambda: self.begin(self.current)
 
     def watch(
         self,

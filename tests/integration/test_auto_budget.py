@@ -82,17 +82,17 @@ def test_without_a_prompt_the_budget_is_fixed(checkpoint: Path, tmp_path: Path, 
 
 
 class GivenMemory:
-    """Says the same bytes in every micro-batch."""
+    """Says that nothing is held before a micro-batch, and the same peak in every one."""
 
+    meaning = "given bytes"
     given_peak = 0
 
-    def reset_peak(self) -> None: ...
+    def restart(self) -> None:
+        self.most = 0
 
-    def held(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return self.given_peak
+    def read(self) -> int:
+        before, self.most = self.most, self.given_peak
+        return before
 
 
 class Calibrated(auto.StartBudget):
@@ -100,7 +100,7 @@ class Calibrated(auto.StartBudget):
 
     def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
         planned = PlannedTraining(available=2**30, fixed=0.0, peak=2**30, tokens=self.tokens, most_tokens=10**6)
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory())
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory(), of_engine)
 
 
 @pytest.mark.parametrize("kept", [2, 4])

@@ -12,6 +12,7 @@ from rl_vlm.plan.groups import make_group
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
+OF_ENGINE = 5000
 PLANNED = PlannedTraining(available=1000, fixed=100.0, peak=700, tokens=50, most_tokens=80)
 
 
@@ -27,20 +28,22 @@ class OtherRank(Ranks):
 
 
 class Ledger:
-    """Memory of passes that hold `start` bytes, leave gradients behind, and take 10 bytes per token."""
+    """Memory of passes that hold `start` bytes, leave gradients behind, and take 10 bytes per token.
+
+    It counts OF_ENGINE bytes more, of another's tensors.
+    """
+
+    meaning = "given bytes"
 
     def __init__(self, start: int, gradients: int, bytes_per_token: int = 10) -> None:
         self.now = self.most = start
         self.start, self.gradients, self.bytes_per_token = start, gradients, bytes_per_token
 
-    def reset_peak(self) -> None:
+    def restart(self) -> None:
         self.most = self.now
 
-    def held(self) -> int:
-        return self.now
-
-    def peak(self) -> int:
-        return self.most
+    def read(self) -> int:
+        return self.most + OF_ENGINE
 
     def run(self, tokens: int) -> None:
         """Run a micro-batch. Gradients are made as its activations are freed."""
@@ -55,7 +58,8 @@ def calibrated(
     written: list[BudgetChange] = []
     progress = Progress(9, micro_batch_tokens=budget)
     ranks = OtherRank(others) if others else Ranks()
-    recovery = CalibratedRecovery(ranks, Budget(progress, "auto", written.append), lambda prompt: 0, planned, memory)
+    budgets = Budget(progress, "auto", written.append)
+    recovery = CalibratedRecovery(ranks, budgets, lambda prompt: 0, planned, memory, OF_ENGINE)
 
     def passes() -> None:
         memory.now = memory.start  # gradients of the last step are dropped

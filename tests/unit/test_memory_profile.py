@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rl_vlm.memory import peaks
+from rl_vlm.memory.peaks import ResidentPeak
 from rl_vlm.plan.memory import Load
-from rl_vlm.profile import peaks
-from rl_vlm.profile.peaks import ResidentPeak
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.profile.report import RankProfile, compared, largest_load, peak_line, spread
 from rl_vlm.profile.saved import Kept, SavedBytes, by_kind, by_layer

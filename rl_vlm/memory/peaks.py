@@ -71,3 +71,8 @@ class ResidentPeak:
 def peak_of(device: torch.device) -> Peak:
     """Return the counter for a rank's device."""
     return CudaPeak(device) if device.type == "cuda" else ResidentPeak()
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of tensors on the current GPU; 0 without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
