@@ -67,4 +67,3 @@ def test_a_patch_has_the_same_price_in_small_and_large_images(checkpointing: boo
     small, large = (trace_shallow(config, model_config, prompt) for prompt in prompts)
     assert small.per_patch == pytest.approx(large.per_patch, rel=0.01)
     assert small.vision_per_patch == pytest.approx(large.vision_per_patch, rel=0.05)
-    assert small.fixed == pytest.approx(large.fixed, rel=0.05)
