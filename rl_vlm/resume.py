@@ -83,12 +83,12 @@ class SavedRun:
 
     @property
     def last_line(self) -> int:
-        """The last step whose metrics are complete: the one before, if its evaluation failed."""
+        """Return the last step whose metrics are complete: the one before, if its evaluation failed."""
         return self.step - (self.state["record"]["unevaluated"] is not None)
 
     @property
     def holds_completions(self) -> bool:
-        """Whether completions were generated before the checkpoint and are trained on after it."""
+        """Return whether completions were generated before the checkpoint and are trained on after it."""
         collector = self.own_state["collector"]
         return any(collector[part] for part in ("window", "next_window", "in_flight"))
 

@@ -80,7 +80,7 @@ class RewardSuite:
 
     @property
     def columns(self) -> set[str]:
-        """The columns of the data that functions name as parameters."""
+        """Return the columns of the data that functions name as parameters."""
         return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ class RewardSuite:
 
     @property
     def forms(self) -> list[Form | None]:
-        """The form of each function, as `find_forms` returns it."""
+        """Return the form of each function, as `find_forms` returns it."""
         return [reward.form for reward in self._rewards]
 
     def use_forms(self, forms: Sequence[Form | None]) -> None:

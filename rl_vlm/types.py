@@ -184,7 +184,7 @@ class RolloutRequest:
 
     @property
     def num_paused_tokens(self) -> int:
-        """Number of tokens that each paused completion has."""
+        """Return the number of tokens that each paused completion has."""
         return len(next(iter(self.paused(1).values())).token_ids)
 
     def group(self, sampled: Sequence[Completion], policy_version: int) -> Group:
@@ -269,7 +269,7 @@ class MicroBatch:
 
     @property
     def completions(self) -> list[Completion]:
-        """The N completions, in order of sub-groups."""
+        """Return the N completions, in order of sub-groups."""
         return [completion for subgroup in self.subgroups for completion in subgroup.completions]
 
 

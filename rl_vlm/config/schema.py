@@ -161,7 +161,7 @@ class RolloutConfig(Section):
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether completions are sampled with other weights or other arithmetic than the policy is trained with."""
+        """Return whether completions come from other weights or other arithmetic than the policy is trained with."""
         return self.engine != "hf" or self.max_rollout_tokens is not None
 
 

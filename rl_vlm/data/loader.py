@@ -83,12 +83,12 @@ class PromptLoader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Return the number of passes over the data so far."""
         return self.sampler.epoch
 
     @property
     def window_size(self) -> int:
-        """Prompts of one generation window on this rank."""
+        """Return the number of prompts of one generation window on this rank."""
         return self.sampler.share * self.steps_per_window
 
     def draw_window(self) -> list[Draw]:

@@ -33,7 +33,7 @@ class Peek:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all rows of the split."""
+        """Return whether these are all rows of the split."""
         return len(self.rows) == self.num_rows
 
 

@@ -61,7 +61,7 @@ class PromptSampler:
 
     @property
     def epoch(self) -> float:
-        """Number of passes over the data so far, as a fraction."""
+        """Return the number of passes over the data so far, as a fraction."""
         return self.cursor / self.num_rows
 
     def _draw(self, position: int) -> Draw:

@@ -46,12 +46,12 @@ class ParsedRow:
 
     @property
     def continues(self) -> bool:
-        """Whether the prompt ends with a message of the assistant, which completions continue."""
+        """Return whether the prompt ends with a message of the assistant, which completions continue."""
         return self.messages[-1]["role"] == "assistant"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the prompt's text in UTF-8, which no tokenizer splits into more tokens."""
+        """Return the bytes of the prompt's text in UTF-8, which no tokenizer splits into more tokens."""
         texts = [block.get("text", "") for message in self.messages for block in message["content"]]
         return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
@@ -102,7 +102,7 @@ class Rows:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of all rows that reward functions can ask for."""
+        """Return the columns of all rows that reward functions can ask for."""
         return reward_columns(self.source, self.config.prompt_template)
 
     def first_value(self, column: str) -> Any:

@@ -51,7 +51,7 @@ class RunDirectory:
 
     @property
     def is_visible(self) -> bool:
-        """Whether this process sees the files of the main process, which has locked the directory."""
+        """Return whether this process sees the files of the main process, which has locked the directory."""
         return (self.path / LOCK).is_file()
 
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:

@@ -43,12 +43,14 @@ class PromptLimit:
 
         `prompts` are given by the names of their rows. The message describes the largest and names the others.
         """
+        if self.has_warned:
+            return
         large = sorted(
             (row for row, prompt in prompts.items() if self.tokens(prompt) > self.budget),
             key=lambda row: self.tokens(prompts[row]),
             reverse=True,
         )
-        if not large or self.has_warned:
+        if not large:
             return
         others = f" Others exceed it as well: {shorten(', '.join(large[1:]))}." if len(large) > 1 else ""
         message = f"{large[0]}: {self.describe(prompts[large[0]])}{others}"

@@ -85,12 +85,12 @@ class Family:
 
     @property
     def vision_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the names of vision parameters."""
+        """Return the prefixes of the names of vision parameters."""
         return tuple(f"{name}." for name in self.vision_modules)
 
     @property
     def projector_modules(self) -> tuple[str, ...]:
-        """Names of the projector, which maps the tower's output to the language model's width, and of such vectors."""
+        """Return the names of the projector, which maps features to the language model's width, and of such vectors."""
         return self.vision_modules[1:] or tuple(f"{self.vision_modules[0]}.{name}" for name in PROJECTORS_WITHIN)
 
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:

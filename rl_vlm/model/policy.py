@@ -65,7 +65,7 @@ class Policy(nn.Module):
 
     @property
     def transformer(self) -> PreTrainedModel:
-        """The transformers model, below any adapter."""
+        """Return the transformers model, below any adapter."""
         return base_model(self.model)
 
     @property

@@ -54,7 +54,7 @@ class TowerRuns:
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Numbers of runs before, within and after."""
+        """Return the numbers of runs before, within and after."""
         return self.before, self.within, len(self.after)
 
     def at_least(self, numbers: Sequence[int], idle_prompt: Prompt | None) -> TowerRuns:

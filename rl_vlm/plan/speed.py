@@ -20,8 +20,6 @@ HOST_LINK = 25e9
 """Bytes per second between a GPU and host memory: PCIe 4 with 16 lanes."""
 ASSUMED_FLOPS, ASSUMED_LINK = 312e12, 64e9
 """Speeds of a card of which only the memory is known: those of an A100 without NVLink."""
-
-
 MEMORY_BANDWIDTH = 2e12
 """Bytes per second of a card's own memory: that of an A100, an assumption."""
 UPDATE_BYTES = {"adamw_torch": 7 * 4, "adamw_8bit": 3 * 4 + 2 * EIGHT_BIT, "adafactor": (3 + 2 * 3) * 4}

@@ -89,7 +89,7 @@ class SavedBytes:
 
     @property
     def largest(self) -> Mapping[str, int]:
-        """The bytes by module of the forward that saved most."""
+        """Return the bytes by module of the forward that saved most."""
         return max((forward.bytes_by_module for forward in self.forwards), key=Counter.total)
 
 

@@ -23,7 +23,7 @@ class WeightSource(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the weights, so that all ranks must join an all-gather."""
+        """Return whether each rank holds a part of the weights, so that all ranks must join an all-gather."""
         ...
 
     def save_adapter(self, directory: Path) -> int:

@@ -35,7 +35,7 @@ class InFlight:
 
     @property
     def finished(self) -> Group | None:
-        """The group if none of its completions is paused, else None."""
+        """Return the group if none of its completions is paused, else None."""
         group = self.request.partial
         return None if group is None or any(c.is_paused for c in group.completions) else group
 

@@ -42,7 +42,7 @@ class PolicyWeights:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the policy's weights."""
+        """Return whether each rank holds a part of the policy's weights."""
         return any(is_shard(parameter) for parameter in self.policy.parameters())
 
     def join_gathering(self) -> None:

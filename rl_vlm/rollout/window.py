@@ -62,7 +62,7 @@ class Window:
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """The groups of all steps."""
+        """Return the groups of all steps."""
         return [group.scored for step in self.steps for group in step]
 
     @property
@@ -79,7 +79,7 @@ class Window:
 
     @property
     def outlives_update(self) -> bool:
-        """Whether the window has several updates, of which the later ones need old log-probs."""
+        """Return whether the window has several updates, of which the later ones need old log-probs."""
         return self.steps_per_window * self.num_iterations > 1
 
     def step_groups(self) -> list[ScoredGroup]:
