@@ -86,7 +86,7 @@ def groups_of(case: dict[str, Any], checkpoint: Path) -> list[ScoredGroup]:
 
 def predict(case: dict[str, Any], checkpoint: Path) -> int:
     """Predict the peak of the steps, in bytes."""
-    from rl_vlm.plan.trace import trace_steps
+    from rl_vlm.plan.tracing.step import trace_steps
 
     traces = trace_steps(run_config(case, checkpoint), str(checkpoint), groups_of(case, checkpoint), NUM_STEPS)
     return max(trace.peak for trace in traces)
@@ -110,8 +110,8 @@ def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGr
     """Load the models of a case and take its steps."""
     from rl_vlm.model.loading import load_policy
     from rl_vlm.model.reference import load_reference
-    from rl_vlm.plan.live import LiveBytes
-    from rl_vlm.plan.trace import TracedTrainer
+    from rl_vlm.plan.tracing.live import LiveBytes
+    from rl_vlm.plan.tracing.step import TracedTrainer
 
     config = run_config(case, checkpoint)
     policy = load_policy(config, str(checkpoint))

@@ -17,12 +17,12 @@ from rl_vlm.model.families import family_of
 from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
-from rl_vlm.plan.activations import Activations, trace_activations
 from rl_vlm.plan.engines import Engine
-from rl_vlm.plan.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
+from rl_vlm.plan.tracing.activations import Activations, trace_activations
+from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.vllm import CUDA_GRAPHS, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
 from rl_vlm.types import Prompt

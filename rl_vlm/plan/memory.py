@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rl_vlm.plan.activations import Activations
 from rl_vlm.plan.engines import Engine
 from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
 
 TRAINING = "forward and backward"

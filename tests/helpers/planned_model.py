@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.activations import Activations
 from rl_vlm.plan.build import Hardware, Model
 from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.hardware import CUDA_CONTEXT, FRAGMENTATION_RESERVE, GIB, Card
+from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
 
 MIB = 2**20

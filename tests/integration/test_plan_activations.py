@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.activations import trace_activations, trace_shallow
-from rl_vlm.plan.depth import Depth, Extrapolation, with_depth
-from rl_vlm.plan.groups import PromptSize, make_prompt
+from rl_vlm.plan.tracing.activations import trace_activations, trace_shallow
+from rl_vlm.plan.tracing.depth import Depth, Extrapolation, with_depth
+from rl_vlm.plan.tracing.groups import PromptSize, make_prompt
 from tests.tiny.build import build_tiny
 
 pytestmark = pytest.mark.ci

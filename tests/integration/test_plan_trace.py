@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.reference import load_reference
-from rl_vlm.plan.live import LiveBytes
-from rl_vlm.plan.trace import TracedTrainer, trace_steps
+from rl_vlm.plan.tracing.live import LiveBytes
+from rl_vlm.plan.tracing.step import TracedTrainer, trace_steps
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, noise_image
 from tests.tiny.build import build_tiny

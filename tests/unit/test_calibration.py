@@ -8,7 +8,7 @@ import torch
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.budget import Budget, BudgetChange
 from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
-from rl_vlm.plan.groups import make_group
+from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})

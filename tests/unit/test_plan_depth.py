@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoConfig
 
-from rl_vlm.plan.depth import Depth, Extrapolation, layer_period, with_depth
 from rl_vlm.plan.packaged import MODEL_CONFIGS
+from rl_vlm.plan.tracing.depth import Depth, Extrapolation, layer_period, with_depth
 
 
 def packaged(name: str):

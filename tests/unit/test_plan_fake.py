@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rl_vlm.plan.fake import fake_tensors, make_fake
+from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
 
 
 def test_values_can_be_read():

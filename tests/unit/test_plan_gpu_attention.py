@@ -5,8 +5,8 @@ import torch
 
 from rl_vlm.model import shared_prefix
 from rl_vlm.model.shared_prefix import RowLayout
-from rl_vlm.plan.fake import fake_tensors
-from rl_vlm.plan.gpu_attention import KeptByFlexAttention, attention_as_on_gpu
+from rl_vlm.plan.tracing.fake import fake_tensors
+from rl_vlm.plan.tracing.gpu_attention import KeptByFlexAttention, attention_as_on_gpu
 
 TOKENS, HEADS, KEY_HEADS, WIDTH = 10, 6, 2, 16
 

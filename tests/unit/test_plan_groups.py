@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.groups import MERGED, RESIZED, TILED, PromptSize, make_group, make_prompt
+from rl_vlm.plan.tracing.groups import MERGED, RESIZED, TILED, PromptSize, make_group, make_prompt
 from tests.helpers import builders
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from rl_vlm.plan.fake import fake_tensors
-from rl_vlm.plan.live import LiveBytes
+from rl_vlm.plan.tracing.fake import fake_tensors
+from rl_vlm.plan.tracing.live import LiveBytes
 
 KIB = 1024
 FLOATS = (16, 16)

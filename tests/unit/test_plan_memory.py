@@ -8,7 +8,6 @@ import pytest
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.activations import Activations
 from rl_vlm.plan.build import Hardware, Model, has_logprobs_pass, plan_memory
 from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.hardware import Card
@@ -16,6 +15,7 @@ from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config
 from rl_vlm.plan.speed import Step, host_bytes, step_flops
+from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights, count_weights
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import torch
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.recovery import Recovery, is_out_of_memory
-from rl_vlm.plan.groups import make_group
+from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})

@@ -23,8 +23,8 @@ from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
-from rl_vlm.plan.fake import fake_tensors, make_fake
-from rl_vlm.plan.live import LiveBytes, Phase
+from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
+from rl_vlm.plan.tracing.live import LiveBytes, Phase
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import LogprobField, Window
 from rl_vlm.trainer import Trainer

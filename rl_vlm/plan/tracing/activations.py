@@ -19,12 +19,12 @@ from rl_vlm.memory.micro_batches import Size, valid_members, why_dense
 from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
-from rl_vlm.plan.depth import Extrapolation, with_depth
-from rl_vlm.plan.fake import fake_tensors
-from rl_vlm.plan.gpu_attention import attention_as_on_gpu
-from rl_vlm.plan.groups import make_group
-from rl_vlm.plan.live import LiveBytes, Phase
-from rl_vlm.plan.trace import TracedTrainer, make_models_fake, models_without_storage
+from rl_vlm.plan.tracing.depth import Extrapolation, with_depth
+from rl_vlm.plan.tracing.fake import fake_tensors
+from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
+from rl_vlm.plan.tracing.groups import make_group
+from rl_vlm.plan.tracing.live import LiveBytes, Phase
+from rl_vlm.plan.tracing.step import TracedTrainer, make_models_fake, models_without_storage
 from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
 
 MOST_COMPLETIONS = 16

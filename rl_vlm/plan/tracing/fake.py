@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rl_vlm.plan.live import LiveBytes
+from rl_vlm.plan.tracing.live import LiveBytes
 
 aten, prim = torch.ops.aten, torch.ops.prim
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
