@@ -56,7 +56,7 @@ def deepspeed_json(engine: str) -> dict[str, Any]:
 
 SETTINGS: dict[str, Any] = {
     "dataset_name": mixed_run.UNLIKE_ROWS, "reward_funcs": [mixed_run.REWARD], "shuffle_dataset": False,
-    "prompts_per_step": 4, "seed": 3, "micro_batch_tokens": 110, "learning_rate": 1e-3,
+    "prompts_per_step": 4, "seed": 3, "micro_batch_tokens": 95, "learning_rate": 1e-3,
     "lr_scheduler_type": "constant", "weight_decay": 0.1,
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from tests.helpers.sharded_runs import ENGINES, Runs, differences, distance, fir
 
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower": True}
 TOWER_LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []}
-CUT_GROUPS = {"micro_batch_tokens": 110, "num_generations": 8}
+CUT_GROUPS = {"micro_batch_tokens": 95, "num_generations": 8}
 """A budget that cuts most groups with images, so that the vision tower runs apart from their micro-batches."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -42,7 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """`kl_adapter` starts from an adapter. In `checked` the generator is compared with the policy. In `evaluated` one rank
 alone samples in the middle of each window."""
-BFLOAT16: dict[str, dict[str, Any]] = {"bf16": {}, "bf16_lora": LORA}
+BFLOAT16: dict[str, dict[str, Any]] = {"bf16": {}, "bf16_lora": LORA | {"micro_batch_tokens": 70}}
+"""Micro-batches of one group each: a gradient that is almost 0 has another sign if a sum is rounded elsewhere."""
 FAULTS = ["fault-nan", "fault-inf", "fault-gradient"]
 
 

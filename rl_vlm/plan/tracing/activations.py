@@ -28,8 +28,6 @@ from rl_vlm.plan.tracing.step import TracedTrainer, make_models_fake, models_wit
 from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
 
 MOST_COMPLETIONS = 16
-NUM_MICRO_BATCHES = 2
-"""In the second micro-batch of a step all gradients are held beside its activations."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,13 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
     # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
     chunk = HEAD_CHUNK_ELEMENTS // model_config.get_text_config().vocab_size
     few = min(1 + max(1, -(-chunk // length)), MOST_COMPLETIONS)
-    small_step, large_step = (
-        [make_group(replace(prompt), n, length) for _ in range(NUM_MICRO_BATCHES)] for n in (few, 2 * few)
-    )
+    groups = [make_group(replace(prompt), n, length) for n in (few, 2 * few)]
     with tempfile.TemporaryDirectory() as directory:
         model_config.save_pretrained(directory)
-        models = models_without_storage(config, directory, [*small_step, *large_step])
+        models = models_without_storage(config, directory, groups)
     with fake_tensors() as live:
         make_models_fake(*models)
-        small, large = (PassTrace.of(config, *models, groups, live) for groups in (small_step, large_step))
+        small, large = (PassTrace.of(config, *models, group, live) for group in groups)
         vision = VisionBytes.of(models[0], prompt, live)
     per_token = (large.training - small.training) / (large.tokens - small.tokens)
     logprobs_per_token = (large.logprobs - small.logprobs) / (large.logprob_tokens - small.logprob_tokens)
@@ -121,7 +117,7 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
 
 @dataclass(frozen=True)
 class PassTrace:
-    """Bytes of passes over a micro-batch of one group, and its size."""
+    """Bytes of passes over a micro-batch of one group beside weights and gradients, and its size."""
 
     tokens: int
     """What the language model computes in training."""
@@ -136,20 +132,22 @@ class PassTrace:
         config: RunConfig,
         policy: Policy,
         reference: Reference | None,
-        groups: Sequence[ScoredGroup],
+        group: ScoredGroup,
         live: LiveBytes,
     ) -> PassTrace:
-        """Trace a step with a micro-batch for each group, and a pass without gradients over the first one."""
-        trainer = WholeGroupTrainer(config, policy, reference, groups, 1, live)
+        """Trace a step whose last micro-batch is the group, and a pass without gradients over it."""
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)  # of the micro-batches before
+        trainer = WholeGroupTrainer(config, policy, reference, [group], 1, live)
         training = trainer.traced_step().phases["forward_backward"]
-        trainer.add_logprobs(groups[:1], policy, "old_logprobs", StepMetrics())
+        trainer.add_logprobs([group], policy, "old_logprobs", StepMetrics())
         logprobs = trainer.phases["old_logprobs"]
-        gradients = sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
         return PassTrace(
-            tokens=language_tokens(groups[0], trainer.sharing),
-            logprob_tokens=language_tokens(groups[0], trainer.logprob_sharing),
-            patches=num_patches(policy.transformer.config, groups[0].group.prompt),
-            training=training.peak - training.before - gradients,
+            tokens=language_tokens(group, trainer.sharing),
+            logprob_tokens=language_tokens(group, trainer.logprob_sharing),
+            patches=num_patches(policy.transformer.config, group.group.prompt),
+            training=training.peak - training.before,
             logprobs=logprobs.peak - logprobs.before,
         )
 
