@@ -13,7 +13,7 @@ Checkpointing adds one forward of every layer that has a backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
@@ -151,6 +151,14 @@ def shared_flops(config: Any, work: Workload, training: Training) -> Flops:
     prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
     pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
     return _pass_flops(config, work, training, RowFlops(prefix + count * completion, pairs, count * completion))
+
+
+def unique_flops(config: Any, work: Workload, training: Training) -> Flops:
+    """Compute the FLOPs that the shared pass needs, without recomputation: those of a model FLOPs utilization (MFU)."""
+    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
+    pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
+    rows = RowFlops(prefix + count * completion, pairs, count * completion)
+    return _pass_flops(config, work, replace(training, gradient_checkpointing=False), rows, head_again=0)
 
 
 def floor_flops(config: Any, work: Workload, training: Training) -> Flops:

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
 
 from benchmarks.flops import Flops, Workload, causal_pairs, head_flops, language_flops, vision_flops
-from rl_vlm.config.schema import DataConfig
+from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.model.loading import load_policy
+from rl_vlm.model.policy import Policy
 from rl_vlm.tiny.family import chat_template
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
@@ -34,6 +37,11 @@ QWEN2_5_VL_3B: Shape = (
      "intermediate_size": 11008, "vocab_size": 151936, "mrope_section": [16, 24, 24]},
     {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "patch_size": 14,
      "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+)  # fmt: skip
+QWEN2_5_VL_7B: Shape = (
+    {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+     "intermediate_size": 18944, "vocab_size": 152064, "mrope_section": [16, 24, 24], "tie_word_embeddings": False},
+    QWEN2_5_VL_3B[1],
 )  # fmt: skip
 SMALL: Shape = (
     {"hidden_size": 640, "num_hidden_layers": 4, "num_attention_heads": 5, "num_key_value_heads": 1,
@@ -74,7 +82,7 @@ SIX_LAYERS: Shape = (SMALL[0] | {"num_hidden_layers": 6}, SMALL[1])
 QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
 SHAPES = {
     "small": SMALL, "six_layers": SIX_LAYERS, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
-    "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL,
+    "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL, "3b": QWEN2_5_VL_3B, "7b": QWEN2_5_VL_7B,
 }  # fmt: skip
 LORA_R = 5
 """LoRA rank for SMALL: the same fraction of its width as rank 16 is of the 3B's."""
@@ -92,6 +100,7 @@ def model_config(shape: Shape, tokenizer: Any = None) -> Any:
 
     config_class = Qwen3VLConfig if is_qwen3_vl(shape) else Qwen2_5_VLConfig
     text, vision = (dict(part) for part in shape)
+    tied = text.pop("tie_word_embeddings", True)
     text["rope_parameters"] = {
         "rope_type": "default", "rope_theta": 1e6, "mrope_section": text.pop("mrope_section"),
     }  # fmt: skip
@@ -104,7 +113,7 @@ def model_config(shape: Shape, tokenizer: Any = None) -> Any:
             f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
             for name, token in zip(names, SPECIAL_TOKENS, strict=True)
         }
-    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    return config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids)
 
 
 def proportions(shape: Shape, work: Workload) -> Flops:
@@ -123,11 +132,19 @@ def build_checkpoint(shape: Shape, directory: Path, seed: int = 0) -> Path:
     """Write random weights and a processor to `directory`."""
     from transformers import AutoModelForImageTextToText
 
-    tokenizer = train_tokenizer(DEFAULT_CORPUS, SPECIAL_TOKENS)
+    config = write_config(shape, directory)
     torch.manual_seed(seed)
-    AutoModelForImageTextToText.from_config(model_config(shape, tokenizer)).save_pretrained(directory)
-    write_processor(shape, tokenizer, directory)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
     return directory
+
+
+def write_config(shape: Shape, directory: Path) -> Any:
+    """Write a processor and the model's configuration to `directory`, and return the latter."""
+    tokenizer = train_tokenizer(DEFAULT_CORPUS, SPECIAL_TOKENS)
+    config = model_config(shape, tokenizer)
+    config.save_pretrained(directory)
+    write_processor(shape, tokenizer, directory)
+    return config
 
 
 def write_processor(shape: Shape, tokenizer: Any, directory: Path) -> None:
@@ -200,3 +217,30 @@ def make_group(prompt: Prompt, work: Workload, seed: int = 0) -> ScoredGroup:
 def micro_batch(groups: Sequence[ScoredGroup], shared: bool) -> MicroBatch:
     """Put whole groups in one micro-batch."""
     return MicroBatch([SubGroup(group, list(range(len(group.group.completions)))) for group in groups], shared)
+
+
+def random_policy(config: RunConfig, checkpoint: str, device: torch.device) -> Policy:
+    """Make the policy of a run on the device, of which `checkpoint` has no more than the configuration.
+
+    Matrices are normal with a deviation of 0.02, norms are 1, and biases 0. Nothing is written or copied.
+    """
+    policy = load_policy(config, checkpoint, empty=True)
+    generator = torch.Generator(device).manual_seed(0)
+    made: dict[int, nn.Parameter] = {}
+    for module in policy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:  # tied weights stay tied
+                    made[id(parameter)] = random_weight(name, parameter, device, generator)
+                module._parameters[name] = made[id(parameter)]
+    return policy.to(device)
+
+
+def random_weight(name: str, like: nn.Parameter, device: torch.device, generator: torch.Generator) -> nn.Parameter:
+    """Make a weight of the same shape, dtype and need of a gradient."""
+    weight = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if like.ndim > 1:
+        weight.normal_(0.0, 0.02, generator=generator)
+    else:
+        weight.fill_(float(name == "weight"))
+    return nn.Parameter(weight, requires_grad=like.requires_grad)

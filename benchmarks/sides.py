@@ -19,10 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.flops import Training, Workload
-from benchmarks.shapes import Shape, build_checkpoint, make_group, make_image, make_prompt, micro_batch
+from benchmarks.shapes import (
+    Shape,
+    build_checkpoint,
+    make_group,
+    make_image,
+    make_prompt,
+    micro_batch,
+    random_policy,
+    write_config,
+)
 from rl_vlm.algorithm.losses import LossInputs, count_denominators, policy_loss
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy, lora_config
+from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import load_reference
 from rl_vlm.types import Prompt, ScoredGroup, length_mask
 
@@ -38,19 +48,42 @@ class Setup:
     training: Training
     checkpoint: Path
     group: ScoredGroup
+    device: torch.device | None = None
+    """Where models get random weights; None if `checkpoint` has weights, which are loaded on the CPU."""
 
     @staticmethod
-    def build(shape: Shape, work: Workload, training: Training, directory: Path) -> Setup:
-        """Build a fresh checkpoint in `directory` and a group for it."""
-        checkpoint = build_checkpoint(shape, directory)
-        group = make_group(make_prompt(checkpoint, work, shape), work)
-        return Setup(shape, work, training, checkpoint, group)
+    def build(
+        shape: Shape, work: Workload, training: Training, directory: Path, device: torch.device | None = None
+    ) -> Setup:
+        """Build a fresh checkpoint in `directory` and a group for it. With a `device` it has no weights."""
+        if device is None:
+            build_checkpoint(shape, directory)
+        else:
+            write_config(shape, directory)
+        return Setup(shape, work, training, directory, make_group(make_prompt(directory, work, shape), work), device)
+
+    @property
+    def dtype(self) -> str:
+        """Return the compute precision: bfloat16 on a GPU."""
+        return "bfloat16" if self.device is not None and self.device.type == "cuda" else "float32"
+
+    def policy(self) -> Policy:
+        """Make the policy of this project, ready to be trained."""
+        config, checkpoint = self.config, str(self.checkpoint)
+        if self.device is None:
+            return load_policy(config, checkpoint).train()
+        return random_policy(config, checkpoint, self.device).train()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Run forwards of stock models in the compute precision."""
+        device = "cpu" if self.device is None else self.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     @property
     def config(self) -> RunConfig:
         """The configuration of a run of this project."""
         lora = self.training.lora_r
-        model: dict[str, Any] = {"model_name_or_path": str(self.checkpoint)}
+        model: dict[str, Any] = {"model_name_or_path": str(self.checkpoint), "dtype": self.dtype}
         if lora:
             model |= {"use_peft": True, "lora_r": lora, "lora_alpha": 2 * lora, "freeze_vision_tower": True}
         return RunConfig.model_validate(
@@ -93,7 +126,7 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
     Without `bans` placeholder tokens keep their probability as in TRL, so that gradients are equal.
     """
     config, work = setup.config, setup.work
-    policy = load_policy(config, str(setup.checkpoint)).train()
+    policy = setup.policy()
     reference = load_reference(config, str(setup.checkpoint), policy, resumed=None)
     for own in [policy, *([reference.frozen] if reference and reference.frozen else [])]:
         own.banned_token_ids = own.banned_token_ids if bans else []
@@ -136,7 +169,7 @@ def trl_side(setup: Setup, output_dir: Path) -> Side:
     reference: PreTrainedModel | None = trainer.ref_model
 
     def loss() -> Tensor:
-        with head_on_completions_only():
+        with head_on_completions_only(), setup.autocast():
             if setup.training.beta:
                 batch["ref_per_token_logps"] = trl_reference_logprobs(trainer, reference or model, batch)
             return trainer.compute_loss(model, batch)
@@ -147,7 +180,6 @@ def trl_side(setup: Setup, output_dir: Path) -> Side:
 def make_trainer(setup: Setup, output_dir: Path) -> Any:
     """Build a `GRPOTrainer` in the state that `train()` brings it to, with the group's completions as its rollouts."""
     from datasets import Dataset
-    from transformers import AutoModelForImageTextToText
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -159,13 +191,12 @@ def make_trainer(setup: Setup, output_dir: Path) -> Any:
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
 
     args = GRPOConfig(
-        output_dir=str(output_dir), use_cpu=True, bf16=False, report_to=[], num_generations=work.num_generations,
+        output_dir=str(output_dir), use_cpu=setup.dtype == "float32", bf16=False, report_to=[],
+        num_generations=work.num_generations,
         per_device_train_batch_size=work.num_generations, max_completion_length=work.completion_tokens,
         beta=training.beta, loss_type="dapo", gradient_checkpointing=training.gradient_checkpointing,
     )  # fmt: skip
-    model = AutoModelForImageTextToText.from_pretrained(
-        setup.checkpoint, attn_implementation="sdpa", dtype=torch.float32
-    )
+    model = stock_model(setup)
     trainer: Any = GRPOTrainer(
         model=model,
         reward_funcs=[lambda **_: setup.group.rewards_G.tolist()],
@@ -179,6 +210,17 @@ def make_trainer(setup: Setup, output_dir: Path) -> Any:
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
+
+
+def stock_model(setup: Setup) -> Any:
+    """Make the model of transformers, in float32 with sdpa."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    if setup.device is None:
+        return AutoModelForImageTextToText.from_pretrained(setup.checkpoint, **options)
+    with setup.device:
+        return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(setup.checkpoint), **options)
 
 
 def head_on_completions_only() -> AbstractContextManager[Any]:
@@ -216,13 +258,17 @@ def floor_side(setup: Setup) -> Side:
 
     It has one row of P, k rows of R that see no prompt, vision once, and a plain cross entropy on completions only.
     """
-    policy = load_policy(setup.config, str(setup.checkpoint)).train()
+    policy = setup.policy()
     policy.transformer.set_attn_implementation("sdpa")
     reference = load_reference(setup.config, str(setup.checkpoint), policy, resumed=None)
     prompt = setup.group.group.prompt
-    completions = torch.stack([c.token_ids for c in setup.group.group.completions])
+    completions = torch.stack([c.token_ids for c in setup.group.group.completions]).to(policy.device)
 
     def loss() -> Tensor:
+        with setup.autocast():
+            return passes()
+
+    def passes() -> Tensor:
         features = None
         if reference is not None:
             model = (reference.frozen or policy).transformer
@@ -241,14 +287,15 @@ def stock_features(model: Any, prompt: Prompt) -> Tensor:
     trained = any(p.requires_grad for p in model.model.visual.parameters())
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
         pixels, grid = prompt.mm_inputs["pixel_values"], prompt.mm_inputs["image_grid_thw"]
-        return model.model.visual(pixels, grid_thw=grid).pooler_output
+        return model.model.visual(pixels.to(model.device), grid_thw=grid.to(model.device)).pooler_output
 
 
 def stock_loss(model: Any, prompt: Prompt, completions: Tensor, features: Tensor) -> Tensor:
     """Compute a loss that depends on all unique tokens."""
-    embeddings = model.get_input_embeddings()(prompt.token_ids)
-    places = (prompt.token_ids == model.config.image_token_id).nonzero()[:, 0]
-    row = embeddings.index_copy(0, places, features)[None]
+    token_ids = prompt.token_ids.to(model.device)
+    embeddings = model.get_input_embeddings()(token_ids)
+    places = (token_ids == model.config.image_token_id).nonzero()[:, 0]
+    row = embeddings.index_copy(0, places, features.to(embeddings.dtype))[None]
     prefix = model.model.language_model(inputs_embeds=row, use_cache=False).last_hidden_state
     hidden = model.model.language_model(input_ids=completions, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden.flatten(0, 1))

@@ -15,6 +15,7 @@ from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import load_policy
+from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.trainer import Trainer
@@ -25,13 +26,18 @@ def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]
     """Build a trainer that has no collector; `model` and `memory` are settings of these sections."""
     memory = {"micro_batch_tokens": 8192} | memory
     config = RunConfig.model_validate({"model": {"model_name_or_path": str(checkpoint), **model}, "memory": memory})
+    return trainer_of(config, load_policy(config, str(checkpoint)).train())
+
+
+def trainer_of(config: RunConfig, policy: Policy) -> Trainer:
+    """Build a trainer of this policy that has no collector, with the number of the config as its token budget."""
     ranks = Ranks()
     strategy = select_strategy(ranks, config)
-    policy = load_policy(config, str(checkpoint)).train()
     strategy.place(policy)
     optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
     collector = Collector.__new__(Collector)  # which this phase does not use
-    progress = Progress(max_steps=1000, micro_batch_tokens=memory["micro_batch_tokens"])
+    assert config.memory.micro_batch_tokens != "auto"
+    progress = Progress(max_steps=1000, micro_batch_tokens=config.memory.micro_batch_tokens)
     recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
     return Trainer(config, ranks, policy, None, optimizer, collector, progress, recovery)
 

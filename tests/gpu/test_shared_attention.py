@@ -1,6 +1,7 @@
 """The group-shared row on a CUDA device, where one FlexAttention computes it, against one padded row per completion."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,23 @@ from tests.helpers.builders import (
     take_gradients,
     whole,
 )
+from tests.helpers.sharded_runs import distance
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "paligemma", "internvl"]
-"""Causal rows, deepstack features, sliding windows with bidirectional images, a bidirectional prefix, 1-D positions."""
+FAMILIES = [
+    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "gemma4", "paligemma", "internvl", "llava_next",
+]  # fmt: skip
+"""Causal rows, deepstack features, experts, a position table, sliding windows with bidirectional images (Gemma), a
+bidirectional prefix, 1-D positions, tiles."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "lora": {"use_peft": True, "lora_r": 4, "freeze_vision_tower": True},
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -41,9 +51,10 @@ def fresh_compiler_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_groups(checkpoint: Path) -> list[ScoredGroup]:
+    """Two prompts in a row, which is longer than a block of 128 and no multiple of it."""
     return [
-        make_group(make_prompt(checkpoint, [noise_image(32, 24, seed=1)]), [5, 1, 9, 3]),
-        make_group(make_prompt(checkpoint, [noise_image(64, 48, seed=2)]), [6, 2], seed=1),
+        make_group(make_prompt(checkpoint, [noise_image(32, 24, seed=1)]), [5, 1, 9, 130]),
+        make_group(make_prompt(checkpoint, [noise_image(64, 48, seed=2)]), [60, 2], seed=1),
     ]
 
 
@@ -54,9 +65,9 @@ def scores(policy: Policy, groups: list[ScoredGroup], shared: bool) -> tuple[tor
     return logprobs.detach().cpu(), take_gradients(policy)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_shared_equals_dense_in_fp32(checkpoint: Path, gradient_checkpointing: bool) -> None:
-    policy = make_policy(checkpoint, gradient_checkpointing).to("cuda")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shared_equals_dense_in_fp32(checkpoint: Path, variant: str) -> None:
+    policy = make_policy(checkpoint, **VARIANTS[variant]).to("cuda")
     groups = make_groups(checkpoint)
     logprobs, gradients = scores(policy, groups, shared=True)
     expected, expected_gradients = scores(policy, groups, shared=False)
@@ -64,12 +75,23 @@ def test_shared_equals_dense_in_fp32(checkpoint: Path, gradient_checkpointing: b
     assert gradient_error(gradients, expected_gradients) <= 1e-4
 
 
-def test_bf16_is_at_most_twice_as_far_from_fp32_as_dense_rows_are(checkpoint: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_is_at_most_twice_as_far_from_fp32_as_dense_rows_are(checkpoint: Path, variant: str) -> None:
     groups = make_groups(checkpoint)
-    exact, _ = scores(make_policy(checkpoint).to("cuda"), groups, shared=False)
-    policy = make_policy(checkpoint, dtype="bfloat16").to("cuda")
-    shared_error, dense_error = ((scores(policy, groups, s)[0] - exact).abs().mean() for s in (True, False))
-    assert shared_error <= 2 * dense_error
+    exact, gradients = scores(make_policy(checkpoint, **VARIANTS[variant]).to("cuda"), groups, shared=False)
+    policy = make_policy(checkpoint, dtype="bfloat16", **VARIANTS[variant]).to("cuda")
+    (shared, shared_gradients), (dense, dense_gradients) = (scores(policy, groups, s) for s in (True, False))
+    assert (shared - exact).abs().mean() <= 2 * (dense - exact).abs().mean()
+    assert distance(shared_gradients, gradients) <= 2 * distance(dense_gradients, gradients)
+
+
+def test_the_head_in_chunks_is_the_head_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, policy = make_groups(checkpoint), make_policy(checkpoint).to("cuda")
+    expected, expected_gradients = scores(policy, groups, shared=True)
+    monkeypatch.setattr("rl_vlm.model.policy.HEAD_CHUNK_ELEMENTS", 1)  # a token at a time
+    logprobs, gradients = scores(policy, groups, shared=True)
+    assert (logprobs - expected).abs().max() <= 1e-5
+    assert gradient_error(gradients, expected_gradients) <= 1e-5
 
 
 def test_a_new_length_does_not_compile_again(checkpoint: Path) -> None:

@@ -1,0 +1,155 @@
+"""The attention of the packed row, alone: FlexAttention, SDPA in two calls as on CPUs, and a kernel for varied lengths.
+
+Heads are those of the models. A row holds prompts of 1,040 tokens with 8 completions each. FlexAttention and its block
+mask are compiled at their first call; later rows of other lengths must not compile them again. The third is
+`flash_attn_varlen_func`, if flash-attn is installed: each completion attends to a copy of its prompt's keys.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from benchmarks.gpu_parts.bench import Bench, version_of
+from rl_vlm.model.shared_prefix import RowLayout, block_attention, shared_attention
+
+HEAD = ("heads", "row", "way", "forward_ms", "forward_backward_ms", "mask_ms", "first_call_s", "compilations")
+HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "toy": (4, 2, 16)}
+"""Query heads, key heads, and the width of a head."""
+PROMPT = 1040
+COMPLETIONS = 8
+NUM_ROWS = 50
+"""Rows of random lengths, for the compilations."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed row with random queries, keys and values, each (heads, row, dim)."""
+
+    lengths: Sequence[tuple[int, Sequence[int]]]
+    """Tokens of each prompt and of its completions."""
+    layout: RowLayout
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @staticmethod
+    def make(bench: Bench, heads: tuple[int, int, int], lengths: Sequence[tuple[int, Sequence[int]]]) -> Row:
+        num_query, num_key, dim = heads
+        prompts, completions = zip(*lengths, strict=True)
+        layout = RowLayout.build(prompts, completions, bench.device)
+        tokens = sum(prompts) + sum(map(sum, completions))
+        dtype = getattr(torch, bench.dtype)
+        made = [
+            torch.randn(count, tokens, dim, dtype=dtype, device=bench.device, requires_grad=bench.on_gpu)
+            for count in (num_query, num_key, num_key)
+        ]
+        return Row(lengths, layout, *made)
+
+    @property
+    def scale(self) -> float:
+        return self.query.shape[-1] ** -0.5
+
+
+def measure(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield a row of the table for each way, number of heads and length of completions."""
+    for name in ("toy",) if bench.small else ("3b", "7b"):
+        for prompt, completion, prompts in [(20, 10, 2)] if bench.small else [(PROMPT, 200, 6), (PROMPT, 800, 4)]:
+            row = Row.make(bench, HEADS[name], [(prompt, [completion] * COMPLETIONS)] * prompts)
+            for way, attend in ways(bench, row).items():
+                yield {"heads": name, "row": row.query.shape[1], "way": way} | figures(bench, row, attend)
+    yield {"heads": name, "way": f"FlexAttention, {NUM_ROWS} rows of random lengths"} | compilations(bench, HEADS[name])
+
+
+Attend = Callable[[], Tensor]
+"""Attention over a row."""
+
+
+def ways(bench: Bench, row: Row) -> dict[str, Callable[[], Attend]]:
+    """Return the functions that build each way's masks and return its attention."""
+
+    def flex() -> Attend:
+        mask = row.layout.block_mask(causal_mask_function)
+        return lambda: block_attention(row.query, row.key, row.value, mask, row.scale)
+
+    def sdpa() -> Attend:
+        layout = replace(row.layout, masks=row.layout.dense_masks(causal_mask_function))
+        return lambda: shared_attention(row.query, row.key, row.value, layout, row.scale)
+
+    found = {"FlexAttention": flex, "SDPA in two calls": sdpa}
+    return found | ({"flash-attn, varied lengths": lambda: varied_lengths(row)} if version_of("flash-attn") else {})
+
+
+def varied_lengths(row: Row) -> Attend:
+    """Return attention by one call of flash-attn's kernel, in which each completion has a copy of its prompt's keys."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    sequences = list(key_places(row.lengths))
+    device = row.query.device
+    keys = torch.cat([places for _, places in sequences]).to(device)
+    query_starts, key_starts = (
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+        for counts in ([count for count, _ in sequences], [len(places) for _, places in sequences])
+    )
+    longest = max(count for count, _ in sequences), max(len(places) for _, places in sequences)
+
+    def attend() -> Tensor:
+        query, key, value = (x.transpose(0, 1) for x in (row.query, row.key, row.value))
+        return flash_attn_varlen_func(
+            query, key[keys], value[keys], query_starts, key_starts, *longest, softmax_scale=row.scale, causal=True
+        )
+
+    return attend
+
+
+def key_places(lengths: Sequence[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of queries of each prompt and completion of a row, and the places of its keys."""
+    end = 0
+    for prompt, completions in lengths:
+        prefix = torch.arange(end, end + prompt)
+        end += prompt
+        yield prompt, prefix
+        for completion in completions:
+            yield completion, torch.cat([prefix, torch.arange(end, end + completion)])
+            end += completion
+
+
+def figures(bench: Bench, row: Row, build: Callable[[], Attend]) -> dict[str, Any]:
+    """Measure one way. On CPUs FlexAttention has no backward."""
+    attend = build()
+    first = bench.seconds(attend)
+    found = {"first_call_s": first, "mask_ms": 1e3 * bench.median_seconds(build)}
+    with torch.no_grad():
+        found["forward_ms"] = 1e3 * bench.median_seconds(attend)
+    output = attend()
+    if not output.requires_grad:
+        return found
+    gradient = torch.randn_like(output)
+    inputs = (row.query, row.key, row.value)
+    seconds = bench.median_seconds(lambda: torch.autograd.grad(attend(), inputs, gradient))
+    return found | {"forward_backward_ms": 1e3 * seconds}
+
+
+def compilations(bench: Bench, heads: tuple[int, int, int]) -> dict[str, Any]:
+    """Count what is compiled while FlexAttention takes rows of other lengths, after one such row."""
+    draw = random.Random(0)
+
+    def run() -> None:
+        longest = 20 if bench.small else 800
+        lengths = [(draw.randint(4, longest), [draw.randint(1, longest) for _ in range(4)]) for _ in range(2)]
+        row = Row.make(bench, heads, lengths)
+        block_attention(row.query, row.key, row.value, row.layout.block_mask(causal_mask_function), row.scale)
+
+    first = bench.seconds(run)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    num_rows = 2 if bench.small else NUM_ROWS
+    seconds = bench.seconds(lambda: [run() for _ in range(num_rows)])
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    return {"first_call_s": first, "forward_ms": 1e3 * seconds / num_rows, "compilations": compiled}

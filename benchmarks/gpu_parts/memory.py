@@ -1,0 +1,88 @@
+"""Peak memory of forward and backward passes against the budget, the memory plan and the allocator's fragmentation.
+
+Completions have random lengths, so that micro-batches are not all alike. What the allocator has reserved beyond what
+tensors held at their peak is fragmentation.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.flops import Training, Workload
+from benchmarks.gpu_parts.bench import Bench
+from benchmarks.gpu_parts.training_pass import accumulate, free
+from benchmarks.shapes import SHAPES, make_group
+from benchmarks.sides import Setup
+from benchmarks.training_phase import trainer_of
+from rl_vlm.memory.allocator import EXPANDABLE
+from rl_vlm.plan.auto import this_card
+from rl_vlm.plan.build import Hardware, Model, plan_memory, read_config, traced_model
+from rl_vlm.plan.engines import ENGINES
+from rl_vlm.trainer import Trainer
+from rl_vlm.types import ScoredGroup
+
+HEAD = ("budget", "peak_gib", "planned_gib", "error", "reserved_gib", "fragmentation", "largest_budget", "allocator")
+BUDGETS = (4096, 8192, 16384, 32768, 65536, 131072)
+
+
+def measure(bench: Bench, expandable: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each budget. One that does not fit is lowered, and its row says to what."""
+    if bench.on_gpu:
+        free()
+        torch.cuda.memory._set_allocator_settings(EXPANDABLE if expandable else "expandable_segments:False")
+    shape, budgets = (SHAPES["toy"], (128, 256)) if bench.small else (SHAPES["3b"], BUDGETS)
+    work = Workload(24, 20, 16, 2) if bench.small else Workload(completion_tokens=800)
+    with tempfile.TemporaryDirectory() as directory:
+        training = Training(gradient_checkpointing=True)
+        setup = Setup.build(shape, work, training, Path(directory), bench.device)
+        config = setup.config
+        config.memory.micro_batch_tokens = budgets[0]
+        found = read_config(config, directory)
+        model = traced_model(config, directory, found, setup.group.group.prompt, bench.on_gpu)
+        trainer = trainer_of(config, setup.policy())
+        for budget in budgets:
+            yield figures(bench, setup, trainer, model, budget) | {
+                "allocator": "expandable segments" if expandable else "fixed segments"
+            }
+
+
+def figures(bench: Bench, setup: Setup, trainer: Trainer, model: Model, budget: int) -> dict[str, Any]:
+    """Measure passes over groups of twice the budget."""
+    free()
+    trainer.progress.micro_batch_tokens = budget
+    groups = random_groups(setup, 2 * budget)
+    accumulate(trainer, groups)  # warms up, and finds what fits
+    fitting = trainer.progress.micro_batch_tokens
+    peak = bench.peak_bytes(lambda: accumulate(trainer, groups))
+    reserved = torch.cuda.max_memory_reserved(bench.device) if bench.on_gpu else None
+    config = trainer.config.model_copy(deep=True)
+    config.memory.micro_batch_tokens = fitting
+    plan = plan_memory(config, Hardware(this_card(bench.device), 1, 1, ENGINES["ddp"]), model)
+    planned = plan.training.total - plan.held["optimizer state"]  # of which this part makes none
+    return {
+        "budget": budget,
+        "peak_gib": peak / 2**30,
+        "planned_gib": planned / 2**30,
+        "error": planned / peak - 1 if bench.on_gpu else None,
+        "reserved_gib": reserved / 2**30 if reserved else None,
+        "fragmentation": 1 - peak / reserved if reserved else None,
+        "largest_budget": fitting if fitting < budget else None,
+    }
+
+
+def random_groups(setup: Setup, tokens: int) -> list[ScoredGroup]:
+    """Make groups whose completions have random lengths, of so many unique tokens in all."""
+    draw, groups, made = random.Random(0), [], 0
+    while made < tokens:
+        length = draw.randint(1, setup.work.completion_tokens)
+        work = replace(setup.work, completion_tokens=length)
+        groups.append(make_group(replace(setup.group.group.prompt), work, seed=len(groups)))
+        made += work.prompt_tokens + work.num_generations * length
+    return groups
