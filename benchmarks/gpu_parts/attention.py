@@ -23,6 +23,7 @@ from rl_vlm.model.shared_prefix import RowLayout, block_attention, shared_attent
 HEAD = ("heads", "row", "way", "forward_ms", "forward_backward_ms", "mask_ms", "first_call_s", "compilations")
 HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "toy": (4, 2, 16)}
 """Query heads, key heads, and the width of a head."""
+CAUSAL: Any = causal_mask_function
 PROMPT = 1040
 COMPLETIONS = 8
 NUM_ROWS = 50
@@ -47,11 +48,11 @@ class Row:
         layout = RowLayout.build(prompts, completions, bench.device)
         tokens = sum(prompts) + sum(map(sum, completions))
         dtype = getattr(torch, bench.dtype)
-        made = [
+        query, key, value = (
             torch.randn(count, tokens, dim, dtype=dtype, device=bench.device, requires_grad=bench.on_gpu)
             for count in (num_query, num_key, num_key)
-        ]
-        return Row(lengths, layout, *made)
+        )
+        return Row(lengths, layout, query, key, value)
 
     @property
     def scale(self) -> float:
@@ -76,11 +77,11 @@ def ways(bench: Bench, row: Row) -> dict[str, Callable[[], Attend]]:
     """Return the functions that build each way's masks and return its attention."""
 
     def flex() -> Attend:
-        mask = row.layout.block_mask(causal_mask_function)
+        mask = row.layout.block_mask(CAUSAL)
         return lambda: block_attention(row.query, row.key, row.value, mask, row.scale)
 
     def sdpa() -> Attend:
-        layout = replace(row.layout, masks=row.layout.dense_masks(causal_mask_function))
+        layout = replace(row.layout, masks=row.layout.dense_masks(CAUSAL))
         return lambda: shared_attention(row.query, row.key, row.value, layout, row.scale)
 
     found = {"FlexAttention": flex, "SDPA in two calls": sdpa}
@@ -145,7 +146,7 @@ def compilations(bench: Bench, heads: tuple[int, int, int]) -> dict[str, Any]:
         longest = 20 if bench.small else 800
         lengths = [(draw.randint(4, longest), [draw.randint(1, longest) for _ in range(4)]) for _ in range(2)]
         row = Row.make(bench, heads, lengths)
-        block_attention(row.query, row.key, row.value, row.layout.block_mask(causal_mask_function), row.scale)
+        block_attention(row.query, row.key, row.value, row.layout.block_mask(CAUSAL), row.scale)
 
     first = bench.seconds(run)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

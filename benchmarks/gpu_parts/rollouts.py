@@ -66,7 +66,8 @@ def engine_rollout(setup: Setup, policy: Policy, completions: int) -> Rollout:
 
 def generate_rollout(setup: Setup, policy: Policy, completions: int, way: dict[str, Any]) -> Rollout:
     """Return the same by `model.generate`, which prefills each completion."""
-    prompt, model = setup.group.group.prompt, policy.transformer
+    prompt = setup.group.group.prompt
+    model: Any = policy.transformer
     inputs = {
         "input_ids": prompt.token_ids[None],
         "attention_mask": torch.ones_like(prompt.token_ids)[None],

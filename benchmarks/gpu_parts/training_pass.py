@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from benchmarks.flops import Training, Workload, unique_flops
@@ -147,7 +146,7 @@ def kernel_shares(bench: Bench, run: Callable[[], Any]) -> str:
         seconds = bench.seconds(run)
     times: Counter[str] = Counter()
     for event in found.events() or []:
-        if event.device_type == (DeviceType.CUDA if bench.on_gpu else DeviceType.CPU):
+        if event.device_type.name == bench.device.type.upper():
             times[kind_of(event.name)] += event.time_range.elapsed_us() if bench.on_gpu else event.self_cpu_time_total
     shares = {kind: time / 1e6 / seconds for kind, time in times.most_common()}
     shares["idle"] = 1 - sum(shares.values())
