@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from benchmarks.common import ROOT, markdown_table
 from benchmarks.flops import SWEEPS
 from benchmarks.sharding_tables import sharding_chart, sharding_tables
+from benchmarks.whole_run_tables import whole_run_chart, whole_run_table
 
 RESULTS = ROOT / "docs" / "benchmarks"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -228,6 +229,7 @@ REPORTS: dict[str, tuple[Any, Any]] = {
     "rollout": (rollout_table, rollout_chart),
     "scaling": (scaling_table, scaling_chart),
     "patch_embed": (patch_embed_table, patch_embed_chart),
+    "whole_run": (whole_run_table, whole_run_chart),
     "sharding": (lambda results: sharding_tables(results[-1]), sharding_chart),
 }
 """Table and chart of each benchmark, by its name."""

@@ -16,6 +16,9 @@ from benchmarks import (
     sharding_tables,
     train_step,
     vision_apart,
+    whole_run,
+    whole_run_sides,
+    whole_run_tables,
 )
 from benchmarks.common import peak_growth, ratio
 from benchmarks.communication import CountTraffic
@@ -293,6 +296,57 @@ def test_train_step_against_trl(tmp_path: Path):
         result
     )
     assert "flop_ceiling" in train_step.table(result)
+
+
+def test_a_stage_does_not_count_the_stages_within_it(monkeypatch: pytest.MonkeyPatch):
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    monkeypatch.setattr(whole_run_sides.time, "perf_counter", lambda: next(times))
+    clock = whole_run_sides.Clock("cpu")
+    with clock.stage("other"), clock.stage("training"), clock.stage("log-probs"):
+        pass  # of the loss, so they are training
+    assert clock.seconds == {"other": 1 + 5, "training": 2 + 3 + 4}
+
+
+EQUAL_SETTINGS = {
+    "rollout": "num_generations max_completion_length temperature top_p top_k min_p",
+    "algorithm": "loss_type epsilon epsilon_high delta beta num_iterations scale_rewards importance_sampling_level "
+    "mask_truncated_completions top_entropy_quantile use_bias_correction_kl sync_ref_model",
+    "train": "max_steps learning_rate lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    "max_grad_norm",
+    "data": "shuffle_dataset dataloader_num_workers",
+    "memory": "gradient_checkpointing",
+}
+
+
+def test_both_sides_of_a_whole_run_have_the_same_settings(tmp_path: Path):
+    """TRL's micro-batch holds two groups of 4 rows of 64 tokens: three fit into 800, but do not divide a step of 4."""
+    from trl.trainer.grpo_config import GRPOConfig
+
+    args = whole_run.parse(
+        "--small --prompts-per-step 4 --micro-batch-tokens 800 --beta 0.1 --num-iterations 2".split()
+    )
+    config = whole_run_sides.run_config(args, tmp_path, tmp_path, min_pixels=1)
+    trl: dict = whole_run_sides.trl_settings(whole_run_sides.Case(args, tmp_path, config), row_tokens=64)
+    assert (trl["per_device_train_batch_size"], trl["gradient_accumulation_steps"]) == (8, 2)
+    there = GRPOConfig(output_dir=str(tmp_path), **trl)
+    for section, names in EQUAL_SETTINGS.items():
+        for name in names.split():
+            assert getattr(getattr(config, section), name) == getattr(there, name), name
+
+
+@pytest.mark.ci
+def test_whole_windows_against_trl():
+    args = whole_run.parse("--small --num-iterations 2".split())
+    result = whole_run.measure(args)
+    assert [len(result[kind][side]) for kind in ("seconds", "reward") for side in ("ours", "trl")] == [3] * 4
+    # The first completions come from the same weights, with other random numbers.
+    assert result["reward"]["ours"][0] == pytest.approx(result["reward"]["trl"][0], abs=0.3)
+    for side in ("ours", "trl"):
+        assert all(window["rollout"] > 0 and window["training"] > 0 for window in result["seconds"][side])
+    assert result["seconds"]["trl"][0]["log-probs"] > 0  # old log-probs, which this project keeps from the first update
+    assert result["speedup_vs_peer"] > 0
+    assert "trl / ours" in whole_run_tables.whole_run_table([result])
+    assert "speedup_vs_peer" in whole_run.table(result)
 
 
 def test_causal_pairs():

@@ -1,0 +1,175 @@
+"""Whole generation windows of a run: this project against TRL's `GRPOTrainer`, from drawing rows to the update.
+
+    python benchmarks/whole_run.py --peer trl --json result.json
+    python benchmarks/whole_run.py --shape digits --windows 24    # a model that learns to read digits
+
+Both sides train the same weights on the same rows with the same reward function and settings. They take turns in one
+process, a window each, and sample with the model itself. TRL's own `train()` runs in a thread that waits for its turn.
+The first window of each warms up and is left out of times. docs/benchmarks.md explains the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
+
+import torch
+
+from benchmarks.common import environment, in_fresh_process, peak_growth
+from benchmarks.report import finish, result_arguments
+from benchmarks.shapes import SHAPES
+from benchmarks.whole_run_sides import Case, Ours, Trl
+from benchmarks.whole_run_tables import SIDES, STAGES, whole_run_table
+
+SMALL = {"shape": "toy", "windows": 3, "image_tokens": 16, "completion_tokens": 8, "num_generations": 4}
+DIGITS = {"image_tokens": 4, "completion_tokens": 12, "prompts_per_step": 32, "num_generations": 16,
+          "num_iterations": 4, "learning_rate": 1e-3, "micro_batch_tokens": 16384}  # fmt: skip
+"""Settings near those of configs/digits.yaml."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=["trl"], default="trl")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of forwards; default: bfloat16 on a GPU")
+    parser.add_argument("--small", action="store_true", help="a toy, for about a minute")
+    parser.add_argument("--shape", choices=["digits", *SHAPES], default="small", help="digits: that of examples/digits")
+    parser.add_argument("--windows", type=int, default=4, help="of each side, the first of which warms up")
+    parser.add_argument("--image-tokens", type=int, default=144, help="at least, per image; a square number")
+    parser.add_argument("--completion-tokens", type=int, default=32)
+    parser.add_argument("--prompts-per-step", type=int, default=2)
+    parser.add_argument("--num-generations", type=int, default=8)
+    parser.add_argument("--num-iterations", type=int, default=1, help="updates per window")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--beta", type=float, default=0.0, help="above 0 with a reference model")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
+    result_arguments(parser)
+    first = parser.parse_args(arguments)
+    parser.set_defaults(**(SMALL if first.small else DIGITS if first.shape == "digits" else {}))
+    args = parser.parse_args(arguments)
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    return args
+
+
+def make_side(name: str, case: Case) -> Ours | Trl:
+    return Ours(case) if name == "ours" else Trl(case)
+
+
+def timed_window(side: Ours | Trl) -> tuple[dict[str, float], dict[str, float]]:
+    """Run a window; return its seconds by stage and its metrics."""
+    side.clock.seconds.clear()
+    with side.clock.stage("other"):
+        metrics = side.window()
+    return {stage: side.clock.seconds[stage] for stage in STAGES}, metrics
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the windows of both sides in turn, and measure everything that the table and the JSON contain."""
+    with tempfile.TemporaryDirectory() as temporary:
+        case = Case.build(args, Path(temporary))
+        sides = {name: make_side(name, case) for name in SIDES}
+        windows = []
+        for _ in range(args.windows):
+            windows.append({name: timed_window(side) for name, side in sides.items()})
+            print(progress(windows), file=sys.stderr, flush=True)
+        for side in sides.values():
+            side.close()
+    memory = {name: in_fresh_process("whole_run.py", memory_arguments(args, name)) for name in SIDES}
+    return result(args, windows, memory)
+
+
+def progress(windows: list[dict[str, Any]]) -> str:
+    """Describe the last window in a line."""
+    parts = [f"{n} {sum(s.values()):.1f} s, reward {m['reward']:.2f}" for n, (s, m) in windows[-1].items()]
+    return f"window {len(windows)}: {'; '.join(parts)}"
+
+
+def memory_arguments(args: argparse.Namespace, side: str) -> list[str]:
+    names = [name.replace("_", "-") for name in WORKLOAD if name != "gradient_checkpointing"]
+    options = [text for name in names for text in (f"--{name}", str(getattr(args, name.replace("-", "_"))))]
+    return [*options, *(["--gradient-checkpointing"] if args.gradient_checkpointing else []), "--memory-of", side]
+
+
+def measure_memory(args: argparse.Namespace) -> int:
+    """Measure the bytes of one side's first two windows: on a CPU by how much they grow beyond the loaded model."""
+    with tempfile.TemporaryDirectory() as temporary:
+        side = make_side(args.memory_of, Case.build(args, Path(temporary)))
+
+        def run() -> None:
+            for _ in range(2):
+                side.window()
+
+        peak = peak_growth(run) if args.device == "cpu" else allocated_peak(run)
+        side.close()
+        return peak
+
+
+def allocated_peak(run: Callable[[], None]) -> int:
+    """Return the most bytes that tensors on the GPU take during `run`, weights included."""
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated()
+
+
+def result(args: argparse.Namespace, windows: list[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
+    totals = {name: [sum(window[name][0].values()) for window in windows] for name in SIDES}
+    timed = list(zip(totals["trl"], totals["ours"], strict=True))[1:]
+    found = environment()
+    found["machine"] |= {"dtype": args.dtype, "device": args.device}
+    if args.device == "cuda":
+        found["machine"]["cpu"] = torch.cuda.get_device_name()
+    return {
+        "benchmark": "whole_run",
+        "peer": args.peer,
+        "workload": {name: getattr(args, name) for name in WORKLOAD},
+        "speedup_vs_peer": median(trl / ours for trl, ours in timed),
+        "peak_memory_vs_peer": memory["ours"] / memory["trl"],
+        "seconds": {name: [window[name][0] for window in windows] for name in SIDES},
+        "reward": {name: [window[name][1]["reward"] for window in windows] for name in SIDES},
+        "equal_rewards": {name: [window[name][1]["frac_reward_zero_std"] for window in windows] for name in SIDES},
+        "peak_memory_bytes": memory,
+        **found,
+    }
+
+
+WORKLOAD = (
+    "device dtype shape windows image_tokens completion_tokens prompts_per_step num_generations num_iterations "
+    "learning_rate beta gradient_checkpointing micro_batch_tokens"
+).split()
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the seconds of a window by stage on each side, then one line per conclusion."""
+    conclusions = [
+        ("speedup_vs_peer", "median of TRL's time over ours, window by window, without the first"),
+        ("peak_memory_vs_peer", "peak memory of two windows in a fresh process, ours over TRL's"),
+    ]
+    lines = [f"{name:20} {result[name]:6.3f}   {meaning}" for name, meaning in conclusions]
+    curves = [f"reward, {name:12} {' '.join(f'{r:.2f}' for r in result['reward'][name])}" for name in SIDES]
+    return "\n".join([whole_run_table([result]), "", *lines, *curves])
+
+
+def main() -> None:
+    args = parse()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides use a GPU if they see one
+    if args.memory_of:
+        print(json.dumps(measure_memory(args)))
+        return
+    measured = measure(args)
+    finish(measured, table(measured), args)
+
+
+if __name__ == "__main__":
+    main()
