@@ -14,6 +14,8 @@ step --peer trl --lora --beta 0.04 --docs 6-trl-lora-beta-8
 step --peer dense --docs 7-dense-8
 "$python" benchmarks/rollout.py --docs rollout-8
 "$python" benchmarks/rollout.py --num-generations 16 --docs rollout-16
+"$python" benchmarks/whole_run.py --docs whole_run-1-small
+"$python" benchmarks/whole_run.py --shape digits --windows 22 --docs whole_run-2-digits
 "$python" benchmarks/scaling.py --docs scaling
 "$python" benchmarks/patch_embed.py --docs patch_embed
 "$python" benchmarks/sharding.py --docs sharding
