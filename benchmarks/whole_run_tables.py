@@ -23,7 +23,9 @@ def whole_run_table(results: Results) -> str:
             first, *_, last = r["reward"][name]
             memory = f"{r['peak_memory_bytes'][name] / 2**20:.0f}"
             rows.append([case_name(r), name, *(f"{s:.3g}" for s in seconds), memory, f"{first:.2f}, {last:.2f}"])
-        ratios = [f"{trl / ours:.2f}×" if ours > 0 else "" for ours, trl in zip(*sides.values(), strict=True)]
+        ratios = [
+            f"{trl / ours:.2f}×" if min(ours, trl) > 1e-4 else "" for ours, trl in zip(*sides.values(), strict=True)
+        ]
         ratios[-1] = f"**{r['speedup_vs_peer']:.2f}×**"
         rows.append(["", "trl / ours", *ratios, f"{1 / r['peak_memory_vs_peer']:.2f}×", ""])
     return markdown_table(head, rows)
