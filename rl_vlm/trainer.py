@@ -42,7 +42,18 @@ from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import LogprobField, Window, store_logprobs, stored_logprobs
-from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup, Sharing, length_mask, pad_rows
+from rl_vlm.types import (
+    MicroBatch,
+    PolicyOutput,
+    Progress,
+    ScoredGroup,
+    Sharing,
+    length_mask,
+    pad_rows,
+    synchronize,
+    to_device,
+    to_host,
+)
 
 T = TypeVar("T")
 
@@ -140,7 +151,8 @@ class Trainer:
             batches, outputs = self.pack(groups, sharing, spare, together), []
             for batch, runs in zip(batches, self.tower_runs(batches, model.vision, together), strict=True):
                 with self.recovery.watch(batch):
-                    outputs.append((batch, PolicyOutput(*(part.cpu() for part in model(batch, runs)))))
+                    outputs.append((batch, PolicyOutput(*map(to_host, model(batch, runs)))))
+            synchronize(self.ranks.device)
             return [(batch, output) for batch, output in outputs if not batch.is_dummy]
 
         self.policy.eval()
@@ -215,18 +227,21 @@ class Trainer:
         strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
         batches = self.pack(self.contributing(groups), self.sharing, groups[0], together=strategy.is_sharded)
         batches, tower_runs = self.training_runs(batches, spare=groups[0])
-        step_loss, outputs = torch.zeros((), device=self.ranks.device), []
+        step_loss, outputs, sums = torch.zeros((), device=self.ranks.device), [], []
         for i, batch in enumerate(batches):
             with self.recovery.watch(batch), strategy.accumulating(last=i == len(batches) - 1):
                 output = self.optimizer.policy(batch, tower_runs[i])
-                loss, sums = self.loss(batch, output, denominators, threshold)
+                loss, found = self.loss(batch, output, denominators, threshold)
                 strategy.backward(loss)
                 for prompt in tower_runs[i].after:
                     strategy.backward(self.optimizer.policy(prompt), is_share=False)
             step_loss += loss.detach()
-            metrics.add_loss_metrics(sums)
+            sums.append(found)
             if keep and not batch.is_dummy:
-                outputs.append((batch, output.logprobs_NT.detach().cpu()))
+                outputs.append((batch, to_host(output.logprobs_NT.detach())))
+        synchronize(self.ranks.device)  # once for all: a wait in a micro-batch would leave a GPU idle
+        for found in sums:
+            metrics.add_loss_metrics(found)
         if not strategy.is_sharded:  # shards make ranks wait in every micro-batch
             seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
@@ -270,7 +285,9 @@ class Trainer:
         """Return a mask of shape (N, T) of the tokens in the loss."""
         mask_truncated = self.config.algorithm.mask_truncated_completions
         trains = torch.cat([trained_completions(s.scored, mask_truncated)[s.members] for s in batch.subgroups])
-        return (length_mask([len(c.token_ids) for c in batch.completions]) & trains[:, None]).to(self.ranks.device)
+        return to_device(
+            length_mask([len(c.token_ids) for c in batch.completions]) & trains[:, None], self.ranks.device
+        )
 
     def loss(
         self, batch: MicroBatch, output: PolicyOutput, denominators: Denominators, threshold: float | None
@@ -281,12 +298,12 @@ class Trainer:
         device = self.ranks.device
         generator_logprobs_NT = None
         if self.config.rollout.is_off_policy:
-            generator_logprobs_NT = pad_rows([c.generator_logprobs for c in batch.completions]).to(device)
+            generator_logprobs_NT = to_device(pad_rows([c.generator_logprobs for c in batch.completions]), device)
         inputs = LossInputs(
             policy_logprobs_NT=output.logprobs_NT,
             old_logprobs_NT=stored_logprobs(batch, "old_logprobs", device),
             ref_logprobs_NT=stored_logprobs(batch, "ref_logprobs", device),
-            advantages_N=torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups]).to(device),
+            advantages_N=to_device(torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups]), device),
             mask_NT=self.trained_tokens(batch),
             entropies_NT=output.entropies_NT,
             entropy_threshold=threshold,

@@ -294,7 +294,26 @@ def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> B
     return torch.arange(int(ends.max()), device=device)[None, :] < ends[:, None]
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device. The host does not wait for a GPU: the copy is from pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to pinned host memory without waiting for its device: call `synchronize` before it is read."""
+    return tensor.to("cpu", non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def concatenate_images(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
     """Concatenate the image inputs of all prompts that have some, in order of the prompts."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.mm_inputs)
-    return {name: torch.cat([p.mm_inputs[name] for p in prompts if name in p.mm_inputs]).to(device) for name in names}
+    parts = {name: [p.mm_inputs[name] for p in prompts if name in p.mm_inputs] for name in names}
+    return {name: to_device(torch.cat(tensors), device) for name, tensors in parts.items()}

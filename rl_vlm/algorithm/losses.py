@@ -33,10 +33,11 @@ class MetricSum(NamedTuple):
 
 
 class MetricExtreme(NamedTuple):
-    """The minimum or maximum of these values over micro-batches and ranks; there may be no values."""
+    """A minimum or maximum, to be taken over micro-batches and ranks as well."""
 
     statistic: Literal["min", "max"]
-    values: Tensor
+    value: Float[Tensor, ""]
+    """NaN if there are no values."""
 
 
 LossMetrics = Mapping[str, MetricSum | MetricExtreme]
@@ -251,8 +252,13 @@ def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
 
 
 def masked_extreme(statistic: Literal["min", "max"], values_NK: Tensor, mask_NT: Tensor) -> MetricExtreme:
-    """Collect the values that `masked_sum` would sum, for their minimum or maximum."""
-    return MetricExtreme(statistic, values_NK.detach()[counted_of(values_NK, mask_NT)])
+    """Return the minimum or maximum of the values that `masked_sum` would sum."""
+    counted, values = counted_of(values_NK, mask_NT), values_NK.detach()
+    if statistic == "min":
+        extreme = values.masked_fill(~counted, math.inf).amin()
+    else:
+        extreme = values.masked_fill(~counted, -math.inf).amax()
+    return MetricExtreme(statistic, torch.where(counted.any(), extreme, math.nan))
 
 
 def counted_of(values_NK: Tensor, mask_NT: Tensor) -> Tensor:

@@ -54,12 +54,11 @@ class StepMetrics:
     def add_loss_metrics(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor] | MetricExtreme]) -> None:
         """Add the metrics of a loss: means in two parts, and extremes."""
         for name, part in sums.items():
-            if not isinstance(part, MetricExtreme):
+            if isinstance(part, MetricExtreme):
+                self.add_values(part.value[None], **{part.statistic: name})
+            else:
                 total, count = part
                 self.add_mean(name, total.item(), count.item())
-            elif part.values.numel():
-                extreme = STATISTICS[part.statistic](part.values)
-                self.add_values(extreme[None], **{part.statistic: name})
 
     def add_sum(self, name: str, value: int | float) -> None:
         self.sums[name] += value

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
 from rl_vlm.model.shared_prefix import RowLayout
-from rl_vlm.types import MicroBatch, Prompt
+from rl_vlm.types import MicroBatch, Prompt, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +76,8 @@ def dense_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> F
         n * width + len(prompt.token_ids) - 1 + torch.arange(len(token_ids))
         for n, (prompt, token_ids) in enumerate(pairs)
     ]
-    return ForwardInputs(collate_rows(rows, model.device), torch.cat(predictor_index).to(model.device), prompts)
+    index = to_device(torch.cat(predictor_index), model.device)
+    return ForwardInputs(collate_rows(rows, model.device), index, prompts)
 
 
 def token_input_names(prompts: Sequence[Prompt]) -> list[str]:
@@ -121,7 +122,7 @@ def collate_rows(rows: Sequence[dict[str, Tensor]], device: torch.device, pad_le
         missing = width - value.shape[-1]
         return pad(value, (missing, 0) if pad_left else (0, missing))
 
-    kwargs = {name: torch.stack([padded(row[name]) for row in rows], dim=-2).to(device) for name in rows[0]}
+    kwargs = {name: to_device(torch.stack([padded(row[name]) for row in rows], dim=-2), device) for name in rows[0]}
     if len(kwargs["position_ids"]) == 1:  # one axis: (1, rows, tokens) -> (rows, tokens)
         kwargs["position_ids"] = kwargs["position_ids"][0]
     if "cross_attention_mask" in kwargs:  # (images, tiles, rows, tokens) -> (rows, tokens, images, tiles)

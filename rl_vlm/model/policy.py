@@ -25,7 +25,7 @@ from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import shared_row
 from rl_vlm.model.vision import NO_RUNS, FeatureCache, TowerRuns, VisionEncoder
-from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, pad_rows
+from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, pad_rows, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,7 +135,7 @@ class Policy(nn.Module):
             idle = self.vision.idle(num_idle)
             hidden = (self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)) + idle
         self.count(batch)
-        targets = torch.cat([c.token_ids for c in batch.completions]).to(self.device)
+        targets = to_device(torch.cat([c.token_ids for c in batch.completions]), self.device)
         logprobs, entropies = self.logprobs(hidden, targets)
         lengths = [len(c.token_ids) for c in batch.completions]
         return PolicyOutput(pad_rows(logprobs.split(lengths)), pad_rows(entropies.split(lengths)))
@@ -198,7 +198,7 @@ class Policy(nn.Module):
             logits = self.family.final_logits(head_logits(head, hidden), self.transformer.config)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.temperature == 1 else logits / self.temperature
-        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=logits.device)
+        banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), logits.device)
         logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
         log_normalizer = logits.logsumexp(-1)
         with torch.no_grad():  # used in a metric and a threshold, never in a loss

@@ -29,6 +29,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from rl_vlm.types import to_device
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -64,6 +66,12 @@ class RowLayout:
     """For each token of the row, its index in the outputs of both attentions, flattened and concatenated."""
     predictor_index: Int[Tensor, " predictors"]
     """For each completion, the row positions of its prefix's last token and of its own tokens."""
+    row_owner: Int[Tensor, " row"]
+    """Index of each token's prompt."""
+    row_part: Int[Tensor, " row"]
+    """0 for tokens of prefixes, and 1 + the index of its completion for others."""
+    row_logical: Int[Tensor, " row"]
+    """`logical_index` of completion tokens, and the row position of others."""
     masks: RowMasks | BlockMask | None = None
     """Attention masks for the layers of one type; set on the layout that is passed to them."""
     ndim = 4
@@ -94,15 +102,29 @@ class RowLayout:
         output_index = torch.empty_like(row_index).scatter_(0, row_index, places)
         predictors = torch.cat([prefix_ends[:, None] - 1, completion_index], dim=1)
         predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
+
+        def along_row(of_prefixes: Tensor, of_completions: Tensor) -> Tensor:
+            """Arrange values of prefix tokens and of completion tokens in the order of the row."""
+            parts = of_prefixes.expand_as(prefix_index), of_completions.expand_as(completion_index)
+            return torch.cat([part.flatten() for part in parts])[output_index]
+
+        prompts, completions = torch.arange(len(sections)), torch.arange(len(owner_N))
+
+        def sent(tensor: Tensor) -> Tensor:
+            return to_device(tensor, torch.device(device))
+
         return RowLayout(
-            prefix_index.to(device),
-            prefix_valid.to(device),
-            completion_index.to(device),
-            completion_valid.to(device),
-            owner_N.to(device),
-            logical_index.to(device),
-            output_index.to(device),
-            predictor_index.to(device),
+            sent(prefix_index),
+            sent(prefix_valid),
+            sent(completion_index),
+            sent(completion_valid),
+            sent(owner_N),
+            sent(logical_index),
+            sent(output_index),
+            sent(predictor_index),
+            row_owner=sent(along_row(prompts[:, None], owner_N[:, None])),
+            row_part=sent(along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])),
+            row_logical=sent(along_row(prefix_index, logical_index)),
         )
 
     def with_masks(self, mask_function: MaskFunction) -> RowLayout:
@@ -136,11 +158,7 @@ class RowLayout:
 
     def block_mask(self, mask_function: MaskFunction) -> BlockMask:
         """Build the mask for FlexAttention: which blocks of the row attend to which."""
-        prompts = torch.arange(len(self.prefix_index), device=self.owner_N.device)
-        completions = torch.arange(len(self.owner_N), device=self.owner_N.device)
-        owner = self.along_row(prompts[:, None], self.owner_N[:, None])
-        part = self.along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])
-        logical = self.along_row(self.prefix_index, self.logical_index)
+        owner, part, logical = self.row_owner, self.row_part, self.row_logical
         return create_block_mask(
             lambda b, h, q, k: (
                 (owner[q] == owner[k])
@@ -149,14 +167,6 @@ class RowLayout:
             ),
             None, None, len(owner), len(owner), device=str(owner.device),
         )  # fmt: skip
-
-    def along_row(self, of_prefixes: Tensor, of_completions: Tensor) -> Int[Tensor, " row"]:
-        """Arrange values of prefix tokens and of completion tokens in the order of the row."""
-        row = torch.empty_like(self.output_index)
-        row[self.prefix_index[self.prefix_valid]] = of_prefixes.expand_as(self.prefix_index)[self.prefix_valid]
-        valid = self.completion_valid
-        row[self.completion_index[valid]] = of_completions.expand_as(self.completion_index)[valid]
-        return row
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
 from rl_vlm.model.recomputation import recomputes_vision
-from rl_vlm.types import MicroBatch, Prompt, Sample, concatenate_images
+from rl_vlm.types import MicroBatch, Prompt, Sample, concatenate_images, to_device, to_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -109,10 +109,10 @@ class VisionEncoder:
             found = {p: features for call in self.calls(prompts) for p, features in self.run(call).items()}
         if self.is_frozen:
             # In host memory, since an optimizer step may have any number of prompts.
-            self.features.update({p: features.map(Tensor.cpu) for p, features in found.items()})
+            self.features.update({p: features.map(to_host) for p, features in found.items()})
         found |= {p: self.kept[p].features() for p in prompts if p in self.kept}
         cached = {p: self.features[p] for p in prompts if p in self.features and p not in found}
-        return found | {p: features.map(lambda t: t.to(self.model.device)) for p, features in cached.items()}
+        return found | {p: features.map(lambda t: to_device(t, self.model.device)) for p, features in cached.items()}
 
     def calls(self, prompts: Sequence[Prompt], known: Container[Prompt] = ()) -> list[list[Prompt]]:
         """Return the prompts of each run of the tower: one run if image inputs can be concatenated, else one each."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.data.sampler import Draw
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, ScoredGroup, pad_rows
+from rl_vlm.types import Completion, Group, MicroBatch, Prompt, ScoredGroup, pad_rows, to_device
 
 LogprobField = Literal["old_logprobs", "ref_logprobs"]
 
@@ -130,4 +130,4 @@ def store_logprobs(batch: MicroBatch, logprobs_NT: Tensor, name: LogprobField) -
 def stored_logprobs(batch: MicroBatch, name: LogprobField, device: torch.device) -> Tensor | None:
     """Return the stored log-probs of a micro-batch, (N, T) and right-padded, or None if they were never stored."""
     stored = [getattr(s.scored, name).get(member) for s in batch.subgroups for member in s.members]
-    return None if stored[0] is None else pad_rows(stored).to(device)
+    return None if stored[0] is None else to_device(pad_rows(stored), device)

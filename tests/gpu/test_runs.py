@@ -1,12 +1,17 @@
 """Whole runs on one GPU."""
 
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.training_phase import make_trainer, window_of
+from benchmarks.training_phase import train as train_on
+from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.run import train
+from tests.helpers.builders import make_groups, noise_image
 from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, resumed
 from tests.helpers.tiny_run import build_checkpoint, make_config
 
@@ -29,3 +34,21 @@ def test_a_resumed_run_is_bitwise_the_same(variant: str, tmp_path: Path) -> None
         shutil.rmtree(copy / f"checkpoint-{step}")
     train(resumed(make_config(checkpoint, copy, **settings)))
     assert_same_run(copy, straight)
+
+
+def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
+    """Operators of the package that synchronise, as CUDA tells; those within transformers are not counted."""
+    checkpoint = build_checkpoint(tmp_path / "model")
+    trainer = make_trainer(checkpoint, {}, {"micro_batch_tokens": 200})
+    groups = make_groups(checkpoint, [([noise_image(32, 32, seed=i)], [24, 20, 16, 8]) for i in range(3)])
+    train_on(trainer, groups)
+    trainer.start_step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    places = {Path(each.filename) for each in found if "synchroniz" in str(each.message)}
+    assert {path.name for path in places if "rl_vlm" in path.parts} <= {"metrics.py", "types.py"}  # after all of them
