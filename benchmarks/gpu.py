@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("attention", {}),
     "rollouts": ("rollouts", {}),
     "digits": ("digits", {}),
+    "whole_run": ("whole_run", {}),
     "memory": ("memory", {"expandable": False}),
     "memory_expandable": ("memory", {"expandable": True}),
 }

@@ -17,6 +17,7 @@ FIGURES = {
     "attention": {"forward_ms", "first_call_s"},
     "rollouts": {"tokens_per_s", "prefill_share", "decode_step_ms"},
     "digits": {"seconds", "stages"},
+    "whole_run": {"speedup", "window_s", "trl_window_s"},
     "memory": {"planned_gib"},
     "memory_expandable": {"planned_gib"},
 }
