@@ -105,11 +105,11 @@ class Case:
 
     @property
     def reward(self) -> Any:
-        return globals()[reward_name(self.args)]
+        return reward_function(self.args)
 
 
-def reward_name(args: argparse.Namespace) -> str:
-    return "answer_score" if args.shape == "digits" else "ascii_share"
+def reward_function(args: argparse.Namespace) -> Callable[..., list[float]]:
+    return answer_score if args.shape == "digits" else ascii_share
 
 
 def run_config(args: argparse.Namespace, checkpoint: Path, directory: Path, min_pixels: int) -> RunConfig:
@@ -123,7 +123,7 @@ def run_config(args: argparse.Namespace, checkpoint: Path, directory: Path, min_
                 "min_pixels": min_pixels,
                 "shuffle_dataset": False,
             },
-            "rewards": {"reward_funcs": [f"benchmarks.whole_run_sides:{reward_name(args)}"]},
+            "rewards": {"reward_funcs": [f"benchmarks.whole_run_sides:{reward_function(args).__name__}"]},
             "rollout": {
                 "num_generations": args.num_generations,
                 "max_completion_length": args.completion_tokens,
