@@ -254,10 +254,8 @@ def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
 def masked_extreme(statistic: Literal["min", "max"], values_NK: Tensor, mask_NT: Tensor) -> MetricExtreme:
     """Return the minimum or maximum of the values that `masked_sum` would sum."""
     counted, values = counted_of(values_NK, mask_NT), values_NK.detach()
-    if statistic == "min":
-        extreme = values.masked_fill(~counted, math.inf).amin()
-    else:
-        extreme = values.masked_fill(~counted, -math.inf).amax()
+    reduce, beyond_all = (torch.amin, math.inf) if statistic == "min" else (torch.amax, -math.inf)
+    extreme = reduce(values.masked_fill(~counted, beyond_all))
     return MetricExtreme(statistic, torch.where(counted.any(), extreme, math.nan))
 
 

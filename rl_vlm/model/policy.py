@@ -185,20 +185,20 @@ class Policy(nn.Module):
         """
         head: Any = self.transformer.get_output_embeddings()
         chunk_size = max(1, HEAD_CHUNK_ELEMENTS // head.weight.shape[0])
+        banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), hidden.device)
         scores = [
-            checkpoint(self.chunk_logprobs, head, h, t, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self.chunk_logprobs, head, h, t, banned, use_reentrant=False, preserve_rng_state=False)
             for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
         ]
         logprobs, entropies = zip(*scores, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def chunk_logprobs(self, head: nn.Module, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk_logprobs(self, head: nn.Module, hidden: Tensor, targets: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropies under the sampling distribution: after temperature and token bans."""
         with self.autocast():
             logits = self.family.final_logits(head_logits(head, hidden), self.transformer.config)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.temperature == 1 else logits / self.temperature
-        banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), logits.device)
         logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
         log_normalizer = logits.logsumexp(-1)
         with torch.no_grad():  # used in a metric and a threshold, never in a loss
