@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,12 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rl_vlm.memory.peaks import CudaPeak
+
 ROOT = Path(__file__).parents[1]
-PACKAGES = "torch transformers trl peft accelerate".split()
+PACKAGES = "torch transformers trl peft accelerate flash-attn".split()
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc returns tensors to the system as soon as they are freed, so that the resident size is the memory in use."""
 
@@ -44,6 +49,16 @@ def peak_growth(run: Callable[[], Any]) -> int:
     return _status("VmHWM") - before
 
 
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """Return the most bytes of tensors on a GPU during `run`, weights included; on a CPU, what `peak_growth` does."""
+    if device.type == "cpu":
+        return peak_growth(run)
+    peak = CudaPeak(device)
+    peak.restart()
+    run()
+    return peak.read()
+
+
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
@@ -61,17 +76,37 @@ def in_fresh_process(script: str, arguments: Sequence[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def environment() -> dict[str, Any]:
-    """Return the versions of Python and the packages, and a description of the machine."""
-    import torch
+def command_line(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the options that give `args` these values again. True is a flag, and False is left out."""
+    options: list[str] = []
+    for name in names:
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is True:
+            options.append(option)
+        elif value is not False:
+            options += [option, str(value)]
+    return options
 
+
+def environment(device: str = "cpu", dtype: str = "float32") -> dict[str, Any]:
+    """Return the versions of Python and of the installed packages, and a description of the machine."""
     cpu = next(
         (line.split(":")[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.processor()
     )
+    card = torch.cuda.get_device_name() if device == "cuda" else cpu
+    threads = torch.get_num_threads()
     return {
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "machine": {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "dtype": "float32"},
+        "versions": {"python": platform.python_version()} | {n: v for n in PACKAGES if (v := version_of(n))},
+        "machine": {"cpu": card, "cores": os.cpu_count(), "threads": threads, "dtype": dtype, "device": device},
     }
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_info() -> list[str]:

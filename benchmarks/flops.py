@@ -32,10 +32,14 @@ class Workload:
         return self.image_tokens + self.text_tokens
 
     @property
+    def unique_tokens(self) -> int:
+        """Return the tokens of the prompt and of all completions."""
+        return self.prompt_tokens + self.num_generations * self.completion_tokens
+
+    @property
     def token_ratio(self) -> float:
         """rho = k (P + R) / (P + k R): language tokens of one row per completion over those of the shared row."""
-        k, prompt, completion = self.num_generations, self.prompt_tokens, self.completion_tokens
-        return k * (prompt + completion) / (prompt + k * completion)
+        return self.num_generations * (self.prompt_tokens + self.completion_tokens) / self.unique_tokens
 
     @property
     def image_grid(self) -> tuple[int, int]:
@@ -148,24 +152,19 @@ def dense_flops(config: Any, work: Workload, training: Training, vision_once: bo
 
 def shared_flops(config: Any, work: Workload, training: Training) -> Flops:
     """Compute the FLOPs of each token and each image once."""
-    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
-    pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
-    return _pass_flops(config, work, training, RowFlops(prefix + count * completion, pairs, count * completion))
+    return _pass_flops(config, work, training, _shared_row(work))
 
 
 def unique_flops(config: Any, work: Workload, training: Training) -> Flops:
     """Compute the FLOPs that the shared pass needs, without recomputation: those of a model FLOPs utilization (MFU)."""
-    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
-    pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
-    rows = RowFlops(prefix + count * completion, pairs, count * completion)
-    return _pass_flops(config, work, replace(training, gradient_checkpointing=False), rows, head_again=0)
+    return _pass_flops(config, work, replace(training, gradient_checkpointing=False), _shared_row(work), head_again=0)
 
 
 def floor_flops(config: Any, work: Workload, training: Training) -> Flops:
     """Compute the FLOPs of a row of P tokens and k rows of R tokens that do not see it, with logits computed once."""
     prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
     pairs = causal_pairs(prefix) + count * causal_pairs(completion)
-    rows = RowFlops(prefix + count * completion, pairs, count * completion)
+    rows = RowFlops(work.unique_tokens, pairs, count * completion)
     return _pass_flops(config, work, training, rows, head_again=0)
 
 
@@ -182,6 +181,13 @@ class RowFlops:
     pairs: float
     """Pairs of tokens that see each other."""
     scored: int
+
+
+def _shared_row(work: Workload) -> RowFlops:
+    """Return the sizes of the row in which each token is once, and completions see their prompt and themselves."""
+    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
+    pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
+    return RowFlops(work.unique_tokens, pairs, count * completion)
 
 
 def _pass_flops(

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
 import torch
 
-from benchmarks.common import markdown_table
+from benchmarks.common import environment, markdown_table
 from benchmarks.gpu_parts.bench import Bench
 
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +56,12 @@ def run_part(name: str, bench: Bench, directory: Path | None) -> dict[str, Any]:
     """Measure one part, print its table, and write its result after every row."""
     module, options = PARTS[name]
     part = importlib.import_module(f"benchmarks.gpu_parts.{module}")
-    result: dict[str, Any] = {"benchmark": f"gpu_{name}", **bench.environment(), "rows": []}
+    result: dict[str, Any] = {
+        "benchmark": f"gpu_{name}",
+        **environment(bench.device.type, bench.dtype),
+        "small": bench.small,
+        "rows": [],
+    }
     rows: Iterator[dict[str, Any]] = part.measure(bench, **options)
     for row in rows:
         print(json.dumps(row), file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +45,20 @@ def finish(result: dict[str, Any], table: str, arguments: argparse.Namespace) ->
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{arguments.docs}.json").write_text(text)
         update_page()
+
+
+def run_benchmark(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    measure_memory: Callable[[argparse.Namespace], int],
+    table: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure and report; in the fresh process of one side (`--memory-of`), print the bytes for `in_fresh_process`."""
+    if args.memory_of:
+        print(json.dumps(measure_memory(args)))
+        return
+    measured = measure(args)
+    finish(measured, table(measured), args)
 
 
 def update_page() -> None:

@@ -28,7 +28,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.sides import Setup
 from rl_vlm.model.loading import load_policy
 from rl_vlm.rollout.hf import HFEngine
-from rl_vlm.types import RolloutRequest, Sampling
+from rl_vlm.types import Prompt, RolloutRequest, Sampling
 
 SIDES = ("ours", "generate")
 
@@ -67,12 +67,7 @@ def generate_rollout(setup: Setup) -> Callable[[int], None]:
 
     model: Any = AutoModelForImageTextToText.from_pretrained(setup.checkpoint, attn_implementation="sdpa").eval()
     prompt = setup.group.group.prompt
-    inputs = {
-        "input_ids": prompt.token_ids[None],
-        "attention_mask": torch.ones_like(prompt.token_ids)[None],
-        **{name: values[None] for name, values in prompt.token_inputs.items()},
-        **prompt.mm_inputs,
-    }
+    inputs = generate_inputs(prompt)
 
     def run(num_tokens: int) -> None:
         output = model.generate(
@@ -86,6 +81,16 @@ def generate_rollout(setup: Setup) -> Callable[[int], None]:
         assert output.shape == (setup.work.num_generations, len(prompt.token_ids) + num_tokens)
 
     return run
+
+
+def generate_inputs(prompt: Prompt) -> dict[str, torch.Tensor]:
+    """Return the tensors that `model.generate` takes for a prompt."""
+    return {
+        "input_ids": prompt.token_ids[None],
+        "attention_mask": torch.ones_like(prompt.token_ids)[None],
+        **{name: values[None] for name, values in prompt.token_inputs.items()},
+        **prompt.mm_inputs,
+    }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,6 @@ growth of the resident size at its peak in a fresh process per side. docs/benchm
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
 from benchmarks.common import (
     alternate,
+    command_line,
     environment,
     in_fresh_process,
     markdown_table,
@@ -29,7 +29,7 @@ from benchmarks.common import (
 )
 from benchmarks.counting import counted_flops
 from benchmarks.flops import Training, Workload, dense_flops, floor_flops, shared_flops
-from benchmarks.report import finish, result_arguments
+from benchmarks.report import result_arguments, run_benchmark
 from benchmarks.shapes import LORA_R, SHAPES, model_config
 from benchmarks.sides import Setup, Side, differences, floor_side, own_side, trl_side
 
@@ -78,9 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory_arguments(args: argparse.Namespace, side: str) -> list[str]:
-    names = "num_generations image_tokens text_tokens completion_tokens beta shape".split()
-    options = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
-    return [*options, *(["--lora"] if args.lora else []), "--memory-of", side]
+    return [*command_line(args, WORKLOAD), "--memory-of", side]
 
 
 def measure_memory(args: argparse.Namespace) -> int:
@@ -161,12 +159,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    args = parse()
-    if args.memory_of:
-        print(json.dumps(measure_memory(args)))
-        return
-    measured = measure(args)
-    finish(measured, table(measured), args)
+    run_benchmark(parse(), measure, measure_memory, table)
 
 
 if __name__ == "__main__":

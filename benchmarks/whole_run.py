@@ -11,11 +11,10 @@ The first window of each warms up and is left out of times. docs/benchmarks.md e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
 import torch
 
-from benchmarks.common import environment, in_fresh_process, peak_growth
-from benchmarks.report import finish, result_arguments
+from benchmarks.common import command_line, environment, in_fresh_process, peak_bytes
+from benchmarks.report import result_arguments, run_benchmark
 from benchmarks.shapes import SHAPES
 from benchmarks.whole_run_sides import Case, Ours, Trl
 from benchmarks.whole_run_tables import SIDES, STAGES, whole_run_table
@@ -96,9 +95,7 @@ def progress(windows: list[dict[str, Any]]) -> str:
 
 
 def memory_arguments(args: argparse.Namespace, side: str) -> list[str]:
-    names = [name.replace("_", "-") for name in WORKLOAD if name != "gradient_checkpointing"]
-    options = [text for name in names for text in (f"--{name}", str(getattr(args, name.replace("-", "_"))))]
-    return [*options, *(["--gradient-checkpointing"] if args.gradient_checkpointing else []), "--memory-of", side]
+    return [*command_line(args, WORKLOAD), "--memory-of", side]
 
 
 def measure_memory(args: argparse.Namespace) -> int:
@@ -110,25 +107,14 @@ def measure_memory(args: argparse.Namespace) -> int:
             for _ in range(2):
                 side.window()
 
-        peak = peak_growth(run) if args.device == "cpu" else allocated_peak(run)
+        peak = peak_bytes(run, torch.device(args.device))
         side.close()
         return peak
-
-
-def allocated_peak(run: Callable[[], None]) -> int:
-    """Return the most bytes that tensors on the GPU take during `run`, weights included."""
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated()
 
 
 def result(args: argparse.Namespace, windows: list[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
     totals = {name: [sum(window[name][0].values()) for window in windows] for name in SIDES}
     timed = list(zip(totals["trl"], totals["ours"], strict=True))[1:]
-    found = environment()
-    found["machine"] |= {"dtype": args.dtype, "device": args.device}
-    if args.device == "cuda":
-        found["machine"]["cpu"] = torch.cuda.get_device_name()
     return {
         "benchmark": "whole_run",
         "peer": args.peer,
@@ -139,7 +125,7 @@ def result(args: argparse.Namespace, windows: list[dict[str, Any]], memory: dict
         "reward": {name: [window[name][1]["reward"] for window in windows] for name in SIDES},
         "equal_rewards": {name: [window[name][1]["frac_reward_zero_std"] for window in windows] for name in SIDES},
         "peak_memory_bytes": memory,
-        **found,
+        **environment(args.device, args.dtype),
     }
 
 
@@ -164,11 +150,7 @@ def main() -> None:
     args = parse()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides use a GPU if they see one
-    if args.memory_of:
-        print(json.dumps(measure_memory(args)))
-        return
-    measured = measure(args)
-    finish(measured, table(measured), args)
+    run_benchmark(args, measure, measure_memory, table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from benchmarks.gpu_parts.bench import Bench, version_of
+from benchmarks.common import version_of
+from benchmarks.gpu_parts.bench import Bench
 from rl_vlm.model.shared_prefix import RowLayout, block_attention, shared_attention
 
 HEAD = ("heads", "row", "way", "forward_ms", "forward_backward_ms", "mask_ms", "first_call_s", "compilations")

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import peak_bytes
 from benchmarks.flops import Training, Workload
 from benchmarks.gpu_parts.bench import Bench
-from benchmarks.gpu_parts.training_pass import accumulate, free
+from benchmarks.gpu_parts.training_pass import accumulate
 from benchmarks.shapes import SHAPES, make_group
 from benchmarks.sides import Setup
 from benchmarks.training_phase import trainer_of
 from rl_vlm.memory.allocator import EXPANDABLE
+from rl_vlm.memory.recovery import free_memory
 from rl_vlm.plan.auto import this_card
 from rl_vlm.plan.build import Hardware, Model, plan_memory, read_config, traced_model
 from rl_vlm.plan.engines import ENGINES
@@ -35,7 +37,7 @@ BUDGETS = (4096, 8192, 16384, 32768, 65536, 131072)
 def measure(bench: Bench, expandable: bool) -> Iterator[dict[str, Any]]:
     """Yield a row for each budget. One that does not fit is lowered, and its row says to what."""
     if bench.on_gpu:
-        free()
+        free_memory()
         torch.cuda.memory._set_allocator_settings(EXPANDABLE if expandable else "expandable_segments:False")
     shape, budgets = (SHAPES["toy"], (128, 256)) if bench.small else (SHAPES["3b"], BUDGETS)
     work = Workload(24, 20, 16, 2) if bench.small else Workload(completion_tokens=800)
@@ -55,12 +57,12 @@ def measure(bench: Bench, expandable: bool) -> Iterator[dict[str, Any]]:
 
 def figures(bench: Bench, setup: Setup, trainer: Trainer, model: Model, budget: int) -> dict[str, Any]:
     """Measure passes over groups of twice the budget."""
-    free()
+    free_memory()
     trainer.progress.micro_batch_tokens = budget
     groups = random_groups(setup, 2 * budget)
     accumulate(trainer, groups)  # warms up, and finds what fits
     fitting = trainer.progress.micro_batch_tokens
-    peak = bench.peak_bytes(lambda: accumulate(trainer, groups))
+    peak = peak_bytes(lambda: accumulate(trainer, groups), bench.device)
     reserved = torch.cuda.max_memory_reserved(bench.device) if bench.on_gpu else None
     config = trainer.config.model_copy(deep=True)
     config.memory.micro_batch_tokens = fitting
@@ -84,5 +86,5 @@ def random_groups(setup: Setup, tokens: int) -> list[ScoredGroup]:
         length = draw.randint(1, setup.work.completion_tokens)
         work = replace(setup.work, completion_tokens=length)
         groups.append(make_group(replace(setup.group.group.prompt), work, seed=len(groups)))
-        made += work.prompt_tokens + work.num_generations * length
+        made += work.unique_tokens
     return groups

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
 from benchmarks.flops import Training, Workload
 from benchmarks.gpu_parts.bench import Bench
+from benchmarks.rollout import generate_inputs
 from benchmarks.shapes import SHAPES
 from benchmarks.sides import Setup
 from rl_vlm.model.policy import Policy
@@ -66,15 +66,8 @@ def engine_rollout(setup: Setup, policy: Policy, completions: int) -> Rollout:
 
 def generate_rollout(setup: Setup, policy: Policy, completions: int, way: dict[str, Any]) -> Rollout:
     """Return the same by `model.generate`, which prefills each completion."""
-    prompt = setup.group.group.prompt
     model: Any = policy.transformer
-    inputs = {
-        "input_ids": prompt.token_ids[None],
-        "attention_mask": torch.ones_like(prompt.token_ids)[None],
-        **{name: values[None] for name, values in prompt.token_inputs.items()},
-        **prompt.mm_inputs,
-    }
-    inputs = {name: values.to(setup.device) for name, values in inputs.items()}
+    inputs = {name: values.to(setup.device) for name, values in generate_inputs(setup.group.group.prompt).items()}
     sampling = {"do_sample": True, "top_k": 0, "num_return_sequences": completions, "eos_token_id": None}
 
     def run(num_tokens: int) -> None:

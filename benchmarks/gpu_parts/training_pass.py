@@ -7,7 +7,6 @@ by their names. The device is idle in what is left of the time.
 
 from __future__ import annotations
 
-import gc
 import re
 import tempfile
 from collections import Counter
@@ -17,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import profile
 
+from benchmarks.common import peak_bytes, version_of
 from benchmarks.flops import Training, Workload, unique_flops
-from benchmarks.gpu_parts.bench import Bench, version_of
+from benchmarks.gpu_parts.bench import Bench
 from benchmarks.shapes import SHAPES, make_group, model_config
 from benchmarks.sides import Setup, floor_side, trl_side
 from benchmarks.training_phase import trainer_of, window_of
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.memory.recovery import is_out_of_memory
+from rl_vlm.memory.recovery import free_memory, is_out_of_memory
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup, Sharing
 
@@ -65,9 +64,9 @@ def measure(bench: Bench, model: str) -> Iterator[dict[str, Any]]:
 
 def own_rows(bench: Bench, setup: Setup, sides: Sequence[Sharing]) -> Iterator[dict[str, Any]]:
     """Yield the rows of shared and dense rows, and where the time of shared rows goes."""
-    free()
+    free_memory()
     trainer = make_trainer(setup)
-    groups = [new_group(setup, seed) for seed in range(max(2, MOST_TOKENS // unique_tokens(setup.work)))]
+    groups = [new_group(setup, seed) for seed in range(max(2, MOST_TOKENS // setup.work.unique_tokens))]
     groups = groups[:2] if bench.small else groups
     for sharing in sides:
         trainer.sharing = sharing
@@ -83,7 +82,7 @@ def other_rows(bench: Bench, setup: Setup) -> Iterator[dict[str, Any]]:
     recomputed = replace(setup, training=replace(setup.training, gradient_checkpointing=True))
     for name in ("floor", *(["trl"] if version_of("trl") else [])):
         for tried, note in ((setup, None), (recomputed, "with gradient checkpointing")):
-            free()
+            free_memory()
             found = figures_of_other(bench, tried, name)
             if found is not None:
                 yield {"side": name, "note": note} | found
@@ -101,10 +100,6 @@ def figures_of_other(bench: Bench, setup: Setup, name: str) -> dict[str, Any] | 
         if not is_out_of_memory(error):
             raise
         return None
-
-
-def unique_tokens(work: Workload) -> int:
-    return work.prompt_tokens + work.num_generations * work.completion_tokens
 
 
 def make_trainer(setup: Setup) -> Trainer:
@@ -133,10 +128,10 @@ def figures(bench: Bench, setup: Setup, run: Callable[[], Any], num_groups: int)
     flops = unique_flops(model_config(setup.shape), work, setup.training)
     return {
         "ms_per_group": 1e3 * seconds,
-        "unique_tokens_per_s": unique_tokens(work) / seconds,
+        "unique_tokens_per_s": work.unique_tokens / seconds,
         "mfu": bench.utilization(flops.total, seconds),
         "mfu_language": bench.utilization(flops.language + flops.head, seconds),
-        "peak_gib": bench.peak_bytes(run) / 2**30,
+        "peak_gib": peak_bytes(run, bench.device) / 2**30,
     }
 
 
@@ -155,10 +150,3 @@ def kernel_shares(bench: Bench, run: Callable[[], Any]) -> str:
 
 def kind_of(kernel: str) -> str:
     return next((kind for kind, names in KERNELS.items() if re.search(names, kernel.lower())), "others")
-
-
-def free() -> None:
-    """Free what the last side held."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
