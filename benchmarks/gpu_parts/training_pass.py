@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch.profiler import profile
 
@@ -26,6 +27,7 @@ from benchmarks.sides import Setup, floor_side, trl_side
 from benchmarks.training_phase import trainer_of, window_of
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.memory.recovery import free_memory, is_out_of_memory
+from rl_vlm.model import policy
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup, Sharing
 
@@ -40,6 +42,8 @@ COMPARED = 800
 """Length of completions at which all sides are measured; at others shared rows alone."""
 MOST_TOKENS = 2**15
 """Unique tokens of a pass, and the budget that is tried first. It is halved while the card has no room."""
+LARGER_CHUNKS = (2**27, 2**28, 2**29)
+"""Logits that the LM head computes at once, beside its default."""
 KERNELS = {
     "attention": r"flex|flash|fmha|attention|scaled_dot_product",
     "matrix products": r"gemm|cutlass|cublas|nvjet|wgmma|::addmm|::mm|::bmm",
@@ -59,6 +63,7 @@ def measure(bench: Bench, model: str) -> Iterator[dict[str, Any]]:
             compares = bench.small or work.completion_tokens == COMPARED
             yield from (named | row for row in own_rows(bench, setup, ("shared", "dense") if compares else ("shared",)))
             if compares:
+                yield from (named | row for row in larger_chunk_rows(bench, setup))
                 yield from (named | row for row in other_rows(bench, setup))
 
 
@@ -75,6 +80,14 @@ def own_rows(bench: Bench, setup: Setup, sides: Sequence[Sharing]) -> Iterator[d
         row = {"side": sharing} | figures(bench, setup, run, len(groups))
         row["micro_batch_tokens"] = trainer.progress.micro_batch_tokens
         yield row | ({"kernels": kernel_shares(bench, run)} if sharing == "shared" else {})
+
+
+def larger_chunk_rows(bench: Bench, setup: Setup) -> Iterator[dict[str, Any]]:
+    """Yield the rows of shared rows whose LM head computes more logits at once."""
+    for elements in LARGER_CHUNKS:
+        with mock.patch.object(policy, "HEAD_CHUNK_ELEMENTS", elements):
+            for row in own_rows(bench, setup, ("shared",)):
+                yield row | {"note": f"LM head in chunks of {elements / 2**20:.0f} Mi logits"}
 
 
 def other_rows(bench: Bench, setup: Setup) -> Iterator[dict[str, Any]]:

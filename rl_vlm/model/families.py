@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
+from packaging.version import Version
 from torch import Tensor
 
 from rl_vlm.errors import ModelError
@@ -82,6 +84,13 @@ class Family:
     """Whether some layers carry a state from token to token, so that completions in one row would affect each other."""
     unshardable: str | None = None
     """Why ranks cannot shard its weights, if some rows call other modules than others."""
+    since: str | None = None
+    """The first version of transformers whose model is right, if not every supported one is."""
+
+    @property
+    def is_available(self) -> bool:
+        """Return whether the model of the installed transformers is right."""
+        return self.since is None or Version(version("transformers")) >= Version(self.since)
 
     @property
     def vision_prefixes(self) -> tuple[str, ...]:
@@ -158,29 +167,37 @@ FAMILIES: dict[str, Family] = {
         Family(
             "mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True,
             unshardable="rows without images skip its cross-attention layers",
+            since="5.19",  # 5.17 needs cross-attention masks of all tokens
         ),
         Family("qwen3_5", ("model.visual",), hybrid=True, **MROPE),
         Family("qwen3_5_moe", ("model.visual",), hybrid=True, **MROPE),
         Family("lfm2_vl", TOWER, hybrid=True, unshardable=PROJECTOR_PER_IMAGE),
         Family(
-            "minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE
+            "minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE,
+            since="5.19",  # before, all images of a prompt must have one size
         ),
         Family(
             "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE,
-            prompt_positions=canvas_positions,
+            prompt_positions=canvas_positions, since="5.19",
         ),
     )
 }  # fmt: skip
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the row for a model's config. Raises ModelError if the family is not in the table."""
+    """Return the row for a model's config.
+
+    Raises ModelError if the family is not in the table, or if the installed transformers is too old for it.
+    """
     if config.model_type not in FAMILIES:
         raise ModelError(
             f"model_type {config.model_type!r} is not supported; supported families: {', '.join(sorted(FAMILIES))}. "
             "A family must be checked before it shares prefixes, or its log-probs may be silently wrong."
         )
-    return FAMILIES[config.model_type]
+    family = FAMILIES[config.model_type]
+    if not family.is_available:
+        raise ModelError(f"{family.model_type} needs transformers {family.since}; {version('transformers')} is here")
+    return family
 
 
 def stop_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:

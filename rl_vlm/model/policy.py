@@ -181,10 +181,12 @@ class Policy(nn.Module):
     ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
         """Compute log-probs of `targets` and entropies, in fp32. Each chunk's logits are recomputed in backward.
 
-        The random state is not restored for that, which would take away what a reward function draws meanwhile.
+        The head's weights are cast to the compute dtype once for all chunks. The random state is not restored for the
+        recomputation, which would take away what a reward function draws meanwhile.
         """
-        head: Any = self.transformer.get_output_embeddings()
-        chunk_size = max(1, HEAD_CHUNK_ELEMENTS // head.weight.shape[0])
+        module: Any = self.transformer.get_output_embeddings()
+        head = head_function(module, None if self.compute_dtype == torch.float32 else self.compute_dtype)
+        chunk_size = max(1, HEAD_CHUNK_ELEMENTS // module.weight.shape[0])
         banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), hidden.device)
         scores = [
             checkpoint(self.chunk_logprobs, head, h, t, banned, use_reentrant=False, preserve_rng_state=False)
@@ -193,10 +195,12 @@ class Policy(nn.Module):
         logprobs, entropies = zip(*scores, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def chunk_logprobs(self, head: nn.Module, hidden: Tensor, targets: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk_logprobs(
+        self, head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, banned: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropies under the sampling distribution: after temperature and token bans."""
         with self.autocast():
-            logits = self.family.final_logits(head_logits(head, hidden), self.transformer.config)
+            logits = self.family.final_logits(head(hidden), self.transformer.config)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.temperature == 1 else logits / self.temperature
         logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
@@ -218,13 +222,39 @@ class Policy(nn.Module):
         self.counters["dense_tokens"] += dense
 
 
-def head_logits(head: Any, hidden: Tensor) -> Tensor:
-    """Apply the LM head.
+def head_function(head: Any, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+    """Return the LM head as a function of hidden states; a plain one computes in `dtype`, if given.
 
     A plain one is not called as a module: ranks that shard it have unlike numbers of chunks, and must call modules
     equally often.
     """
-    return F.linear(hidden, head.weight, head.bias) if is_plain_head(head) else head(hidden)
+    if not is_plain_head(head):
+        return head
+    if dtype is None or head.weight.dtype == dtype:
+        return lambda hidden: F.linear(hidden, head.weight, head.bias)
+    cast, bias = head.weight.detach().to(dtype), 0 if head.bias is None else head.bias.to(dtype)
+    return lambda hidden: CastLinear.apply(hidden.to(dtype), head.weight, cast) + bias
+
+
+class CastLinear(torch.autograd.Function):
+    """The product of states and weights that were cast before.
+
+    Each product's gradient is cast back before gradients are added, as under autocast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, cast)
+        ctx.dtype = weight.dtype
+        return F.linear(hidden, cast)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, cast = ctx.saved_tensors
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        (gradient,) = gradients
+        of_hidden = gradient @ cast if needs_hidden else None
+        return of_hidden, (gradient.T @ hidden).to(ctx.dtype) if needs_weight else None, None
 
 
 def is_plain_head(head: Any) -> bool:

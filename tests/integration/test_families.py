@@ -20,7 +20,7 @@ from tests.helpers.builders import make_policy
 from tests.helpers.family_parity import Parity, case_groups, cases, measure, scores
 from tests.helpers.stock import generate_with_transformers, stock_logprobs
 from tests.helpers.wrong_rows import WRONG_ROWS, effect
-from tests.tiny.build import TINY_FAMILIES
+from tests.tiny.build import ALL_FAMILIES, TINY_FAMILIES
 
 FP32_ROUNDING = {
     "gemma4": 5e-5,
@@ -70,8 +70,8 @@ def policy(checkpoint: Path) -> Policy:
 
 def test_every_family_of_the_table_is_built_here() -> None:
     forms = {"llava_pixtral": "llava", "paligemma2": "paligemma"}
-    model_types = {forms.get(name, name.split("_bidirectional")[0].removesuffix("_moe")) for name in TINY_FAMILIES}
-    model_types |= {name for name in TINY_FAMILIES if name in FAMILIES}
+    model_types = {forms.get(name, name.split("_bidirectional")[0].removesuffix("_moe")) for name in ALL_FAMILIES}
+    model_types |= {name for name in ALL_FAMILIES if name in FAMILIES}
     assert {name.removesuffix("_moe") for name in FAMILIES} <= model_types
     assert FAMILIES.keys() <= model_types
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.model.families import FAMILIES
 from rl_vlm.tiny import build
 from rl_vlm.tiny.family import TinyFamily
 from rl_vlm.tiny.qwen import QWEN
@@ -21,9 +22,13 @@ from tests.tiny.mllama import MLLAMA
 from tests.tiny.ocr import OCR
 from tests.tiny.tiles import TILES
 
-TINY_FAMILIES: dict[str, TinyFamily] = {
+ALL_FAMILIES: dict[str, TinyFamily] = {
     **QWEN, **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID
 }  # fmt: skip
+TINY_FAMILIES = {
+    name: family for name, family in ALL_FAMILIES.items() if name not in FAMILIES or FAMILIES[name].is_available
+}
+"""All that the installed transformers has."""
 
 CACHE = "RL_VLM_TINY_CHECKPOINTS"
 """Environment variable with the folder of the checkpoints that this test run has built."""

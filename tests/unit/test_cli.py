@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,7 @@ def test_the_modules_run_the_same_commands(module, name, config, capsys, monkeyp
     assert capsys.readouterr().err.startswith(f"rl-vlm {name} {config} failed:")
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
 def test_serve_hands_on_the_words_of_the_trainer(config, monkeypatch):
     seen = []
     monkeypatch.setattr(serve, "serve", lambda *arguments: seen.append(arguments))

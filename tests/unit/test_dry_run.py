@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,7 @@ def test_parquet_and_saved_data_are_opened(capsys):
     )
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
 def test_servers_need_only_their_model(capsys):
     assert cli.main(["serve", "run.yaml", "--dry-run", "dataset_name=null", "eval_dataset_name=null"]) == 0
     assert problem(capsys, "model_name_or_path=./nowhere", command="serve").startswith("model.model_name_or_path")

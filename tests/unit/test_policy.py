@@ -1,6 +1,6 @@
 from math import log
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.model.policy import Policy, head_logits
+from rl_vlm.model.policy import Policy
 
 BANNED = [2, 4]
 
@@ -86,9 +86,43 @@ def test_the_head_in_chunks_is_the_head(monkeypatch, rows_per_chunk):
 
 def watch_head(monkeypatch, watcher):
     """Call `watcher` with the hidden states of every chunk."""
+    linear = torch.nn.functional.linear
     monkeypatch.setattr(
-        policy_module, "head_logits", lambda head, hidden: (watcher(hidden), head_logits(head, hidden))[1]
+        policy_module.F, "linear", lambda hidden, *weights: (watcher(hidden), linear(hidden, *weights))[1]
     )
+
+
+def test_the_heads_weights_are_cast_once(monkeypatch):
+    policy = make_policy(vocabulary=11, dtype=torch.bfloat16)
+    weights = []
+    monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", 11)  # one token at once
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(policy_module.F, "linear", lambda hidden, w: (weights.append(w), linear(hidden, w))[1])
+    logprobs, _ = policy.logprobs(torch.randn(3, 11, requires_grad=True), torch.tensor([0, 1, 3]))
+    logprobs.sum().backward()
+    assert len(weights) == 6  # each chunk again in the backward pass
+    assert {(w.data_ptr(), w.dtype) for w in weights} == {(weights[0].data_ptr(), torch.bfloat16)}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_gradients_of_many_chunks_are_not_added_in_bfloat16(monkeypatch, trained):
+    hidden = torch.randn(1024, 11).bfloat16().float()
+    targets, weighting = torch.randint(5, 11, (1024,)), torch.randn(1024)
+
+    def gradients(dtype, elements) -> list[Any]:
+        policy = make_policy(vocabulary=11, dtype=dtype)
+        policy.model.head.requires_grad_(trained)
+        monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", elements)
+        states = hidden.clone().requires_grad_()
+        (policy.logprobs(states, targets)[0] * weighting).sum().backward()
+        return [states.grad, policy.model.head.weight.grad]
+
+    exact = gradients(torch.float32, 2**26)
+    in_chunks, at_once = gradients(torch.bfloat16, 11), gradients(torch.bfloat16, 2**26)
+    assert (in_chunks[1] is not None) == trained
+    for chunks, whole, reference in zip(in_chunks, at_once, exact, strict=True):
+        if chunks is not None:
+            assert (chunks - reference).norm() <= 1.1 * (whole - reference).norm() <= 0.02 * reference.norm()
 
 
 def test_the_backward_pass_takes_back_no_random_numbers(monkeypatch):
