@@ -31,7 +31,7 @@ check: $(INSTALLED)  ## Lint, formatting and types
 
 lock: $(INSTALLED)  ## Recompile requirements/dev.txt
 	$(BIN)/uv pip compile --universal --python-version 3.11 --custom-compile-command "make lock" \
-		--override requirements/overrides.txt pyproject.toml --extra dev --extra quickstart --extra bitsandbytes requirements/dev.in --output-file requirements/dev.txt
+		--override requirements/overrides.txt pyproject.toml --extra dev --extra quickstart --extra bitsandbytes --extra rewards requirements/dev.in --output-file requirements/dev.txt
 
 $(INSTALLED): requirements/dev.txt requirements/overrides.txt pyproject.toml
 	$(PYTHON) -m venv .venv

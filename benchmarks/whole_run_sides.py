@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 from benchmarks.shapes import SHAPES, build_checkpoint
 from benchmarks.sides import head_on_completions_only
 from examples.digits import digits
-from rewards.exact_match import exact_match
-from rewards.format_tags import format_tags
+from rewards.answers.exact_match import exact_match
+from rewards.formats.format_tags import format_tags
 from rewards.text import completion_text
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder, load_processor

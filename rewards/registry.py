@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rewards.choice import choice
+from rewards.answers.choice import choice
+from rewards.answers.exact_match import exact_match
+from rewards.answers.numeric import numeric
 from rewards.contract import RewardFunction
-from rewards.exact_match import exact_match
-from rewards.format_tags import format_tags
-from rewards.numeric import numeric
+from rewards.formats.format_tags import format_tags
 
 BUILT_INS: dict[str, RewardFunction] = {
     "choice": choice,
@@ -14,3 +14,9 @@ BUILT_INS: dict[str, RewardFunction] = {
     "format_tags": format_tags,
     "numeric": numeric,
 }
+
+PACKAGES: dict[str, tuple[str, ...]] = {}
+"""Packages of the extra `rl-vlm[rewards]` that a function imports when it is called, by the names of their modules."""
+
+TIMEOUTS: dict[str, float] = {}
+"""Timeouts in seconds of functions that run in a worker process, if the run does not set another."""

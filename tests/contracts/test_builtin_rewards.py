@@ -8,16 +8,18 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from rewards.answers.exact_match import exact_match
 from rewards.contract import Fault
-from rewards.exact_match import exact_match
 from rewards.registry import BUILT_INS
+from tests.helpers.reward_tables import PAGE, stated_scores
 
-GOLD = {
-    "choice": ("<answer>(B) a dog</answer>", "B"),
-    "exact_match": ("<answer>a red car</answer>", "a red car"),
-    "format_tags": ("<answer>7</answer>", None),
-    "numeric": ("<answer>1,200.50</answer>", "1200.5"),
-}
+GOLD = {stated.function: stated for stated in reversed(list(stated_scores(PAGE.read_text())))}
+"""The first row of each function's table in docs/rewards.md, whose score is its maximum."""
+NEEDS_SOLUTION = sorted(name for name, f in BUILT_INS.items() if "solution" in inspect.signature(f).parameters)
+TEXT_SOLUTION = ["choice", "exact_match", "numeric"]
+"""Functions whose solution is text, a number or a bool."""
+COLUMNS = ()
+"""Other arguments of a call that a built-in reads: columns of rows, or what every call offers."""
 WRONG = [
     "",
     " ",
@@ -30,30 +32,22 @@ WRONG = [
 ]
 
 
-def columns(name: str, solutions: list) -> dict:
-    return {"solution": solutions} if "solution" in inspect.signature(BUILT_INS[name]).parameters else {}
+def columns_and_settings(name: str, count: int) -> dict:
+    """The columns of the gold answer for `count` completions, and its settings."""
+    known = inspect.signature(BUILT_INS[name]).parameters
+    stated = GOLD[name].arguments.items()
+    return {key: value if known[key].kind is known[key].KEYWORD_ONLY else [value] * count for key, value in stated}
 
 
-def test_every_built_in_has_a_gold_answer_here():
-    assert sorted(GOLD) == sorted(BUILT_INS)
-
-
-@pytest.mark.parametrize("name", BUILT_INS)
-def test_the_gold_answer_scores_one(name):
-    text, solution = GOLD[name]
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        assert BUILT_INS[name]([completion], **columns(name, [solution])) == [1.0]
-
-
-@pytest.mark.parametrize("name", BUILT_INS)
+@pytest.mark.parametrize("name", NEEDS_SOLUTION)
 def test_no_answer_scores_zero(name):
-    _, solution = GOLD[name]
-    assert BUILT_INS[name](WRONG, **columns(name, [solution] * len(WRONG))) == [0.0] * len(WRONG)
+    assert BUILT_INS[name](WRONG, **columns_and_settings(name, len(WRONG))) == [0.0] * len(WRONG)
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"format_tags"}))
+@pytest.mark.parametrize("name", NEEDS_SOLUTION)
 def test_no_solution_means_does_not_apply(name):
-    assert BUILT_INS[name]([GOLD[name][0]], solution=[None]) == [None]
+    arguments = columns_and_settings(name, 1) | {"solution": [None]}
+    assert BUILT_INS[name]([GOLD[name].completion], **arguments) == [None]
 
 
 @pytest.mark.parametrize("name", BUILT_INS)
@@ -61,7 +55,7 @@ def test_settings_are_keyword_only_with_defaults_and_everything_is_named(name):
     function = BUILT_INS[name]
     assert function.__name__ == name
     for parameter in list(inspect.signature(function).parameters.values()):
-        is_setting = parameter.name not in ("completions", "solution")
+        is_setting = parameter.name not in ("completions", "solution", *COLUMNS)
         assert parameter.kind is (parameter.KEYWORD_ONLY if is_setting else parameter.POSITIONAL_OR_KEYWORD)
         assert is_setting == (parameter.default is not parameter.empty)
 
@@ -74,18 +68,18 @@ def test_the_package_imports_no_torch():
 
 
 @pytest.mark.parametrize("solution", [["7"], {"answer": "7"}, b"7", ("7",), np.array(["7"]), object()])
-@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"format_tags"}))
+@pytest.mark.parametrize("name", TEXT_SOLUTION)
 def test_a_solution_that_nothing_can_equal_is_a_fault_of_its_completion(name, solution):
-    text, gold = GOLD[name]
+    text, gold = GOLD[name].completion, GOLD[name].arguments["solution"]
     first, second = BUILT_INS[name]([text, text], solution=[solution, gold])
     kind = type(solution).__name__
     assert first == Fault("type", f"`solution` is a {kind}; only text, a number or a bool can be compared")
     assert second == 1.0
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_INS) - {"format_tags"}))
+@pytest.mark.parametrize("name", TEXT_SOLUTION)
 def test_nan_is_no_solution(name):
-    assert BUILT_INS[name]([GOLD[name][0]] * 2, solution=[float("nan"), np.float32("nan")]) == [None, None]
+    assert BUILT_INS[name]([GOLD[name].completion] * 2, solution=[float("nan"), np.float32("nan")]) == [None, None]
 
 
 def test_numbers_and_bools_are_solutions():

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import rewards
-from rewards.exact_match import exact_match
+from rewards.answers.exact_match import exact_match
 from rewards.registry import BUILT_INS
 from rl_vlm import functions
 from rl_vlm.functions import LoadError

@@ -1,6 +1,6 @@
 import pytest
 
-from rewards.format_tags import format_tags
+from rewards.formats.format_tags import format_tags
 
 THINK = ["think", "answer"]
 

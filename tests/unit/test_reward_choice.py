@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from rewards.choice import choice, named_option
+from rewards.answers.choice import choice, named_option
 
 
 @pytest.mark.parametrize(

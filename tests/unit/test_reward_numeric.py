@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from rewards.numeric import numeric, parse_quantity
+from rewards.answers.numeric import numeric, parse_quantity
 
 
 @pytest.mark.parametrize(

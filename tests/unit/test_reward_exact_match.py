@@ -1,6 +1,6 @@
 import pytest
 
-from rewards.exact_match import exact_match
+from rewards.answers.exact_match import exact_match
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Built-in reward functions score as the tables of docs/rewards.md say, in both forms of a completion."""
+
+import inspect
+
+import pytest
+
+from rewards.calling import Call
+from rewards.contract import Fault
+from rewards.registry import BUILT_INS
+from tests.helpers.reward_tables import PAGE, StatedScore, stated_scores
+
+SCORES = list(stated_scores(PAGE.read_text()))
+
+
+@pytest.mark.parametrize("stated", SCORES, ids=str)
+def test_a_completion_scores_as_the_page_says(stated: StatedScore) -> None:
+    for completion in (stated.completion, [{"role": "assistant", "content": stated.completion}]):
+        (score,) = (
+            Call(BUILT_INS[stated.function], {"completions": [completion], **arguments(stated)}, 1).answer().scores
+        )
+        if stated.score == "fault":
+            assert isinstance(score, Fault)
+        elif stated.score == "does not apply":
+            assert score is None
+        else:
+            assert score == pytest.approx(float(stated.score), abs=5e-4)
+
+
+def arguments(stated: StatedScore) -> dict[str, object]:
+    """Columns have one entry per completion, and settings do not. A column that the row leaves out is None."""
+    settings = {
+        name for name, p in inspect.signature(BUILT_INS[stated.function]).parameters.items() if p.kind is p.KEYWORD_ONLY
+    }
+    return {name: value if name in settings else [value] for name, value in stated.arguments.items()}
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_every_function_has_a_table_with_its_maximum_and_exploits(name: str) -> None:
+    mine = [stated for stated in SCORES if stated.function == name]
+    assert mine[0].score == "1.0", "the first row is a gold answer"
+    assert len(mine) >= 5
+    assert any(stated.completion == "" for stated in mine), "an empty completion is the first thing that a policy tries"
