@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.training_phase import make_trainer, window_of
 from benchmarks.training_phase import train as train_on
+from rl_vlm.config.schema import TrainConfig
+from rl_vlm.distributed.optim import build_optimizer
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.run import train
 from tests.helpers.builders import make_groups, noise_image
@@ -52,3 +54,22 @@ def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
     places = {Path(each.filename) for each in found if "synchroniz" in str(each.message)}
     assert {path.name for path in places if "rl_vlm" in path.parts} <= {"metrics.py", "types.py"}  # after all of them
+
+
+def test_updates_are_those_of_adamw_with_weight_decay_of_matrices_alone() -> None:
+    """PyTorch's plain loop on the CPU is the reference; here the kernel is fused."""
+    train_config = TrainConfig(learning_rate=0.01, weight_decay=0.5)
+    shapes, random = [(64, 32), (32,)], torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=random) for shape in shapes]
+    ours, plain = ([torch.nn.Parameter(w.clone().to(d)) for w in start] for d in ("cuda", "cpu"))
+    groups = [{"params": plain[:1], "weight_decay": 0.5}, {"params": plain[1:], "weight_decay": 0.0}]
+    expected = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8, foreach=False)
+    optimizer = build_optimizer(ours, train_config)
+    for _ in range(5):
+        for mine, other in zip(ours, plain, strict=True):
+            other.grad = torch.randn(other.shape, generator=random)
+            mine.grad = other.grad.to(mine.device)
+        optimizer.step()
+        expected.step()
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), other.detach(), rtol=1e-6, atol=1e-6)

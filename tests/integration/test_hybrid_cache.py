@@ -8,10 +8,11 @@ import torch
 from rl_vlm.model.policy import Policy
 from tests.helpers.builders import make_groups, make_policy, whole
 from tests.helpers.family_parity import CASES, cases
+from tests.tiny.build import TINY_FAMILIES
 from tests.tiny.hybrid import HYBRID
 
 
-@pytest.fixture(scope="module", params=sorted(HYBRID))
+@pytest.fixture(scope="module", params=sorted(HYBRID.keys() & TINY_FAMILIES.keys()))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

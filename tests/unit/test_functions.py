@@ -28,6 +28,7 @@ THRESHOLD = 3
 def folder(tmp_path, monkeypatch):
     """A working directory with a reward file and a module that it imports."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)  # of another test's folder
     (tmp_path / "my_reward.py").write_text(SOURCE)
     (tmp_path / "neighbour.py").write_text("LIMIT = 5")
     yield tmp_path
