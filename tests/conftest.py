@@ -1,5 +1,6 @@
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -16,3 +17,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def path_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back folders that a test adds to the module path, as loading a user's function does."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
