@@ -278,16 +278,14 @@ class Trainer:
         if quantile == 1.0:
             return None
         outputs = self.outputs("entropy", self.policy, self.contributing(groups), self.sharing, spare=groups[0])
-        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch).cpu()] for batch, o in outputs])
+        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)] for batch, o in outputs])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 
     def trained_tokens(self, batch: MicroBatch) -> Tensor:
-        """Return a mask of shape (N, T) of the tokens in the loss."""
+        """Return a mask of shape (N, T) of the tokens in the loss, on the host."""
         mask_truncated = self.config.algorithm.mask_truncated_completions
         trains = torch.cat([trained_completions(s.scored, mask_truncated)[s.members] for s in batch.subgroups])
-        return to_device(
-            length_mask([len(c.token_ids) for c in batch.completions]) & trains[:, None], self.ranks.device
-        )
+        return length_mask([len(c.token_ids) for c in batch.completions]) & trains[:, None]
 
     def loss(
         self, batch: MicroBatch, output: PolicyOutput, denominators: Denominators, threshold: float | None
@@ -304,7 +302,7 @@ class Trainer:
             old_logprobs_NT=stored_logprobs(batch, "old_logprobs", device),
             ref_logprobs_NT=stored_logprobs(batch, "ref_logprobs", device),
             advantages_N=to_device(torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups]), device),
-            mask_NT=self.trained_tokens(batch),
+            mask_NT=to_device(self.trained_tokens(batch), device),
             entropies_NT=output.entropies_NT,
             entropy_threshold=threshold,
             generator_logprobs_NT=generator_logprobs_NT,
