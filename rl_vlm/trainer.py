@@ -240,8 +240,7 @@ class Trainer:
             if keep and not batch.is_dummy:
                 outputs.append((batch, to_host(output.logprobs_NT.detach())))
         synchronize(self.ranks.device)  # once for all: a wait in a micro-batch would leave a GPU idle
-        for found in sums:
-            metrics.add_loss_metrics(found)
+        metrics.add_loss_metrics(sums)
         if not strategy.is_sharded:  # shards make ranks wait in every micro-batch
             seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")

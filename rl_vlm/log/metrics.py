@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from rl_vlm.algorithm.advantages import reward_std
-from rl_vlm.algorithm.losses import MetricExtreme
+from rl_vlm.algorithm.losses import LossMetrics, MetricSum
 from rl_vlm.log.files import atomic_write
 from rl_vlm.types import ScoredGroup
 
@@ -51,14 +52,15 @@ class StepMetrics:
         for statistic, name in names.items():
             self.values[statistic, name] += values[~values.isnan()].tolist()
 
-    def add_loss_metrics(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor] | MetricExtreme]) -> None:
-        """Add the metrics of a loss: means in two parts, and extremes."""
-        for name, part in sums.items():
-            if isinstance(part, MetricExtreme):
-                self.add_values(part.value[None], **{part.statistic: name})
-            else:
-                total, count = part
-                self.add_mean(name, total.item(), count.item())
+    def add_loss_metrics(self, batches: Sequence[LossMetrics]) -> None:
+        """Add the metrics of the losses of micro-batches, which are copied from their device once for all."""
+        parts = [(name, part) for metrics in batches for name, part in metrics.items()]
+        values = iter(read_together([x for _, part in parts for x in part if isinstance(x, torch.Tensor)]))
+        for name, part in parts:
+            if isinstance(part, MetricSum):
+                self.add_mean(name, next(values), next(values))
+            elif not math.isnan(extreme := next(values)):
+                self.values[part.statistic, name].append(extreme)
 
     def add_sum(self, name: str, value: int | float) -> None:
         self.sums[name] += value
@@ -121,6 +123,11 @@ class StepMetrics:
             }
             | {f"time/{name}": value for name, value in seconds.items()}
         )
+
+
+def read_together(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of scalars on a device, by one copy. float64 holds counts and losses exactly."""
+    return torch.stack([scalar.double() for scalar in scalars]).cpu().tolist() if scalars else []
 
 
 def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], names: Sequence[str]) -> None:

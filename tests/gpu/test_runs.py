@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,10 @@ def test_a_resumed_run_is_bitwise_the_same(variant: str, tmp_path: Path) -> None
 
 
 def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
-    """Operators of the package that synchronise, as CUDA tells; those within transformers are not counted."""
+    """Operators of the package that synchronise, as CUDA tells; those within transformers are not counted.
+
+    Those that autograd runs by itself have no place in the package: `tests/integration/test_host_syncs.py` finds them.
+    """
     checkpoint = build_checkpoint(tmp_path / "model")
     trainer = make_trainer(checkpoint, {}, {"micro_batch_tokens": 200})
     groups = make_groups(checkpoint, [([noise_image(32, 32, seed=i)], [24, 20, 16, 8]) for i in range(3)])
@@ -52,8 +56,9 @@ def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
             trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    places = {Path(each.filename) for each in found if "synchroniz" in str(each.message)}
-    assert {path.name for path in places if "rl_vlm" in path.parts} <= {"metrics.py", "types.py"}  # after all of them
+    paths = [Path(each.filename) for each in found if "synchroniz" in str(each.message)]
+    of_ours = Counter(path.name for path in paths if "rl_vlm" in path.parts)
+    assert of_ours <= Counter(["metrics.py", "types.py"])  # one read and one wait, after all of them
 
 
 def test_updates_are_those_of_adamw_with_weight_decay_of_matrices_alone() -> None:

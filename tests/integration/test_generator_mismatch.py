@@ -43,7 +43,7 @@ def losses(
         for batch in batches:
             loss, sums = trainer.loss(batch, trainer.policy(batch), Denominators(40.0, 8.0), None)
             loss.backward()
-            step.add_loss_metrics(sums)
+            step.add_loss_metrics([sums])
     return take_gradients(trainer.policy.transformer), step.reduce(list)
 
 

@@ -17,7 +17,7 @@ IN_TRANSFORMERS = {
     "vision.py:run": "the tower reads the sizes of images to make windows and positions, once a run",
     "policy.py:hidden_of_rows": "the model looks for placeholders to put image features there",
 }
-AFTER_ALL = {"metrics.py:add_loss_metrics": "metrics are read once all micro-batches are queued"}
+AFTER_ALL = {"metrics.py:read_together": "metrics are read once all micro-batches are queued"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora_kl": {

@@ -136,7 +136,7 @@ def assert_loss_gradient_and_metrics_agree(trainer, inputs, settings):
 def reduced(metrics):
     """What a step of this one micro-batch logs."""
     step = StepMetrics()
-    step.add_loss_metrics(metrics)
+    step.add_loss_metrics([metrics])
     return step.reduce(list)
 
 

@@ -253,7 +253,7 @@ def test_mismatch_metrics_are_over_trained_tokens_of_all_micro_batches_and_ranks
                 from_weights(weights, mask=mask), AlgorithmConfig(vllm_importance_sampling_mode="token_mask"),
                 Denominators(1.0, 1.0), max_completion_length=10,
             )  # fmt: skip
-            step.add_loss_metrics(metrics)
+            step.add_loss_metrics([metrics])
         return step
 
     first = metrics_of(([[0.5, 2.0], [8.0, 8.0]], [[T, T], [F, F]]), ([[0.25]], [[T]]))
@@ -344,7 +344,7 @@ def test_micro_batches_add_up_to_the_step(loss_type, level, correction):
             loss, metrics = policy_loss(inputs, algorithm, denominators, max_completion_length=10)
             total += loss.item()
             (gradient[rows, :width],) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
-            step.add_loss_metrics(metrics)
+            step.add_loss_metrics([metrics])
         return total, gradient, step.reduce(list)
 
     whole_loss, whole_gradient, whole_metrics = run([[0, 1, 2, 3]])

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_vlm.algorithm.losses import MetricExtreme, MetricSum
 from rl_vlm.log.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score, totals
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
 
@@ -50,8 +51,20 @@ def test_deviation_of_a_single_value_is_0():
 def test_statistic_of_nothing_is_left_out():
     metrics = StepMetrics()
     metrics.add_values(torch.tensor([torch.nan]), mean="reward", std="reward_std", min="least")
-    metrics.add_loss_metrics({"kl": (torch.tensor(0.0), torch.tensor(0))})
+    metrics.add_loss_metrics([{"kl": MetricSum(torch.tensor(0.0), torch.tensor(0))}])
     assert reduce(metrics) == {}
+
+
+def test_loss_metrics_of_micro_batches_add_up():
+    metrics, none, many = StepMetrics(), torch.tensor(torch.nan), 2**24 + 1  # which float32 rounds
+    metrics.add_loss_metrics([
+        {"kl": MetricSum(torch.tensor(1.5), torch.tensor(many)), "least": MetricExtreme("min", none)},
+        {},
+        {"kl": MetricSum(torch.tensor(0.5), torch.tensor(1)), "least": MetricExtreme("min", torch.tensor(-3.0))},
+        {"least": MetricExtreme("min", torch.tensor(2.0))},
+    ])  # fmt: skip
+    assert metrics.means == {"kl": [2.0, many + 1]}
+    assert reduce(metrics) == {"kl": 2 / (many + 1), "least": -3.0}
 
 
 def test_stage_is_timed_also_when_it_fails():
