@@ -296,7 +296,7 @@ def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> B
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device. The host does not wait for a GPU: the copy is from pinned memory."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if device.type != "cpu" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -308,8 +308,8 @@ def to_host(tensor: Tensor) -> Tensor:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def concatenate_images(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
