@@ -7,6 +7,7 @@ public `rollout_func` and `reward_funcs`; log-probs replace its forward pass.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +36,17 @@ class Rollouts:
 
 
 def make_trainer(
-    checkpoint: Path, output_dir: Path, rollouts: Rollouts | None = None, num_micro_batches: int = 1, **settings: Any
+    checkpoint: Path,
+    output_dir: Path,
+    rollouts: Rollouts | None = None,
+    num_micro_batches: int = 1,
+    rows: Sequence[dict[str, Any]] = ({"prompt": "unused"},),
+    **settings: Any,
 ) -> GRPOTrainer:
-    """A trainer on CPU, in train mode, whose optimizer step is 8 completions in `num_micro_batches` equal parts."""
+    """A trainer on CPU, in train mode, whose optimizer step is 8 completions in `num_micro_batches` equal parts.
+
+    Only its `train()` reads the rows.
+    """
     from trl.trainer.grpo_config import GRPOConfig  # takes long: it imports vLLM
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -60,7 +69,7 @@ def make_trainer(
         model=model,
         reward_funcs=[reward_function(index) for index in range(len(rollouts.rewards[0]))],
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": "unused"}]),
+        train_dataset=Dataset.from_list(list(rows)),
         rollout_func=rollout,
     )
     model.train()
