@@ -17,7 +17,10 @@ from typing import Any
 from rewards.contract import Answer, Fault, RewardFunction, failed, read_returned
 
 # Arguments that every call offers besides the columns of the data; `Call` adds log_extra and log_metric.
-OFFERED = ("prompts", "completions", "completion_ids", "images", "trainer_state", "log_extra", "log_metric")
+OFFERED = (
+    "prompts", "completions", "completion_ids", "images", "image_sizes", "model_image_sizes", "trainer_state",
+    "log_extra", "log_metric",
+)  # fmt: skip
 
 LONGEST_TEXT = 220
 """Characters of an exception's text that are shown; the place behind it is never cut off."""

@@ -63,6 +63,21 @@ def join(answers: Sequence[Answer]) -> Answer:
     return whole
 
 
+def spread(answer: Answer, applies: Sequence[bool]) -> Answer:
+    """Return an answer for all completions, with the values of `answer` where `applies` is True and None elsewhere."""
+
+    def column(values: list[Any]) -> list[Any]:
+        left = iter(values)
+        return [next(left) if is_mine else None for is_mine in applies]
+
+    return Answer(
+        column(answer.scores),
+        {name: column(values) for name, values in answer.sub_scores.items()},
+        {name: column(values) for name, values in answer.extras.items()},
+        answer.metrics,
+    )
+
+
 def read_returned(returned: Any, count: int) -> Answer:
     """Check what a call for `count` completions returned. A bad element faults its completion, all else the call."""
     lists = _named_lists(returned, count)

@@ -50,7 +50,7 @@ from rl_vlm.model.vision import idle_sample
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.resume import SavedRun
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.balance import cost_of_groups
 from rl_vlm.rollout.build import gathering, training_engine
 from rl_vlm.rollout.collector import Collector

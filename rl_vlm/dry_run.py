@@ -26,7 +26,7 @@ from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RLVLMError, 
 from rl_vlm.functions import load_function, names_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 
 
 @dataclass

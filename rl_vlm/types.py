@@ -62,6 +62,9 @@ class Prompt:
     """The processor's other per-token inputs, each of shape (prompt_tokens,), such as `mm_token_type_ids`."""
     mm_inputs: dict[str, Tensor]
     """The processor's per-image inputs under the model's names (`pixel_values`, `image_grid_thw`); empty for text."""
+    image_sizes: list[tuple[int, int]] | None = None
+    """Width and height in pixels to which the processor resized each image; None if it has no such frame (tiles) or is
+    not known (endpoints)."""
 
 
 @dataclass(frozen=True)

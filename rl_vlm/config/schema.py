@@ -210,11 +210,19 @@ class RewardSpec(Section):
     it can read; the form of the data comes first."""
     timeout: float | None = Field(default=None, gt=0)
     """Maximum seconds per call. The function then runs in a worker process, which is killed on a timeout."""
+    calls: Literal["window", "group"] = "window"
+    """Call the function once for all completions of a generation window, or once for the completions of each prompt."""
+    applies_to: dict[str, Any] = {}
+    """Rows that the function scores: by column, the value or the list of values that a row must have, as in
+    `{data_source: [geometry3k, clevr]}`. It does not apply to others. Default: all rows."""
+    on_error: Literal["mask", "raise"] = "mask"
+    """What to do with a fault of the function in training: leave the completion out, or end the run."""
 
 
 class RewardsConfig(Section):
     reward_funcs: Annotated[list[str | RewardSpec], BeforeValidator(_as_list)] = []
-    """Reward functions: names, or mappings with `function`, `name`, `weight`, `kwargs`, `completions` and `timeout`."""
+    """Reward functions: names, or mappings with `function`, `name`, `weight`, `kwargs`, `completions`, `timeout`,
+    `calls`, `applies_to` and `on_error`."""
     reward_weights: list[float] | None = None
     """One weight per function, instead of a `weight` in each entry of `reward_funcs`."""
     max_fault_fraction: float = Field(default=1.0, ge=0, le=1)

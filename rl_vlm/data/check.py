@@ -6,7 +6,7 @@ load_rows ─► Rows ─ check_rows: columns, then every row and image header �
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,12 +65,15 @@ class UsableRows:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def example(self, columns: Collection[str]) -> Sample:
-        """Return an early row that has a value in each of these columns, if the data has them, or the first row."""
+    def example(self, columns: Collection[str], is_wanted: Callable[[Row], bool] = lambda row: True) -> Sample:
+        """Return an early row that has a value in each of these columns, if the data has them, or the first row.
+
+        `is_wanted` tests the columns of such a row.
+        """
         wanted = set(self.rows.columns).intersection(columns)
         for index in self.indices[:EXAMPLES]:
             found = parse_row(self.rows.source[index], self.rows.config, self.rows.place(index)).columns
-            if all(found.get(name) is not None for name in wanted):
+            if all(found.get(name) is not None for name in wanted) and is_wanted(found):
                 return self.rows[index]
         return self.rows[self.indices[0]]
 

@@ -15,6 +15,7 @@ from rl_vlm.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
     from transformers import BatchFeature, ProcessorMixin
 
 IMAGE_BECOMES = {"Ovis2Processor": "<IMG_ATOM>"}
@@ -129,7 +130,7 @@ class PromptBuilder:
             features.pop(name, None)
         token_inputs = {name: value[0] for name, value in features.items() if value.shape == token_ids.shape}
         mm_inputs = {name: value for name, value in features.items() if name not in token_inputs}
-        prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs)
+        prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs, self._image_sizes(mm_inputs))
         self._check_images(prompt)
         self._check_length(prompt)
         return prompt
@@ -179,6 +180,15 @@ class PromptBuilder:
                     f"Sample {sample.sample_id}: the text holds {token}, which the model reads as a place for pixels. "
                     'Remove it; images go where {"type": "image"} blocks are.'
                 )
+
+    def _image_sizes(self, mm_inputs: dict[str, Tensor]) -> list[tuple[int, int]] | None:
+        """Return width and height of the resized images, from their grids of patches (Qwen-VL, GLM-V)."""
+        if not mm_inputs:
+            return []
+        if "image_grid_thw" not in mm_inputs:
+            return None
+        side = self.processor.image_processor.patch_size
+        return [(width * side, height * side) for _, height, width in mm_inputs["image_grid_thw"].tolist()]
 
     def _check_images(self, prompt: Prompt) -> None:
         placeholder = image_token_id(self.processor)

@@ -17,7 +17,7 @@ from rl_vlm.data.samples import Rows
 from rl_vlm.data.tables import IMAGE_COLUMNS
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.log.files import atomic_write
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rl_vlm.evaluation.figures import summarise
 from rl_vlm.log.completions import completion_rows
 from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.progress_bar import ProgressBar
-from rl_vlm.reward import NOT_APPLICABLE, RewardSuite
+from rl_vlm.reward.suite import NOT_APPLICABLE, RewardSuite
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.sampling import sampling_params

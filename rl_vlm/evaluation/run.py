@@ -34,7 +34,7 @@ from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.files import lock_directory, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.model.loading import initial_checkpoint
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.types import TrainerState

@@ -28,7 +28,7 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.balance import Cost, balance
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
@@ -340,7 +340,7 @@ class Collector:
         for name, values in table.metrics.items():
             metrics.add_mean(name, sum(values), len(values))
         self.log.write(state.global_step, scored, table)
-        check_faults(table, self.ranks, self.config.rewards.max_fault_fraction)
+        check_faults(table, self.ranks, self.config.rewards.max_fault_fraction, self.rewards.must_not_fail)
         window = Window.of(rollout.draws, scored, self.plan.steps_per_window, self.plan.num_iterations)
         return self.balanced(window, metrics)
 

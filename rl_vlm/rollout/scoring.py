@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from rl_vlm.data.check import UsableRows, check_rows
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Group, RewardTable, ScoredGroup
 
 
@@ -31,7 +32,7 @@ def choose_forms(rewards: RewardSuite, usable: UsableRows, ranks: Ranks) -> None
     forms = []
     with ranks.agree():
         if ranks.is_main:
-            forms = rewards.find_forms(usable.example(rewards.columns))
+            forms = rewards.find_forms(partial(usable.example, rewards.columns))
     rewards.use_forms(ranks.gather(forms))
 
 
@@ -63,19 +64,25 @@ def score_groups(
     ]
 
 
-def check_faults(table: RewardTable, ranks: Ranks, max_fault_fraction: float) -> None:
+def check_faults(
+    table: RewardTable, ranks: Ranks, max_fault_fraction: float, must_not_fail: Sequence[str] = ()
+) -> None:
     """Raise RewardError on every rank if no completion of a window has a reward, or too many have a fault.
 
-    All ranks must call this, each with the table of its own groups.
+    One fault of a function in `must_not_fail` is too many. All ranks must call this, each with the table of its own
+    groups.
     """
     valid_PG, faulted_PG = table.valid_PG, table.faulted_PG
-    sums = ranks.sum([float(valid_PG.sum()), float(faulted_PG.sum()), float(valid_PG.numel())])
-    num_valid, num_faulted, num_completions = map(int, sums)
-    if num_valid and num_faulted <= max_fault_fraction * num_completions:
+    num_refused = sum(n for fault, n in table.fault_counts.items() if fault.rpartition("/")[0] in must_not_fail)
+    sums = ranks.sum([float(valid_PG.sum()), float(faulted_PG.sum()), float(valid_PG.numel()), float(num_refused)])
+    num_valid, num_faulted, num_completions, num_refused = map(int, sums)
+    if num_valid and num_faulted <= max_fault_fraction * num_completions and not num_refused:
         return
     messages = ranks.gather(table.fault_messages)
     first_of_kind = {message.split(":")[0]: message for message in reversed(messages)}
-    if num_valid:
+    if num_refused:
+        found = f"a reward function with on_error: raise fails on {num_refused} completions of a generation window"
+    elif num_valid:
         found = (
             f"reward functions fail on {num_faulted} of the {num_completions} completions of a generation window, more "
             f"than rewards.max_fault_fraction {max_fault_fraction:g} allows"

@@ -13,7 +13,7 @@ from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
 from tests.tiny.build import TINY_FAMILIES
 

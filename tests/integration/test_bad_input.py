@@ -19,7 +19,7 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from rl_vlm.evaluation import evaluate_run
 from rl_vlm.names import is_column, is_metric
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
 from tests.helpers import tiny_run

@@ -21,7 +21,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import SyncedEngine
@@ -121,6 +121,7 @@ def make_collector(
     folder: Path | None = None,
     ranks: Ranks | None = None,
     max_fault_fraction: float = 1.0,
+    on_error: str = "mask",
     **algorithm: Any,
 ) -> Collector:
     """Of three rows a, b and c; completions are written to `folder`, if one is given."""
@@ -130,7 +131,10 @@ def make_collector(
             "model": {"model_name_or_path": "none"},
             "rollout": {"num_generations": 2, "max_resampling_rounds": rounds, "max_staleness": 1, "engine": SERVED},
             "train": {"prompts_per_step": 3 * ranks.world_size},
-            "rewards": {"reward_funcs": [f"{__name__}:number"], "max_fault_fraction": max_fault_fraction},
+            "rewards": {
+                "reward_funcs": [{"function": f"{__name__}:number", "on_error": on_error}],
+                "max_fault_fraction": max_fault_fraction,
+            },
             "algorithm": algorithm,
             "log": {"log_completions": folder is not None},
         }
@@ -285,6 +289,16 @@ def test_the_fraction_of_faults_that_is_tolerated(limit, stops):
         "reward functions fail on 2 of the 6 completions of a generation window, more than "
         f"rewards.max_fault_fraction {limit:g} allows:\n{NAN}a [0], c [1]\n"
     )
+
+
+def test_one_fault_of_a_function_that_must_not_fail_ends_the_run():
+    collector = make_collector(Script(a="0 1", b="0 1", c="0 x"), 0, on_error="raise")
+    with pytest.raises(RewardError) as stop:
+        collector.current(Progress(max_steps=1), StepMetrics())
+    assert str(stop.value).startswith(
+        "a reward function with on_error: raise fails on 1 completions of a generation window:\n" + NAN
+    )
+    make_collector(Script(a="0 1", b="0 1", c="0 -"), 0, on_error="raise").current(Progress(1), StepMetrics())
 
 
 def test_completions_without_a_fault_need_no_tolerance():

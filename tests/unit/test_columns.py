@@ -17,7 +17,7 @@ from rl_vlm.data.images import looks_like_image
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import DataError
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 
 PICTURE = Image.new("RGB", (4, 2))
 

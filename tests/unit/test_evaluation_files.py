@@ -14,7 +14,7 @@ from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.evaluation.difficulty import SuccessRange, success_range, success_rates, write_selected_rows
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 
 FIRST = Chunk([{"row": 0, "reward": 0.1}, {"row": 1, "reward": None}], {"exact_match/nan": 1})
 SECOND = Chunk([{"row": 2, "reward": 1.0}], {})

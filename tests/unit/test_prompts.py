@@ -78,6 +78,7 @@ def test_each_image_is_resized_on_its_own(builder: PromptBuilder):
     both = builder.build(make_sample(small, large))
     alone = [builder.build(make_sample(image)) for image in (small, large)]
     assert both.mm_inputs["image_grid_thw"].tolist() == [[1, 2, 2], [1, 8, 12]]
+    assert both.image_sizes == [(8, 8), (48, 32)]  # width and height, in patches of 4 × 4 pixels
     pixels = [prompt.mm_inputs["pixel_values"] for prompt in alone]
     assert torch.equal(both.mm_inputs["pixel_values"], torch.cat(pixels))
 

@@ -5,6 +5,7 @@ import math
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
+from rewards.registry import PACKAGES
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError
-from rl_vlm.reward import RewardSuite, random_states_kept, refuse_shadow
+from rl_vlm.reward import refuse_shadow
+from rl_vlm.reward.function import random_states_kept
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, TrainerState
 
 STATE = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -301,8 +305,8 @@ FAILS = "def f(completions): raise KeyError('gold')"
 def test_a_function_gets_the_form_that_it_reads(suite, source, prompt, form, timeout):
     rewards = suite(source, {"function": "mine.py:f", "timeout": timeout})
     groups = [group(["ab", "c"], prompt=prompt)]
-    forms = rewards.find_forms(groups[0].prompt.sample)
-    assert forms == [form] == rewards.find_forms(groups[0].prompt.sample)
+    forms = rewards.find_forms(lambda _: groups[0].prompt.sample)
+    assert forms == [form] == rewards.find_forms(lambda _: groups[0].prompt.sample)
     rewards.use_forms(forms)
     table = rewards.score(groups, STATE)
     assert rounded(table) == (
@@ -319,7 +323,7 @@ def test_a_function_gets_the_form_that_it_reads(suite, source, prompt, form, tim
     ],
 )
 def test_the_log_says_if_a_function_cannot_read_the_form_of_the_data(suite, caplog, source, end):
-    suite(source).find_forms(group(["a"], prompt="Which digit?").prompt.sample)
+    suite(source).find_forms(lambda _: group(["a"], prompt="Which digit?").prompt.sample)
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == (0 if end is None else 1)
     for message in found:
@@ -343,7 +347,7 @@ SEEN = "def f(prompts, completions): raise ValueError(repr((prompts, completions
 def test_the_form_that_is_set_is_given_and_not_looked_for(suite, form, prompt, seen):
     rewards = suite(SEEN, {"function": "mine.py:f", "completions": form})
     one = group(["ab"], prompt=prompt)
-    assert rewards.find_forms(one.prompt.sample) == [form]
+    assert rewards.find_forms(lambda _: one.prompt.sample) == [form]
     (message,) = rewards.score([one], STATE).fault_messages
     assert repr(seen)[:150] in message
 
@@ -367,7 +371,7 @@ def test_looking_for_the_form_calls_once_and_leaves_nothing(suite):
     rewards = suite(RECORDS, "mine.py:f", "mine.py:reads_no_completion", "exact_match")
     states = repr(np.random.get_state()), torch.get_rng_state().tolist()
     sample = group(["a"], prompt="Which?", solution="<answer>3</answer>").prompt.sample
-    assert rewards.find_forms(sample) == ["text", None, None]
+    assert rewards.find_forms(lambda _: sample) == ["text", None, None]
     assert (repr(np.random.get_state()), torch.get_rng_state().tolist()) == states
     (call,) = sys.modules[str(Path("mine.py").resolve())].calls
     assert call == ["<think>This completion is made up.</think>\n<answer>3</answer>"] * 2
@@ -386,7 +390,7 @@ def test_a_function_that_hangs_is_not_tried_in_another_form(suite):
         "import pathlib, time\ndef f(completions):\n    pathlib.Path(str(time.time_ns())).touch()\n    time.sleep(60)"
     )
     rewards = suite(source, {"function": "mine.py:f", "timeout": 0.5})
-    assert rewards.find_forms(group(["a"]).prompt.sample) == [None]
+    assert rewards.find_forms(lambda _: group(["a"]).prompt.sample) == [None]
     assert len(list(Path().glob("[0-9]*"))) == 1
 
 
@@ -514,9 +518,85 @@ def f(completions):
 
 
 def test_a_function_that_fails_once_keeps_the_form_of_the_data(suite):
-    assert suite(FAILS_ONCE, "mine.py:f").find_forms(group(["a"], prompt="Which digit?").prompt.sample) == [None]
+    sample = group(["a"], prompt="Which digit?").prompt.sample
+    assert suite(FAILS_ONCE, "mine.py:f").find_forms(lambda _: sample) == [None]
 
 
 def test_a_function_without_a_signature_is_refused(suite):
     with pytest.raises(RewardError, match="'builtins:max' cannot be called by name"):
         suite("", "builtins:max")
+
+
+def test_a_function_scores_the_rows_that_it_applies_to(suite):
+    source = "def f(completions, log_extra):\n    log_extra('seen', completions)\n    return [1.0] * len(completions)"
+    rewards = suite(source, {"function": "mine.py:f", "applies_to": {"data_source": ["geo", "clevr"]}}, "exact_match")
+    rows = [("geo", "a"), ("ocr", "b"), ("clevr", "c")]
+    groups = [group([text] * 2, text, prompt="Which?", data_source=source, solution=text) for source, text in rows]
+    table = rewards.score(groups, STATE)
+    assert rounded(table) == [[[1.0, 1.0]] * 2, [[None, 1.0]] * 2, [[1.0, 1.0]] * 2]
+    assert table.breakdown["seen"] == [["a", "a"], [None, None], ["c", "c"]]
+    assert rounded(rewards.score(groups[1:2], STATE)) == [[[None, 1.0]] * 2], "it is not called at all"
+    rewards.check_columns(["data_source", "solution"])
+    with pytest.raises(
+        RewardError, match=r"applies_to: data_source, and the data has no such column \(did you mean 'dat"
+    ):
+        rewards.check_columns(["data_sources", "solution"])
+
+
+def test_the_form_is_found_on_a_row_that_the_function_applies_to(suite):
+    source = "def f(completions, solution):\n    return [float(len(s)) for s in solution]"
+    rewards = suite(source, {"function": "mine.py:f", "applies_to": {"task": "b"}})
+    samples = {task: group(["x"], task=task, solution=gold).prompt.sample for task, gold in (("a", 3), ("b", "c"))}
+    tested = []
+
+    def example(applies):
+        tested.append([task for task, sample in samples.items() if applies(sample.columns)])
+        return samples["b"]
+
+    assert rewards.find_forms(example) == ["messages"]
+    assert tested == [["b"]]
+
+
+@pytest.mark.parametrize(("calls", "sizes"), [("window", [6]), ("group", [2, 2, 2])])
+def test_a_function_sees_a_window_or_one_group(suite, calls, sizes):
+    source = """
+SIZES = []
+def f(completions):
+    SIZES.append(len(completions))
+    return [float(len(SIZES))] * len(completions)
+"""
+    rewards = suite(source, {"function": "mine.py:f", "calls": calls})
+    table = rewards.score([group(["a", "b"], str(i)) for i in range(3)], STATE)
+    assert sizes == sys.modules[str(Path("mine.py").resolve())].SIZES
+    assert [scores[0][0] for scores in rounded(table)] == ([1.0] * 3 if calls == "window" else [1.0, 2.0, 3.0])
+
+
+def test_functions_are_given_the_sizes_of_images(suite):
+    source = """
+def f(completions, image_sizes, model_image_sizes, log_extra):
+    log_extra("a", image_sizes)
+    log_extra("b", model_image_sizes)
+    return [1.0]
+"""
+    one = group(["x"])
+    resized = Group("g", replace(one.prompt, image_sizes=[(28, 56)]), one.completions, 0)
+    assert suite(source).score([resized], STATE).breakdown == {"a": [[[(3, 2)]]], "b": [[[(28, 56)]]]}
+
+
+@pytest.mark.parametrize(("name", "package"), [("trl.rewards:think_format_reward", "trl"), ("numeric", "nowhere")])
+def test_a_missing_extra_is_named(name, package, monkeypatch):
+    monkeypatch.setattr("rl_vlm.reward.function.find_spec", lambda asked: None if asked == package else asked)
+    monkeypatch.setitem(PACKAGES, "numeric", ("nowhere",))
+    extra = "trl" if package == "trl" else "rewards"
+    with pytest.raises(RewardError, match=rf"pip install 'rl-vlm\[{extra}\]'"):
+        RewardSuite(RewardsConfig(reward_funcs=[name]))
+
+
+def test_functions_of_trl_go_by_their_name():
+    from trl.rewards.format_rewards import think_format_reward
+
+    text = "<think>\nIt is a seven.\n</think>\nSeven"
+    with RewardSuite(RewardsConfig(reward_funcs=["trl.rewards:think_format_reward"])) as rewards:
+        table = rewards.score([group([text, "Seven"])], STATE)
+    messages = [[{"role": "assistant", "content": content}] for content in (text, "Seven")]
+    assert [score[0] for score in rounded(table)[0]] == think_format_reward(messages) == [1.0, 0.0]

@@ -1,0 +1,181 @@
+"""Reward functions written for other systems, called as those systems call them.
+
+They are recognised by the arguments that they name, or by the class that they derive from:
+
+    EasyR1     compute_score(reward_inputs), a list of dicts, or compute_score(reward_input), one dict
+    verl       compute_score(data_source, solution_str, ground_truth, extra_info)
+    ms-swift   a class derived from ORM, called as in TRL, with completions as text
+
+Functions of TRL and VLM-R1 need no adapter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from rewards.contract import RewardFunction
+from rewards.forms import Form
+from rewards.text import completion_text
+
+GOLD_COLUMNS = ("ground_truth", "reward_model", "solution", "answer")
+"""Columns that may hold the gold answer. The first that is not None counts; of a dict, its `ground_truth`."""
+READ_COLUMNS = ("completion_ids", "data_source", "extra_info", *GOLD_COLUMNS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What other systems tell a function about one completion."""
+
+    response: str
+    response_length: int
+    ground_truth: Any
+    data_source: Any
+    extra_info: Any
+
+    @property
+    def reward_input(self) -> dict[str, Any]:
+        """Return the row as EasyR1 gives it."""
+        return {name: getattr(self, name) for name in ("response", "response_length", "ground_truth")}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a system calls its functions."""
+
+    system: str
+    arguments: dict[str, str]
+    """The fields of `Row` that are passed, by the names of the function's arguments. Names that occur in no other
+    system's functions come first."""
+    num_own: int
+    """Number of those names by which the function is recognised; it need not take the others."""
+    in_batches: bool
+    """Whether each argument is a list over all completions. Otherwise the function is called once for each."""
+    reward_key: str
+    """Key of the score in a returned dict."""
+
+
+PROTOCOLS = (
+    Protocol("EasyR1", {"reward_inputs": "reward_input"}, 1, True, "overall"),
+    Protocol("EasyR1", {"reward_input": "reward_input"}, 1, False, "overall"),
+    Protocol("EasyR1", {"predicts": "response", "ground_truths": "ground_truth"}, 2, True, "overall"),
+    Protocol("EasyR1", {"predict": "response", "ground_truth": "ground_truth"}, 2, False, "overall"),
+    Protocol("EasyR1", {"predict_str": "response", "ground_truth": "ground_truth"}, 2, False, "overall"),
+    Protocol(
+        "verl",
+        {"solution_str": "response", "ground_truth": "ground_truth", "data_source": "data_source",
+         "extra_info": "extra_info"},
+        2, False, "score",
+    ),
+    Protocol(
+        "verl",
+        {"solution_strs": "response", "ground_truths": "ground_truth", "data_sources": "data_source",
+         "extra_infos": "extra_info"},
+        2, True, "score",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A function that is called as in TRL, and what is known of it."""
+
+    function: RewardFunction
+    system: str | None = None
+    """The system that it was written for, if its protocol differs."""
+    form: Form | None = None
+    """The form in which it gets completions; None if that is not known."""
+
+
+def adapt(function: RewardFunction) -> Adapted:
+    """Return a function of any of these systems as one that is called as in TRL."""
+    if any(base.__name__ in ("ORM", "AsyncORM") for base in type(function).__mro__):
+        return Adapted(function, "ms-swift", "text")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # the function cannot be called by name, which is found when it is checked
+        return Adapted(function)
+    for protocol in PROTOCOLS:
+        if set(list(protocol.arguments)[: protocol.num_own]) <= parameters.keys():
+            return Adapted(wrapped(function, parameters, protocol), protocol.system, "text")
+    return Adapted(function)
+
+
+def wrapped(function: RewardFunction, parameters: Mapping[str, Parameter], protocol: Protocol) -> RewardFunction:
+    """Wrap a function of this protocol; its further parameters are the wrapper's settings."""
+    arguments = {name: field for name, field in protocol.arguments.items() if name in parameters}
+
+    def call(completions: Sequence[Any], **given: Any) -> Any:
+        rows = rows_of(completions, {name: given.pop(name, None) for name in READ_COLUMNS})
+        if protocol.in_batches:
+            returned = function(
+                **{name: [getattr(r, field) for r in rows] for name, field in arguments.items()}, **given
+            )
+        else:
+            returned = [
+                function(**{name: getattr(r, field) for name, field in arguments.items()}, **given) for r in rows
+            ]
+        return with_result(returned, lambda scores: lists_by_name(scores, protocol.reward_key))
+
+    columns = [Parameter("completions", Parameter.POSITIONAL_OR_KEYWORD)]
+    columns += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in READ_COLUMNS]
+    settings = [
+        p.replace(kind=Parameter.KEYWORD_ONLY)
+        for name, p in parameters.items()
+        if name not in {*arguments, *READ_COLUMNS} and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    functools.update_wrapper(call, function)
+    call.__signature__ = inspect.Signature([*columns, *settings])  # type: ignore[attr-defined]
+    return call
+
+
+def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:
+    """Call `then` on what a function returned, or on what it will have returned if it is async."""
+    if inspect.isawaitable(returned):
+        return _then(returned, then)
+    if isinstance(returned, list) and any(map(inspect.isawaitable, returned)):
+        return _then(_all(returned), then)
+    return then(returned)
+
+
+async def _then(awaitable: Awaitable[Any], then: Callable[[Any], Any]) -> Any:
+    return then(await awaitable)
+
+
+async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables)
+
+
+def rows_of(completions: Sequence[Any], columns: Mapping[str, Sequence[Any] | None]) -> list[Row]:
+    """Return the rows of a call. A column that the data does not have is None."""
+    rows = []
+    for i, completion in enumerate(completions):
+        row = {name: None if column is None else column[i] for name, column in columns.items()}
+        gold = next((row[name] for name in GOLD_COLUMNS if row[name] is not None), None)
+        rows.append(
+            Row(
+                response=completion_text(completion),
+                response_length=len(row["completion_ids"] or ()),
+                ground_truth=gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold,
+                data_source=row["data_source"],
+                extra_info=row["extra_info"] or {},
+            )
+        )
+    return rows
+
+
+def lists_by_name(scores: Any, reward_key: str) -> Any:
+    """Turn one dict per completion into a dict of lists with the scores under `reward`; return others unchanged.
+
+    Raises KeyError if a dict has no score. A key that a dict lacks is None for its completion.
+    """
+    if not isinstance(scores, Sequence) or not any(isinstance(score, Mapping) for score in scores):
+        return scores
+    dicts = [score if isinstance(score, Mapping) else {reward_key: score} for score in scores]
+    names = dict.fromkeys(name for score in dicts for name in score if name != reward_key)
+    return {"reward": [score[reward_key] for score in dicts]} | {n: [score.get(n) for score in dicts] for n in names}

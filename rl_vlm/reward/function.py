@@ -1,0 +1,201 @@
+"""One reward function with its settings: how it is loaded, in which form it reads completions, and how it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rewards.adapters import Adapted, adapt
+from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
+from rewards.contract import Answer, Fault, RewardFunction, join, spread
+from rewards.forms import OTHER, Form, form_of, made_up_completion
+from rewards.registry import BUILT_INS, PACKAGES, TIMEOUTS
+from rewards.stand_ins import stand_ins
+from rewards.worker import Worker
+from rl_vlm.config.schema import RewardSpec
+from rl_vlm.errors import RewardError, did_you_mean, listed
+from rl_vlm.functions import LoadError, load_callable
+from rl_vlm.reward.arguments import arguments
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Group, Sample, TrainerState
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "rl_vlm.rewards"
+
+
+class Reward:
+    """One reward function with its settings, and its worker if it has a timeout."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        """Load the function. Raises RewardError if that fails, or if it does not have one of the settings."""
+        require_packages(spec.function)
+        load = partial(load_reward, spec.function)
+        try:
+            with chdir("."):
+                adapted = load()
+        except LoadError as error:
+            raise RewardError(f"reward function {spec.function!r}: {error}") from error
+        self.function = adapted.function
+        self.name = spec.name or getattr(self.function, "__name__", type(self.function).__name__)
+        self.weight = spec.weight
+        self.settings = self.checked_settings(spec)
+        self.applies_to = {column: as_list(values) for column, values in spec.applies_to.items()}
+        self.calls = spec.calls
+        self.must_not_fail = spec.on_error == "raise"
+        is_built_in = spec.function in BUILT_INS
+        timeout = spec.timeout or TIMEOUTS.get(spec.function)
+        self.worker = Worker(partial(load_function_alone, spec.function), timeout) if timeout else None
+        self.form: Form | None = adapted.form if spec.completions == "auto" else spec.completions
+        reads_form = {"prompts", "completions"} & parameters(self.function).keys() or takes_anything(self.function)
+        self.probes_form = spec.completions == "auto" and not adapted.form and bool(reads_form) and not is_built_in
+        if adapted.system:
+            logger.info("reward function %r has the protocol of %s", self.name, adapted.system)
+
+    def checked_settings(self, spec: RewardSpec) -> dict[str, Any]:
+        """Return the settings that every call gets. Raises RewardError if the function does not have one of them."""
+        try:
+            known = parameters(self.function)
+        except ValueError as error:
+            raise RewardError(f"reward function {spec.function!r} cannot be called by name: {error}") from error
+        for key in spec.kwargs:
+            if key not in known and not takes_anything(self.function):
+                hint = did_you_mean(key, known)
+                raise RewardError(
+                    f"reward function {self.name!r} has no argument {key!r}{hint}; it takes {listed(known)}"
+                )
+        # Defaults of built-ins are passed as well, so that a column called `tags` does not become a setting.
+        is_built_in = spec.function in BUILT_INS
+        defaults = {key: p.default for key, p in known.items() if is_built_in and p.kind is p.KEYWORD_ONLY}
+        return defaults | spec.kwargs
+
+    def applies(self, columns: Mapping[str, Any]) -> bool:
+        """Return whether the function is called for a row with these columns."""
+        return all(columns.get(column) in values for column, values in self.applies_to.items())
+
+    def check_columns(self, columns: set[str]) -> None:
+        """Raise RewardError if a parameter without a default would get no value."""
+        for key, parameter in parameters(self.function).items():
+            if parameter.default is parameter.empty and key not in columns.union(OFFERED, self.settings):
+                raise RewardError(
+                    f"reward function {self.name!r} needs a column {key!r}{did_you_mean(key, columns)}; "
+                    f"the data has: {listed(columns)}"
+                )
+        for column in self.applies_to.keys() - columns:
+            raise RewardError(
+                f"reward function {self.name!r} has applies_to: {column}, and the data has no such column"
+                f"{did_you_mean(column, columns)}; it has: {listed(columns)}"
+            )
+
+    def find_form(self, example: Sample) -> Form | None:
+        """Return the form that the function can read, or None for each row's own; see `RewardSuite.find_forms`."""
+        if not self.probes_form:
+            return self.form
+        natural = form_of(example.prompt)
+        fault = self.probe(example, natural)
+        if fault is None:
+            return natural
+        may_read_other = fault.kind not in ("timeout", "load") and self.probe(example, natural) is not None
+        if may_read_other and self.probe(example, OTHER[natural]) is None:
+            found, form = f"it gets them as {OTHER[natural]}, which it reads", OTHER[natural]
+        else:
+            found, form = f"it gets them as {natural} nevertheless", None
+        logger.warning(
+            "reward function %r fails on made-up completions as %s, the form of the data: %s; %s. `completions` in its "
+            "entry of rewards.reward_funcs sets the form",
+            *(self.name, natural, fault.message, found),
+        )
+        return form
+
+    def probe(self, example: Sample, form: Form) -> Fault | None:
+        """Call the function on two made-up completions in this form, and return the fault, if there is one."""
+        import torch
+
+        from rl_vlm.types import Completion, Group, Prompt, TrainerState
+
+        text = made_up_completion(example.columns)
+        completion = Completion(torch.arange(len(text)), torch.zeros(len(text)), "stop", text)
+        group = Group("made-up", Prompt(example, torch.empty(0, dtype=torch.int64), {}, {}), [completion] * 2, 0)
+        state = TrainerState(global_step=0, max_steps=1, epoch=0.0)
+        answer = self.start([group], state, form, example.columns)()
+        return next((score for score in answer.scores if isinstance(score, Fault)), None)
+
+    def start(
+        self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
+    ) -> Callable[[], Answer]:
+        """Start the calls for the groups that the function applies to. Returns a function that waits for the answer."""
+        applies = [self.applies(group.prompt.sample.columns) for group in groups]
+        mine = [group for group, is_mine in zip(groups, applies, strict=True) if is_mine]
+        wait = self.start_calls(mine, state, form, data_columns) if mine else lambda: Answer([])
+        if all(applies):
+            return wait
+        of_completions = [a for group, a in zip(groups, applies, strict=True) for _ in group.completions]
+        return lambda: spread(wait(), of_completions)
+
+    def start_calls(
+        self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
+    ) -> Callable[[], Answer]:
+        """Start one call for all groups, or one for each if `calls` says so or the function has a worker."""
+        columns = {column for group in groups for column in group.prompt.sample.columns}.union(data_columns)
+        # A plain namespace, since a worker would have to import torch to unpickle the class.
+        constants = {**self.settings, "trainer_state": SimpleNamespace(**vars(state))}
+
+        def batch(groups: Sequence[Group]) -> tuple[dict[str, Any], int]:
+            offered = arguments(groups, columns, form)
+            return select_arguments(self.function, offered | constants), len(offered["completions"])
+
+        if self.worker is not None:
+            answers = asyncio.to_thread(self.worker.call, [batch([group]) for group in groups])
+            waiting = asyncio.run_coroutine_threadsafe(answers, background_loop())
+            return lambda: join(waiting.result())
+        parts = [groups] if self.calls == "window" else [[group] for group in groups]
+        calls = [Call(self.function, *batch(part)) for part in parts]
+        return lambda: join([call.answer() for call in calls])
+
+
+def require_packages(name: str) -> None:
+    """Raise RewardError if a built-in, or a function of TRL, needs a package that is not installed."""
+    missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
+    if missing:
+        raise RewardError(f"reward function {name!r} needs {listed(missing)}: pip install 'rl-vlm[rewards]'")
+    if name.startswith("trl.") and find_spec("trl") is None:
+        raise RewardError(f"reward function {name!r} is one of TRL: pip install 'rl-vlm[trl]'")
+
+
+def load_reward(name: str) -> Adapted:
+    """Load a function by its name, as one that is called as in TRL. Raises LoadError if it cannot be loaded."""
+    with stand_ins():
+        return adapt(load_callable(name, BUILT_INS, ENTRY_POINT_GROUP))
+
+
+def load_function_alone(name: str) -> RewardFunction:
+    """Load what a worker process calls."""
+    return load_reward(name).function
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Restore the states of the global random generators after a block."""
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,181 @@
+"""All reward functions of a run: call every function on every group, and collect the scores in one table.
+
+A fault masks the completions concerned and is counted; see docs/rewards.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import chdir
+from typing import TYPE_CHECKING, Any
+
+from rewards.calling import parameters
+from rewards.contract import Answer, Fault, Score, failed
+from rewards.forms import Form
+from rl_vlm.config.schema import RewardsConfig, RewardSpec
+from rl_vlm.errors import RewardError, shorten
+from rl_vlm.names import is_column, is_metric
+from rl_vlm.reward.function import Reward, random_states_kept
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Group, RewardTable, Sample, TrainerState
+
+logger = logging.getLogger(__name__)
+
+NOT_APPLICABLE = "all/not_applicable"
+"""Under this name completions are counted that no function applies to."""
+
+
+class RewardSuite:
+    """The reward functions of a run. Close it, or use it as a context manager, to end its worker processes."""
+
+    def __init__(self, config: RewardsConfig) -> None:
+        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs or another's name."""
+        specs = [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in config.reward_funcs]
+        self._rewards = [Reward(spec) for spec in specs]
+        self._warned: set[str] = set()
+        self.data_columns: set[str] = set()
+        self.names = [reward.name for reward in self._rewards]
+        self.weights = config.reward_weights or [reward.weight for reward in self._rewards]
+        check_names(self.names)
+
+    @property
+    def columns(self) -> set[str]:
+        """Return the columns of the data that functions name as parameters."""
+        return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise RewardError if a function needs a column that the data does not have.
+
+        A row without one of these columns gives functions None.
+        """
+        columns = set(columns)
+        for reward in self._rewards:
+            reward.check_columns(columns)
+        self.data_columns |= columns
+
+    def find_forms(self, example: Callable[[Callable[[Mapping[str, Any]], bool]], Sample]) -> list[Form | None]:
+        """Return the form in which each function can read completions and prompts, judging by one row.
+
+        `example` returns a row whose columns pass a test, that of the rows to which a function applies.
+
+        A function that is not told its form is called on made-up completions: in the form of the row, and if it fails
+        on that, in the other one. None leaves every row in its own form. The calls leave nothing in logs or metrics,
+        and the global random states as they were.
+        """
+        with random_states_kept(), chdir("."):
+            return [reward.find_form(example(reward.applies)) for reward in self._rewards]
+
+    @property
+    def forms(self) -> list[Form | None]:
+        """Return the form of each function, as `find_forms` returns it."""
+        return [reward.form for reward in self._rewards]
+
+    def use_forms(self, forms: Sequence[Form | None]) -> None:
+        """Give each function completions and prompts in this form."""
+        for reward, form in zip(self._rewards, forms, strict=True):
+            reward.form = form
+
+    def score(self, groups: Sequence[Group], state: TrainerState) -> RewardTable:
+        """Call every function on all completions. Async functions and those with a timeout run concurrently.
+
+        Groups must have the same number of completions. Faults mask completions and are never raised.
+        """
+        if not groups:
+            return self._table(groups, [Answer([]) for _ in self._rewards])
+        with chdir("."):
+            waiting = [reward.start(groups, state, reward.form, self.data_columns) for reward in self._rewards]
+            answers = [wait() for wait in waiting]
+        return self._table(groups, answers)
+
+    @property
+    def must_not_fail(self) -> list[str]:
+        """Return the names of the functions with `on_error: raise`."""
+        return [reward.name for reward in self._rewards if reward.must_not_fail]
+
+    def close(self) -> None:
+        """End the worker processes; the next call would restart them."""
+        for reward in self._rewards:
+            if reward.worker:
+                reward.worker.close()
+
+    def __enter__(self) -> RewardSuite:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _table(self, groups: Sequence[Group], answers: Sequence[Answer]) -> RewardTable:
+        import torch  # not at the top: a dry run loads the functions and does not need torch
+
+        from rl_vlm.types import RewardTable
+
+        answers = without_taken_names(self.names, answers)
+        group_size = len(groups[0].completions) if groups else 0
+        shape = (len(self.names), len(groups), group_size)
+        scores_FPG = torch.tensor([[_as_float(score) for score in answer.scores] for answer in answers]).reshape(shape)
+        faulted = [[isinstance(score, Fault) for score in answer.scores] for answer in answers]
+        faulted_PG = torch.tensor(faulted, dtype=torch.bool).reshape(shape).any(dim=0)
+        unscored_PG = scores_FPG.isnan().all(dim=0)
+        table = RewardTable(self.names, scores_FPG.permute(1, 2, 0), ~faulted_PG & ~unscored_PG, faulted_PG)
+
+        for name, answer in zip(self.names, answers, strict=True):
+            columns = {f"{name}/{sub}": values for sub, values in answer.sub_scores.items()} | answer.extras
+            for column, values in columns.items():
+                table.breakdown[column] = [values[i : i + group_size] for i in range(0, len(values), group_size)]
+            for metric, logged in answer.metrics.items():
+                table.metrics.setdefault(metric, []).extend(logged)
+            self._count_faults(name, answer.scores, groups, table)
+        nothing = Fault("not_applicable", "no reward function applies")
+        unscored = (unscored_PG & ~faulted_PG).flatten().tolist()
+        self._count_faults("all", [nothing if masked else None for masked in unscored], groups, table)
+        return table
+
+    def _count_faults(self, name: str, scores: Sequence[Score], groups: Sequence[Group], table: RewardTable) -> None:
+        """Add the faults among the scores to the table, and log the first of each function and kind."""
+        rows = [(group.prompt.sample.sample_id, i) for group in groups for i in range(len(group.completions))]
+        places: dict[Fault, dict[str, list[int]]] = {}
+        for (sample_id, i), score in zip(rows, scores, strict=True):
+            if isinstance(score, Fault):
+                places.setdefault(score, {}).setdefault(sample_id, []).append(i)
+        for fault, masked in places.items():
+            key = f"{name}/{fault.kind}"
+            table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))
+            where = ", ".join(f"{sample_id} {completions}" for sample_id, completions in masked.items())
+            message = shorten(f"{key}: {fault.message}; masked completions of samples: {where}")
+            table.fault_messages.append(message)
+            if key not in self._warned:
+                self._warned.add(key)
+                logger.warning("%s; later faults of this kind are counted, not logged", message)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise RewardError if two functions have one name, or if a function has a name that the run itself writes."""
+    for name in names:
+        if names.count(name) > 1:
+            raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
+        if is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name:
+            raise RewardError(
+                f"a reward function cannot be called {name!r}: names with a slash and those of the run's own columns "
+                "and counts are taken; give it another `name`"
+            )
+
+
+def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list[Answer]:
+    """Replace the answers that log under a name of the run or of another function by faults."""
+    owners = {name: name for name in names}
+    owners |= {f"{name}/{sub}": name for name, answer in zip(names, answers, strict=True) for sub in answer.sub_scores}
+    checked = []
+    for name, answer in zip(names, answers, strict=True):
+        problems = [f"log_metric({metric!r})" for metric in answer.metrics if is_metric(metric)]
+        problems += [f"log_extra({column!r})" for column in answer.extras if is_column(column) or column in owners]
+        owners |= dict.fromkeys(answer.extras, name)
+        fault = Fault("name", f"{', '.join(problems)}: the run or another function has this name; choose another")
+        checked.append(failed(fault, len(answer.scores)) if problems else answer)
+    return checked
+
+
+def _as_float(score: Score) -> float:
+    return score if isinstance(score, float) else math.nan
