@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-ci test-all check lock
+.PHONY: help quickstart test test-ci test-all fuzz check lock
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
@@ -23,6 +23,9 @@ test-ci: $(INSTALLED)  ## Run the longer ones: whole runs, several processes, vL
 
 test-all: $(INSTALLED)  ## Run all tests
 	$(PYTEST) $(TESTS)
+
+fuzz: $(INSTALLED)  ## Fuzz the reward functions for up to 50 minutes; run it again to go on
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.campaign
 
 check: $(INSTALLED)  ## Lint, formatting and types
 	$(BIN)/ruff check

@@ -109,7 +109,13 @@ def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
 
 def read_score(value: Any) -> Score:
     """Read one element of a returned list as a float, None or a fault."""
-    value = plain(value)
+    try:
+        return _read_score(plain(value))
+    except Exception as error:  # of an object's own methods
+        return Fault("type", f"returned a {type(value).__name__} that cannot be read: {type(error).__name__}")
+
+
+def _read_score(value: Any) -> Score:
     if value is None or isinstance(value, Fault):
         return value
     if not isinstance(value, int | float):
@@ -128,5 +134,5 @@ def plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())  # on one line
     return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"

@@ -108,3 +108,25 @@ def test_join_fills_columns_that_a_call_did_not_log():
 def test_a_function_may_return_a_fault_itself():
     fault = Fault("type", "`solution` is a list")
     assert read_returned([1.0, fault, None], 3).scores == [1.0, fault, None]
+
+
+class Unreadable:
+    """Raises whenever it is looked at."""
+
+    ndim = 0
+
+    def item(self):
+        raise RuntimeError("no")
+
+    __repr__ = item
+
+
+def test_an_element_that_cannot_be_read_is_a_fault_of_its_completion_alone():
+    assert read_returned([1.0, Unreadable()], 2).scores == [
+        1.0, Fault("type", "returned a Unreadable that cannot be read: RuntimeError"),
+    ]  # fmt: skip
+
+
+def test_a_fault_is_described_on_one_line():
+    (fault,) = read_returned([np.zeros((2, 2))], 1).scores
+    assert fault == Fault("type", "returned array([[0., 0.], [0., 0.]]) (ndarray), not a number")
