@@ -7,15 +7,34 @@ from rewards.answers.exact_match import exact_match
 from rewards.answers.numeric import numeric
 from rewards.contract import RewardFunction
 from rewards.formats.format_tags import format_tags
+from rewards.grounding.boxes_f1 import boxes_f1
+from rewards.grounding.detection_map import detection_map
+from rewards.grounding.detection_map_length import detection_map_length
+from rewards.grounding.giou import giou
+from rewards.grounding.iou import iou
+from rewards.grounding.point_in_box import point_in_box
 
 BUILT_INS: dict[str, RewardFunction] = {
+    "boxes_f1": boxes_f1,
     "choice": choice,
+    "detection_map": detection_map,
+    "detection_map_length": detection_map_length,
     "exact_match": exact_match,
     "format_tags": format_tags,
+    "giou": giou,
+    "iou": iou,
     "numeric": numeric,
+    "point_in_box": point_in_box,
 }
 
-PACKAGES: dict[str, tuple[str, ...]] = {}
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "boxes_f1": ("json_repair", "scipy"),
+    "detection_map": ("json_repair",),
+    "detection_map_length": ("json_repair",),
+    "giou": ("json_repair",),
+    "iou": ("json_repair",),
+    "point_in_box": ("json_repair", "scipy"),
+}
 """Packages of the extra `rl-vlm[rewards]` that a function imports when it is called, by the names of their modules."""
 
 TIMEOUTS: dict[str, float] = {}

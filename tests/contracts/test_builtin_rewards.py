@@ -18,7 +18,7 @@ GOLD = {stated.function: stated for stated in reversed(list(stated_scores(PAGE.r
 NEEDS_SOLUTION = sorted(name for name, f in BUILT_INS.items() if "solution" in inspect.signature(f).parameters)
 TEXT_SOLUTION = ["choice", "exact_match", "numeric"]
 """Functions whose solution is text, a number or a bool."""
-COLUMNS = ()
+COLUMNS = ("image_sizes", "model_image_sizes")
 """Other arguments of a call that a built-in reads: columns of rows, or what every call offers."""
 WRONG = [
     "",
@@ -36,7 +36,10 @@ def columns_and_settings(name: str, count: int) -> dict:
     """The columns of the gold answer for `count` completions, and its settings."""
     known = inspect.signature(BUILT_INS[name]).parameters
     stated = GOLD[name].arguments.items()
-    return {key: value if known[key].kind is known[key].KEYWORD_ONLY else [value] * count for key, value in stated}
+    left_out = {key: [None] * count for key in COLUMNS if key in known}
+    return left_out | {
+        key: value if known[key].kind is known[key].KEYWORD_ONLY else [value] * count for key, value in stated
+    }
 
 
 @pytest.mark.parametrize("name", NEEDS_SOLUTION)

@@ -28,10 +28,10 @@ def test_a_completion_scores_as_the_page_says(stated: StatedScore) -> None:
 
 def arguments(stated: StatedScore) -> dict[str, object]:
     """Columns have one entry per completion, and settings do not. A column that the row leaves out is None."""
-    settings = {
-        name for name, p in inspect.signature(BUILT_INS[stated.function]).parameters.items() if p.kind is p.KEYWORD_ONLY
-    }
-    return {name: value if name in settings else [value] for name, value in stated.arguments.items()}
+    known = inspect.signature(BUILT_INS[stated.function]).parameters
+    settings = {name for name, p in known.items() if p.kind is p.KEYWORD_ONLY}
+    left_out: dict[str, object] = {name: [None] for name in known if name not in settings and name != "completions"}
+    return left_out | {name: value if name in settings else [value] for name, value in stated.arguments.items()}
 
 
 @pytest.mark.parametrize("name", BUILT_INS)
