@@ -1,0 +1,18 @@
+"""Lengths of completions in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rewards.contract import Fault
+from rewards.text import Completion, completion_text
+
+
+def num_tokens(completion: Completion, token_ids: Sequence[int]) -> int | Fault:
+    """Return the number of tokens of a completion; a fault if it has text but no tokens.
+
+    An endpoint gives text without token ids.
+    """
+    if not len(token_ids) and completion_text(completion):
+        return Fault("type", "`completion_ids` is empty but the completion is not; an endpoint gives no token ids")
+    return len(token_ids)
