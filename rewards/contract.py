@@ -15,7 +15,7 @@ from typing import Any, Literal
 RewardFunction = Callable[..., Any]
 FaultKind = Literal[
     "none", "type", "length", "nan", "inf", "magnitude", "name",
-    "exception", "timeout", "crash", "load", "not_applicable",
+    "exception", "timeout", "crash", "load", "request", "reply", "budget", "not_applicable",
 ]  # fmt: skip
 
 LARGEST_REWARD = 1e6

@@ -1,0 +1,164 @@
+"""Requests to a judge: several at once, not too many per minute, again if that may help, never beyond a budget."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+
+from rewards.judges.replies import ReplyCache
+
+RETRIED_STATUSES = {408, 409, 425, 429, *range(500, 600)}
+FIRST_PAUSE = 0.5
+"""Seconds before the first retry; each further one waits twice as long."""
+LONGEST_PAUSE = 120.0
+LONGEST_SHOWN = 200
+
+
+class Limits(NamedTuple):
+    """Settings of an endpoint."""
+
+    base_url: str
+    api_key_env: str
+    concurrency: int
+    requests_per_minute: float | None
+    retries: int
+    timeout: float
+    cache: str
+    max_calls: int | None
+
+
+class RequestError(Exception):
+    """Raised if a request failed for good."""
+
+
+class BudgetError(Exception):
+    """Raised instead of a request beyond `max_calls`."""
+
+
+class TryAgainError(Exception):
+    """Raised if the same request may succeed later."""
+
+    def __init__(self, problem: str, retry_after: float | None = None) -> None:
+        """`retry_after` is the number of seconds that the server asks to wait, if it does."""
+        super().__init__(problem)
+        self.retry_after = retry_after
+
+
+class Endpoint:
+    """One judge's server, for one event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.url = f"{limits.base_url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        self.key = api_key(limits.api_key_env)
+        self.cache = ReplyCache(limits.cache) if limits.cache else None
+        self.num_calls = 0
+        self.slots = asyncio.Semaphore(limits.concurrency)
+        self.next_start = 0.0
+        self.client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None), limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        )
+
+    async def post(self, body: dict[str, Any]) -> Any:
+        """Return the JSON that answers a request. Raises RequestError, BudgetError."""
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(TryAgainError), stop=stop_after_attempt(1 + self.limits.retries), wait=pause,
+            sleep=asyncio.sleep, reraise=True,
+        )  # fmt: skip
+        try:
+            return await retrying(self.send, body)
+        except TryAgainError as error:
+            raise RequestError(f"{self.url} {error} ({1 + self.limits.retries} tries)") from None
+
+    async def send(self, body: dict[str, Any]) -> Any:
+        """Send one request when there is a free slot and a turn."""
+        async with self.slots:
+            self.count_call()
+            await self.wait_for_turn()
+            response = await self.respond(body)
+        if response.status_code in RETRIED_STATUSES:
+            raise TryAgainError(self.refusal(response), retry_after(response.headers.get("Retry-After", "")))
+        if not response.is_success:
+            raise RequestError(f"{self.url} {self.refusal(response)}")
+        try:
+            return response.json()
+        except ValueError:
+            raise TryAgainError("answers with something else than JSON") from None
+
+    async def respond(self, body: dict[str, Any]) -> httpx.Response:
+        """Send one request and wait for the answer, whatever its status. Raises TryAgainError."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                return await self.client.post(self.url, json=body, headers=headers)
+        except TimeoutError:
+            raise TryAgainError(f"does not answer within {self.limits.timeout:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise TryAgainError(f"cannot be reached: {self.without_key(str(error)) or type(error).__name__}") from None
+
+    async def wait_for_turn(self) -> None:
+        """Wait until requests that are evenly spaced leave room for one more."""
+        if self.limits.requests_per_minute:
+            start = max(time.monotonic(), self.next_start)
+            self.next_start = start + 60 / self.limits.requests_per_minute
+            await asyncio.sleep(start - time.monotonic())
+
+    def count_call(self) -> None:
+        """Count a request. Raises BudgetError if it is one too many."""
+        maximum = self.limits.max_calls
+        if maximum is None:
+            return
+        if self.num_calls < maximum:
+            self.num_calls = self.cache.count_call() if self.cache else self.num_calls + 1
+            if self.num_calls <= maximum:
+                return
+        place = f"; they are counted in {self.cache.folder / 'calls'}" if self.cache else ""
+        raise BudgetError(f"the budget of max_calls={maximum} requests to the judge is spent{place}")
+
+    def refusal(self, response: httpx.Response) -> str:
+        """Describe an answer that is no success."""
+        text = self.without_key(response.text)
+        return f"answers with status {response.status_code}: {text[:LONGEST_SHOWN]}"
+
+    def without_key(self, text: str) -> str:
+        """Return a text in which the API key is starred out."""
+        return text.replace(self.key, "***") if self.key else text
+
+
+@functools.lru_cache(maxsize=32)
+def endpoint(limits: Limits, loop: asyncio.AbstractEventLoop) -> Endpoint:
+    """Return the endpoint with these settings for an event loop. Calls share its slots, its turns and its budget."""
+    return Endpoint(limits)
+
+
+def api_key(name: str) -> str:
+    """Return the API key in an environment variable, if one is named. Raises ValueError if it is not set."""
+    if name and not os.environ.get(name):
+        raise ValueError(f"judge: api_key_env names the environment variable {name}, which is not set")
+    return os.environ[name] if name else ""
+
+
+def pause(state: RetryCallState) -> float:
+    """Return the seconds before the next try: as many as the server asks for, else twice as many as the last time."""
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.retry_after if isinstance(error, TryAgainError) else None
+    return min(FIRST_PAUSE * 2 ** (state.attempt_number - 1) if asked is None else asked, LONGEST_PAUSE)
+
+
+def retry_after(header: str) -> float | None:
+    """Return the seconds that the header Retry-After asks for, as a number or as a date; None if it has neither."""
+    if header.isascii() and header.isdigit():
+        return float(header[:9])
+    try:
+        date = parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

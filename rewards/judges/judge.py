@@ -1,0 +1,166 @@
+"""Reward given by a model that is served by an endpoint of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rewards.contract import Fault, Score
+from rewards.forms import prompt_in
+from rewards.judges.messages import (
+    PROMPT,
+    PROMPT_WITHOUT_SOLUTION,
+    data_url,
+    delimited,
+    fields_of,
+    fill,
+    user_message,
+)
+from rewards.judges.replies import request_key
+from rewards.judges.reply import read_reply
+from rewards.text import Completion, answer_text, completion_text, gold_text
+
+if TYPE_CHECKING:
+    from rewards.judges.endpoint import Endpoint, Limits
+
+DEFAULT_BODY = {"temperature": 0}
+
+RULES = {
+    "base_url": "the address of a server, such as http://localhost:8000, without a password",
+    "model": "the name of the model there",
+    "prompt": "a template with the field {completion}",
+    "scale": "a finite number above 0, the judge's best score",
+    "extra_body": "settings of the request other than model, messages, stream and n",
+    "concurrency": "1 or more",
+    "requests_per_minute": "above 0",
+    "retries": "0 or more",
+    "timeout": "above 0 seconds",
+    "max_calls": "0 or more",
+}
+
+
+async def judge(
+    completions: Sequence[Completion],
+    prompts: Sequence[Any],
+    images: Sequence[Sequence[Any]],
+    solution: Sequence[Any] | None = None,
+    *,
+    base_url: str = "",
+    model: str = "",
+    api_key_env: str = "",
+    prompt: str = "",
+    send_image: bool = False,
+    scale: float = 10.0,
+    extra_body: dict[str, Any] | None = None,
+    concurrency: int = 8,
+    requests_per_minute: float | None = None,
+    retries: int = 4,
+    timeout: float = 60.0,
+    cache: str = "",
+    max_calls: int | None = None,
+) -> dict[str, list[Any]]:
+    """Return the judge's score of each completion divided by `scale`, and its reply as a sub-score.
+
+    None if the template needs a `solution` and the row has none. A request that fails, a reply without a score, and a
+    spent budget are faults. Raises ValueError if a setting is missing or has no meaning.
+    """
+    from rewards.judges.endpoint import Limits, endpoint
+
+    limits = Limits(base_url, api_key_env, concurrency, requests_per_minute, retries, timeout, cache, max_calls)
+    body = {"model": model} | (DEFAULT_BODY if extra_body is None else extra_body)
+    check_settings(limits, model, prompt, scale, extra_body or {})
+    server = endpoint(limits, asyncio.get_running_loop())
+
+    urls = {id(row): [data_url(image) for image in row] for row in images if row} if send_image else {}
+    asked = [
+        question(completion, conversation, urls.get(id(row), []), gold, prompt, scale)
+        for completion, conversation, row, gold in zip(
+            completions, prompts, images, solution or [None] * len(completions), strict=True
+        )
+    ]
+    keys = [request_key(server.url, body | {"messages": [it]}) if isinstance(it, dict) else "" for it in asked]
+    requests = {key: body | {"messages": [it]} for key, it in zip(keys, asked, strict=True) if key}
+    answers = await asyncio.gather(*(reply_to(server, key, request, scale) for key, request in requests.items()))
+    replies = dict(zip(requests, answers, strict=True))
+
+    def score(key: str, asked: Any) -> Score:
+        reply = replies.get(key)
+        if isinstance(reply, str):
+            return read_reply(reply, scale)
+        return reply or asked
+
+    shown = [reply if isinstance(reply := replies.get(key), str) else None for key in keys]
+    return {"reward": list(map(score, keys, asked)), "reply": shown}
+
+
+def question(
+    completion: Completion, conversation: Any, urls: Sequence[str], solution: Any, prompt: str, scale: float
+) -> dict[str, Any] | Score:
+    """Return the message that asks the judge, or the score if there is nothing to ask.
+
+    An empty completion scores 0.0. A row without the `solution` that the template needs has no score.
+    """
+    gold, text = gold_text(solution), completion_text(completion)
+    if isinstance(gold, Fault):
+        return gold
+    template = prompt or (PROMPT_WITHOUT_SOLUTION if gold is None else PROMPT)
+    if gold is None and "solution" in fields_of(template):
+        return None
+    if not text.strip():
+        return 0.0
+    values = {
+        "question": prompt_in("text", conversation),
+        "completion": delimited(text),
+        "solution": answer_text(gold or ""),
+        "scale": f"{scale:g}",
+    }
+    return user_message(fill(template, values), urls)
+
+
+async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: float) -> str | Fault:
+    """Return the judge's reply, from the cache if it is there; a fault if there is none.
+
+    A reply is kept if it has a score.
+    """
+    from rewards.judges.endpoint import BudgetError, RequestError
+
+    kept = server.cache.get(key) if server.cache else None
+    if kept is not None:
+        return kept
+    try:
+        answer = await server.post(body)
+        reply = answer["choices"][0]["message"]["content"]
+    except BudgetError as error:
+        return Fault("budget", str(error))
+    except RequestError as error:
+        return Fault("request", str(error))
+    except (LookupError, TypeError):
+        reply = None
+    if not isinstance(reply, str):
+        return Fault("reply", "the judge's answer is no chat completion with a text")
+    if server.cache and not isinstance(read_reply(reply, scale), Fault):
+        server.cache.put(key, reply)
+    return reply
+
+
+def check_settings(limits: Limits, model: str, prompt: str, scale: float, extra_body: dict[str, Any]) -> None:
+    """Raise ValueError if a setting is missing or has no meaning."""
+    address = urlsplit(limits.base_url)
+    rules = {
+        "base_url": address.scheme in ("http", "https") and bool(address.hostname) and address.password is None,
+        "model": bool(model),
+        "prompt": not prompt or "completion" in fields_of(prompt),
+        "scale": 0 < scale < math.inf,
+        "extra_body": not extra_body.keys() & {"model", "messages", "stream", "n"},
+        "concurrency": limits.concurrency >= 1,
+        "requests_per_minute": limits.requests_per_minute is None or limits.requests_per_minute > 0,
+        "retries": limits.retries >= 0,
+        "timeout": limits.timeout > 0,
+        "max_calls": limits.max_calls is None or limits.max_calls >= 0,
+    }
+    for name, is_kept in rules.items():
+        if not is_kept:
+            raise ValueError(f"judge: `{name}` must be {RULES[name]}")

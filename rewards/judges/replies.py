@@ -1,0 +1,60 @@
+"""Replies of judges on disk, so that no judgement is paid for twice, and the number of requests that were sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+class ReplyCache:
+    """A folder of replies, one file per request, for any number of processes and runs."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, key: str) -> Path:
+        """Return the file of the reply to a request."""
+        return self.folder / key[:2] / f"{key}.json"
+
+    def get(self, key: str) -> str | None:
+        """Return the reply to a request, or None if there is none."""
+        try:
+            reply = json.loads(self.path(key).read_bytes())["reply"]
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return None
+        return reply if isinstance(reply, str) else None
+
+    def put(self, key: str, reply: str) -> None:
+        """Write a reply beside its place, and move it there, so that no other process reads a part of it."""
+        path = self.path(key)
+        path.parent.mkdir(exist_ok=True)
+        descriptor, written = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"reply": reply}, file)
+            os.replace(written, path)
+        except BaseException:
+            os.unlink(written)
+            raise
+
+    def count_call(self) -> int:
+        """Count a request, and return how many the folder's processes and runs have sent with it.
+
+        The count is the size of the file `calls`: appending moves each process behind what all have appended.
+        """
+        descriptor = os.open(self.folder / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, b".")
+            return os.lseek(descriptor, 0, os.SEEK_CUR)
+        finally:
+            os.close(descriptor)
+
+
+def request_key(url: str, body: dict[str, Any]) -> str:
+    """Return the hash of a request: the address, and the body with model, messages and settings."""
+    return hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
