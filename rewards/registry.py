@@ -13,27 +13,49 @@ from rewards.grounding.detection_map_length import detection_map_length
 from rewards.grounding.giou import giou
 from rewards.grounding.iou import iou
 from rewards.grounding.point_in_box import point_in_box
+from rewards.judges.judge import judge
+from rewards.judges.reward_model import reward_model
+from rewards.overlap.character_error_rate import character_error_rate
+from rewards.overlap.edit_similarity import edit_similarity
+from rewards.overlap.rouge_l import rouge_l
+from rewards.shaping.cosine_length import cosine_length
+from rewards.shaping.language import language
+from rewards.shaping.overlong import overlong
+from rewards.shaping.repetition import repetition
 
 BUILT_INS: dict[str, RewardFunction] = {
     "boxes_f1": boxes_f1,
+    "character_error_rate": character_error_rate,
     "choice": choice,
+    "cosine_length": cosine_length,
     "detection_map": detection_map,
     "detection_map_length": detection_map_length,
+    "edit_similarity": edit_similarity,
     "exact_match": exact_match,
     "format_tags": format_tags,
     "giou": giou,
     "iou": iou,
+    "judge": judge,
+    "language": language,
     "numeric": numeric,
+    "overlong": overlong,
     "point_in_box": point_in_box,
+    "repetition": repetition,
+    "reward_model": reward_model,
+    "rouge_l": rouge_l,
 }
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "boxes_f1": ("json_repair", "scipy"),
+    "character_error_rate": ("rapidfuzz",),
     "detection_map": ("json_repair",),
     "detection_map_length": ("json_repair",),
+    "edit_similarity": ("rapidfuzz",),
     "giou": ("json_repair",),
     "iou": ("json_repair",),
+    "language": ("py3langid",),
     "point_in_box": ("json_repair", "scipy"),
+    "rouge_l": ("rapidfuzz",),
 }
 """Packages of the extra `rl-vlm[rewards]` that a function imports when it is called, by the names of their modules."""
 

@@ -11,15 +11,23 @@ import pytest
 from rewards.answers.exact_match import exact_match
 from rewards.contract import Fault
 from rewards.registry import BUILT_INS
-from tests.helpers.reward_tables import PAGE, stated_scores
+from tests.helpers.reward_tables import PAGE, WITHOUT_TABLE, stated_scores
 
 GOLD = {stated.function: stated for stated in reversed(list(stated_scores(PAGE.read_text())))}
 """The first row of each function's table in docs/rewards.md, whose score is its maximum."""
-NEEDS_SOLUTION = sorted(name for name, f in BUILT_INS.items() if "solution" in inspect.signature(f).parameters)
+NEEDS_SOLUTION = sorted(
+    name for name, f in BUILT_INS.items() if "solution" in inspect.signature(f).parameters and name not in WITHOUT_TABLE
+)
+GRADED = ["character_error_rate", "edit_similarity", "rouge_l"]
+"""Functions that give a wrong answer what is right in it."""
+SIGNED = ["cosine_length"]
+"""Functions that score a wrong answer below 0."""
 TEXT_SOLUTION = ["choice", "exact_match", "numeric"]
 """Functions whose solution is text, a number or a bool."""
-COLUMNS = ("image_sizes", "model_image_sizes")
+COLUMNS = ("completion_ids", "image_sizes", "images", "model_image_sizes", "prompts")
 """Other arguments of a call that a built-in reads: columns of rows, or what every call offers."""
+OPTIONAL = [("judge", "solution")]
+"""Columns that a function can do without."""
 WRONG = [
     "",
     " ",
@@ -42,9 +50,21 @@ def columns_and_settings(name: str, count: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", NEEDS_SOLUTION)
+@pytest.mark.parametrize("name", sorted({*NEEDS_SOLUTION} - {*GRADED, *SIGNED}))
 def test_no_answer_scores_zero(name):
     assert BUILT_INS[name](WRONG, **columns_and_settings(name, len(WRONG))) == [0.0] * len(WRONG)
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_no_answer_scores_little_where_answers_are_right_in_part(name):
+    scores = BUILT_INS[name](WRONG, **columns_and_settings(name, len(WRONG)))
+    assert scores[:3] == [0.0] * 3
+    assert all(0 <= score < 0.3 for score in scores)
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_no_answer_scores_less_than_zero(name):
+    assert all(score < 0 for score in BUILT_INS[name](WRONG, **columns_and_settings(name, len(WRONG))))
 
 
 @pytest.mark.parametrize("name", NEEDS_SOLUTION)
@@ -60,7 +80,8 @@ def test_settings_are_keyword_only_with_defaults_and_everything_is_named(name):
     for parameter in list(inspect.signature(function).parameters.values()):
         is_setting = parameter.name not in ("completions", "solution", *COLUMNS)
         assert parameter.kind is (parameter.KEYWORD_ONLY if is_setting else parameter.POSITIONAL_OR_KEYWORD)
-        assert is_setting == (parameter.default is not parameter.empty)
+        has_default = is_setting or (name, parameter.name) in OPTIONAL
+        assert has_default == (parameter.default is not parameter.empty)
 
 
 def test_the_package_imports_no_torch():

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+WITHOUT_TABLE = ("judge", "reward_model")
+"""Functions whose scores no table can state: they need a server, or a model."""
 HEADING = re.compile(r"#### `(\w+)`")
 ROW = re.compile(r"\| (?P<completion>`.+?`) \| (?P<arguments>.*?) \| (?P<score>[^|]+?) \|(?P<why>.*)")
 
