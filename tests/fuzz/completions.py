@@ -153,10 +153,14 @@ def call(name: str, batch: Batch) -> Sequence[Any]:
     return Call(BUILT_INS[name], {"completions": batch.completions, **batch.arguments}, BATCH).answer().scores
 
 
+APPROACHED = {"repetition": -1.0}
+"""Lowest scores that no row of a table reaches."""
+
+
 def bounds(name: str) -> tuple[float, float]:
     """Return the lowest and highest score of a function's table."""
     scores = [float(s.score) for s in STATED[name] if s.score not in ("fault", "does not apply")]
-    return min(*scores, 0.0), max(*scores, 0.0)
+    return min(*scores, APPROACHED.get(name, 0.0)), max(*scores, 0.0)
 
 
 @contextmanager
