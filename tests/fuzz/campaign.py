@@ -36,7 +36,7 @@ def run_outputs(part: int, count: int = OUTPUTS_PER_PART) -> dict[str, Any]:
     with make_suite() as suite:
 
         @seed(part)
-        @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=count, database=None, deadline=None, suppress_health_check=[*HealthCheck])
         @given(cases)
         def check(case: Any) -> None:
             found[check_case(suite, groups, case)] += 1

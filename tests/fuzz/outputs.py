@@ -158,8 +158,12 @@ def check_table(table: RewardTable) -> None:
     assert bool(table.fault_messages) == bool(table.fault_counts)
     assert all("\n" not in message and len(message) < 2000 for message in table.fault_messages)
     rewards_PG = total_rewards(table.scores_PGF, torch.tensor([1.0]), valid_PG)
-    for scale, std in (("group", None), ("none", None), ("batch", 0.5)):
-        advantages_PG = compute_advantages(rewards_PG, valid_PG, scale, std).advantages_PG
+    for found in (
+        compute_advantages(rewards_PG, valid_PG, "group"),
+        compute_advantages(rewards_PG, valid_PG, "none"),
+        compute_advantages(rewards_PG, valid_PG, "batch", batch_std=0.5),
+    ):
+        advantages_PG = found.advantages_PG
         assert advantages_PG.isfinite().all()
         assert (advantages_PG[~valid_PG] == 0).all()
 
