@@ -232,8 +232,13 @@ def head_function(head: Any, dtype: torch.dtype | None) -> Callable[[Tensor], Te
         return head
     if dtype is None or head.weight.dtype == dtype:
         return lambda hidden: F.linear(hidden, head.weight, head.bias)
-    cast, bias = head.weight.detach().to(dtype), 0 if head.bias is None else head.bias.to(dtype)
-    return lambda hidden: CastLinear.apply(hidden.to(dtype), head.weight, cast) + bias
+    cast = head.weight.detach().to(dtype)
+
+    def product(hidden: Tensor) -> Tensor:
+        logits = CastLinear.apply(hidden.to(dtype), head.weight, cast)
+        return logits if head.bias is None else logits + head.bias.to(dtype)
+
+    return product
 
 
 class CastLinear(torch.autograd.Function):

@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from rl_vlm.model.block_masks import make_block_mask
 from rl_vlm.types import to_device
 
 if TYPE_CHECKING:
@@ -159,13 +160,13 @@ class RowLayout:
     def block_mask(self, mask_function: MaskFunction) -> BlockMask:
         """Build the mask for FlexAttention: which blocks of the row attend to which."""
         owner, part, logical = self.row_owner, self.row_part, self.row_logical
-        return create_block_mask(
+        return make_block_mask(
             lambda b, h, q, k: (
                 (owner[q] == owner[k])
                 & ((part[k] == 0) | (part[q] == part[k]))
                 & mask_function(b, h, logical[q], logical[k])
             ),
-            None, None, len(owner), len(owner), device=str(owner.device),
+            len(owner), owner.device,
         )  # fmt: skip
 
 

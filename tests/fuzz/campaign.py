@@ -22,6 +22,7 @@ from tests.fuzz.outputs import cases, check_case, make_groups, make_suite
 OUTPUTS, COMPLETIONS = 100_000, 50_000
 OUTPUTS_PER_PART, BATCHES_PER_PART = 1000, 125
 EVERYTHING = "anything returned"
+ALL_CHECKS: list[Any] = list(HealthCheck)
 
 
 def targets() -> dict[str, int]:
@@ -36,7 +37,7 @@ def run_outputs(part: int, count: int = OUTPUTS_PER_PART) -> dict[str, Any]:
     with make_suite() as suite:
 
         @seed(part)
-        @settings(max_examples=count, database=None, deadline=None, suppress_health_check=[*HealthCheck])
+        @settings(max_examples=count, database=None, deadline=None, suppress_health_check=ALL_CHECKS)
         @given(cases)
         def check(case: Any) -> None:
             found[check_case(suite, groups, case)] += 1
