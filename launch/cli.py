@@ -123,6 +123,7 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
     "serve": serve_command,
     "plan": plan_command,
 }
+REWARDS = "List, show and check reward functions: `rl-vlm rewards list | show | check`."
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
@@ -170,7 +171,8 @@ def end_at_once(status: int) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rl-vlm COMMAND …` and return its exit status, which is 2 for an error that the user can fix."""
-    commands = "\n".join(f"  {name:8}{command.__doc__}" for name, command in COMMANDS.items())
+    described = {name: command.__doc__ for name, command in COMMANDS.items()} | {"rewards": REWARDS}
+    commands = "\n".join(f"  {name:8}{text}" for name, text in described.items())
     parser = argparse.ArgumentParser(
         prog="rl-vlm",
         usage="rl-vlm [-h] [--version] COMMAND CONFIG [KEY=VALUE ...] [--dry-run]",
@@ -179,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rl-vlm {version('rl-vlm')}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=described, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     return run(options.command, options.arguments)
@@ -187,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(name: str, arguments: Sequence[str]) -> int:
     """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C."""
+    if name == "rewards":
+        return run_rewards(arguments)
     options = _parser(name).parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides, FIXED.get(name, {}))
@@ -198,6 +202,21 @@ def run(name: str, arguments: Sequence[str]) -> int:
         if is_first_process() or not isinstance(error, ConfigError):
             print(f"rl-vlm {name} {options.config} failed:\n{error}", file=sys.stderr)
         return 2
+
+
+def run_rewards(arguments: Sequence[str]) -> int:
+    """Run `rl-vlm rewards`, which has commands of its own, and return its exit status."""
+    from launch.rewards import rewards_command
+
+    try:
+        with shown_log():
+            return rewards_command(arguments)
+    except RLVLMError as error:
+        print(f"rl-vlm rewards {' '.join(arguments)} failed:\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
 
 
 def _run_command(name: str, config: RunConfig, options: argparse.Namespace) -> int:

@@ -42,6 +42,11 @@ class RewardSuite:
         check_names(self.names)
 
     @property
+    def functions(self) -> list[Reward]:
+        """Return the functions."""
+        return self._rewards
+
+    @property
     def columns(self) -> set[str]:
         """Return the columns of the data that functions name as parameters."""
         return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}

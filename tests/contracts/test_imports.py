@@ -21,7 +21,7 @@ LAYERS = [
     "log",
     "rollout",
     "evaluation trainer dry_run",
-    "plan",
+    "plan reward_check",
     "profile",
     "resume",
     "build",
@@ -33,7 +33,7 @@ the stages of a batch, which are one layer, do not import each other."""
 LAYER_OF = {f"rl_vlm.{name}": i for i, layer in enumerate(LAYERS) for name in layer.split()}
 
 ONLY_IN = {
-    "rewards": "rl_vlm/reward/",
+    "rewards": "rl_vlm/reward",
     "accelerate": "rl_vlm/distributed/",
     "peft": "rl_vlm/model/",
     "trl": None,

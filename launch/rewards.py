@@ -1,0 +1,153 @@
+"""`rl-vlm rewards`: which reward functions there are, what one does, and whether it is sound."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config.load import load_config
+from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
+from rl_vlm.errors import ConfigError
+
+PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
+"""Where a checkout has the page; an installed package has none."""
+
+
+def rewards_parser() -> argparse.ArgumentParser:
+    """Build the parser of `rl-vlm rewards`."""
+    parser = argparse.ArgumentParser(prog="rl-vlm rewards", description="List, show and check reward functions.")
+    commands = parser.add_subparsers(dest="action", required=True, metavar="list | show | check")
+    commands.add_parser("list", help="print the names of built-in and installed functions")
+    show = commands.add_parser("show", help="print what a function does, its columns and its settings")
+    show.add_argument("name", metavar="NAME", help="built-in name, file.py:function or module:function")
+    check = commands.add_parser("check", help="score gold answers and cheats, and say what is wrong")
+    check.add_argument("target", metavar="CONFIG_OR_FUNCTION", help="a run's YAML file, or the name of a function")
+    check.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the run")
+    check.add_argument("--data", metavar="NAME", help="data.dataset_name: where rows come from")
+    check.add_argument("-n", type=int, default=1000, metavar="N", help="rows at most, evenly spread; default: 1000")
+    check.add_argument(
+        "--completions", type=int, default=0, metavar="N",
+        help="also sample num_generations completions of N rows from the initial model of CONFIG",
+    )  # fmt: skip
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def rewards_command(arguments: Sequence[str]) -> int:
+    """Run `rl-vlm rewards`, and return the exit status: 1 if a check finds an error."""
+    options = parse(arguments)
+    if options.action == "check":
+        return check_functions(options)
+    print(list_functions() if options.action == "list" else show_function(options.name))
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments. Overrides may stand between flags."""
+    options, rest = rewards_parser().parse_known_args(arguments)
+    is_override = [options.action == "check" and "=" in word and not word.startswith("-") for word in rest]
+    if not all(is_override):
+        rewards_parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
+def list_functions() -> str:
+    """Return a line for each built-in, and for each entry point of an installed package."""
+    from rewards.registry import BUILT_INS, PACKAGES
+    from rl_vlm.reward.function import ENTRY_POINT_GROUP
+
+    lines, topic = [], ""
+    for name, function in sorted(BUILT_INS.items(), key=lambda item: (item[1].__module__.split(".")[1], item[0])):
+        if topic != (topic := function.__module__.split(".")[1]):
+            lines.append(f"{topic}:")
+        missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
+        note = f" (needs {', '.join(missing)}: pip install 'rl-vlm[rewards]')" if missing else ""
+        lines.append(f"  {name:22}{first_line(function)}{note}")
+    plugins = entry_points(group=ENTRY_POINT_GROUP)
+    lines += ["installed:", *(f"  {plugin.name:22}{plugin.value}" for plugin in plugins)] if plugins else []
+    return "\n".join(lines)
+
+
+def first_line(function: Any) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def show_function(name: str) -> str:
+    """Return what a function does, its columns and its settings, and its part of docs/rewards.md if that is here.
+
+    Raises RewardError if it cannot be loaded.
+    """
+    from rewards.calling import OFFERED, parameters
+    from rewards.registry import BUILT_INS, TIMEOUTS
+    from rl_vlm.reward.function import Reward, load_reward
+
+    reward = Reward(RewardSpec(function=name))
+    known = parameters(reward.function)
+    columns = [key for key in known if key not in OFFERED and key not in reward.settings]
+    settings = {key: p.default for key, p in known.items() if p.kind is p.KEYWORD_ONLY}
+    values = ", ".join(f"{key}: {json.dumps(value, default=str)}" for key, value in settings.items())
+    lines = [
+        reward.name,
+        f"  protocol  {load_reward(name).system or 'TRL'}",
+        f"  columns   {', '.join(columns) or 'none'}",
+        f"  offered   {', '.join(key for key in known if key in OFFERED) or 'none'}",
+        f"  settings  {values or 'none'}",
+    ]
+    if name in TIMEOUTS:
+        lines.append(f"  timeout   {TIMEOUTS[name]:g} seconds, in a worker process")
+    page = section(name) if name in BUILT_INS else None
+    return "\n".join([*lines, "", page or inspect.getdoc(reward.function) or "It has no docstring."])
+
+
+def section(name: str) -> str | None:
+    """Return the part of docs/rewards.md about a built-in, or None if the page is not here."""
+    if not PAGE.is_file():
+        return None
+    found = re.search(rf"^#### `{name}`\n\n(.*?)(?=^###|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return found[1].strip() if found else None
+
+
+def check_functions(options: argparse.Namespace) -> int:
+    """Check functions on rows, print the report, and return 1 if there is an error."""
+    data, rewards, run = what_to_check(options)
+    from rl_vlm.reward_check.check import check_rewards
+    from rl_vlm.reward_check.report import describe, describe_sampled, report_data
+    from rl_vlm.reward_check.sampled import sample_completions
+
+    found = check_rewards(data, rewards, options.n)
+    sampled = sample_completions(run, options.completions) if run and options.completions else None
+    findings = [*found.findings, *(sampled.findings() if sampled else [])]
+    if options.json:
+        report = report_data(found.functions, findings) | ({"sampled": vars(sampled)} if sampled else {})
+        print(json.dumps(report, indent=1, default=str))
+    else:
+        print(describe(found.functions, findings) + (f"\n{describe_sampled(sampled)}" if sampled else ""))
+    return int(found.has_errors)
+
+
+def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig, RunConfig | None]:
+    """Return the data and the functions of a run, and the run; or `--data` and one function. Raises ConfigError."""
+    if options.n < 1 or options.completions < 0:
+        raise ConfigError("-n is a number from 1, and --completions from 0")
+    if Path(options.target).suffix in (".yaml", ".yml"):
+        run = load_config(
+            options.target, options.overrides, {"data.dataset_name": options.data} if options.data else {}
+        )
+        data, rewards = run.data, run.rewards
+    elif options.completions or options.overrides:
+        raise ConfigError("settings and --completions are those of a run: name its YAML file instead of a function")
+    else:
+        run, data = None, DataConfig(dataset_name=options.data)
+        rewards = RewardsConfig(reward_funcs=[options.target])
+    if data.dataset_name is None:
+        raise ConfigError("--data is needed: the rows whose gold answers are scored")
+    return data, rewards, run

@@ -1,0 +1,183 @@
+"""`rl-vlm rewards`: ten planted faults of reward functions are found, and sound functions have none."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+
+BUGS: dict[str, tuple[str, set[str]]] = {
+    "constant": ("return [1.0 for _ in completions]", {"constant"}),
+    "inverted": ("return [-exact(c, s) for c, s in zip(completions, solution)]", {"inverted"}),
+    "substring match": (
+        "return [float(str(s) in c) for c, s in zip(completions, solution)]",
+        {"cheat: gold within a longer answer", "cheat: both answers", "cheat: gold 100 times"},
+    ),
+    "wrong column": ("return [exact(c, a) for c, a in zip(completions, kwargs['level'])]", {"constant"}),
+    "crashes on empty": (
+        "return [float(c.split()[0].strip('</answer>') == s) for c, s in zip(completions, solution)]",
+        {"fault: exception"},
+    ),
+    "slow": ("import time; time.sleep(2); return [exact(c, s) for c, s in zip(completions, solution)]", {"slow"}),
+    "nan for some": (
+        "return [exact(c, s) if len(c) < 5000 else float('nan') for c, s in zip(completions, solution)]",
+        {"fault: nan"},
+    ),
+    "pays for length": (
+        "return [exact(c, s) + len(c) / 1000 for c, s in zip(completions, solution)]",
+        {"cheat: long text"},
+    ),
+    "pays for any tag": (
+        "return [float('<answer>' in c) for c, s in zip(completions, solution)]",
+        {"cheat: empty tags", "cheat: answer of another row"},
+    ),
+    "not deterministic": (
+        "import random; return [exact(c, s) + random.random() / 100 for c, s in zip(completions, solution)]",
+        {"not deterministic"},
+    ),
+}
+"""The body of a function, and kinds of findings that must be among those of the check."""
+SOUND = "return [exact(c, s) for c, s in zip(completions, solution)]"
+SOURCE = """
+def exact(completion, solution):
+    return float(completion.rpartition("<answer>")[2].partition("</answer>")[0].strip() == str(solution))
+
+def f(completions, solution, **kwargs):
+    {body}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {i} + 100?", "solution": str(i + 100), "level": "easy"} for i in range(12)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    yield tmp_path
+    sys.modules.pop(str(tmp_path / "mine.py"), None)
+
+
+def check(target: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict]:
+    status = cli.main(["rewards", "check", target, "--data", "rows.jsonl", "--json", *more])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def kinds(report: dict) -> set[str]:
+    return {finding["kind"] for finding in report["findings"]}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_fault_is_found(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
+    body, expected = BUGS[bug]
+    Path("mine.py").write_text(SOURCE.format(body=body))
+    rows = 2 if bug == "slow" else 12
+    status, report = check("mine.py:f", capsys, "-n", str(rows))
+    assert expected <= kinds(report)
+    assert status == int(any(finding["severity"] == "error" for finding in report["findings"]))
+    assert all(len(finding["rows"]) <= rows for finding in report["findings"])
+
+
+@pytest.mark.parametrize(
+    "target", ["mine.py:f", "exact_match", "numeric", "format_tags", "edit_similarity", "rouge_l", "repetition"]
+)
+def test_a_sound_function_has_no_error(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(SOURCE.format(body=SOUND))
+    status, report = check(target, capsys)
+    assert status == 0
+    assert report["findings"] == []
+
+
+def test_a_gold_answer_that_its_function_cannot_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    rows[7]["solution"] = "[1, 2"
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mine.py").write_text(
+        SOURCE.format(body="return [exact(c, s) * s.isdigit() for c, s in zip(completions, solution)]")
+    )
+    _, report = check("mine.py:f", capsys)
+    (finding,) = report["findings"]
+    assert (finding["kind"], finding["rows"]) == ("low gold", [7])
+
+
+def test_figures_are_those_of_the_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(
+        SOURCE.format(body="return [None if s == '100' else 1.0 * (c == '') for c, s in zip(completions, solution)]")
+    )
+    _, report = check("mine.py:f", capsys)
+    (figures,) = report["functions"]
+    assert figures["rows"] == figures["rows_that_apply"] == 12
+    assert figures["not_applicable"] == pytest.approx(1 / 12)
+    assert figures["groups_without_spread"] == pytest.approx(1 / 12)
+    assert (figures["scores"]["min"], figures["scores"]["median"], figures["scores"]["max"]) == (0, 0, 1)
+    assert len(figures["oddest"]) == 10 and figures["oddest"][0]["margin"] == -1
+
+
+def test_rows_are_spread_evenly(capsys: pytest.CaptureFixture[str]) -> None:
+    _, report = check("exact_match", capsys, "-n", "4")
+    assert [row["row"] for row in report["functions"][0]["oddest"]] == [0, 3, 6, 9]
+
+
+def test_all_functions_of_a_run_are_checked_and_their_scales_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(
+        "model: {model_name_or_path: none}\n"
+        "rewards: {reward_funcs: [{function: exact_match, weight: 100}, format_tags]}\n"
+    )
+    status, report = check("run.yaml", capsys, "data.text_only=true")
+    assert status == 0
+    assert [(f["function"], f["kind"]) for f in report["findings"]] == [("exact_match", "scale")]
+    assert [f["function"] for f in report["functions"]] == ["exact_match", "format_tags"]
+
+
+def test_the_report_in_words_names_findings_with_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(SOURCE.format(body=BUGS["substring match"][0]))
+    assert cli.main(["rewards", "check", "mine.py:f", "--data", "rows.jsonl"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "warning: cheat: both answers: the completion 'both answers' gets as much as the gold answer on 12 of 12"
+        in printed
+    )
+    assert "(rows 0, 1, 2, 3, 4, …)" in printed
+    assert printed.splitlines()[-1].startswith("0 errors, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "exact_match"], "--data is needed"),
+        (["check", "exact_match", "--data", "rows.jsonl", "-n", "0"], "-n is a number from 1"),
+        (["check", "exact_match", "--data", "rows.jsonl", "--completions", "2"], "name its YAML file"),
+        (["check", "exact_mach", "--data", "rows.jsonl"], "did you mean 'exact_match'"),
+        (["check", "exact_match", "--data", "none.jsonl"], "none.jsonl cannot be read"),
+        (["show", "exact_mach"], "did you mean 'exact_match'"),
+    ],
+)
+def test_errors_of_the_user(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rewards", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_list_names_every_built_in_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from rewards.registry import BUILT_INS
+
+    assert cli.main(["rewards", "list"]) == 0
+    printed = capsys.readouterr().out
+    assert {line.split()[0] for line in printed.splitlines() if line.startswith("  ")} >= BUILT_INS.keys()
+    assert "exact_match           Return 1.0 if the answer equals `solution`" in printed
+
+
+def test_list_names_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.rewards.find_spec", lambda name: None)
+    cli.main(["rewards", "list"])
+    assert "(needs rapidfuzz: pip install 'rl-vlm[rewards]')" in capsys.readouterr().out
+
+
+def test_show_prints_the_page_of_a_built_in_and_the_columns_of_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rewards", "show", "exact_match"]) == 0
+    printed = capsys.readouterr().out
+    assert "settings  ignore_case: false" in printed and '| `"7 or 8"` | `solution="7"` | 0.0 |' in printed
+    Path("mine.py").write_text("def f(reward_inputs, scale=2.0):\n    'Mine.'\n    return []\n")
+    assert cli.main(["rewards", "show", "mine.py:f"]) == 0
+    printed = capsys.readouterr().out
+    assert "protocol  EasyR1" in printed and "settings  scale: 2.0" in printed and printed.endswith("Mine.\n")
