@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from fractions import Fraction
+from importlib.util import find_spec
+from typing import Any, NamedTuple, cast
 
 from rewards.contract import Fault, Score
 from rewards.text import Completion, answer_text, completion_text, gold_text
 
 LONGEST_NUMBER = 100
+NEEDS_PINT = "pip install 'rl-vlm[rewards]', or set convert_units to false"
 
 # Digits are spelled [0-9]: \d and float() accept those of every script. A word that scales the number is not a unit.
 QUANTITY = re.compile(
@@ -32,23 +36,29 @@ class Quantity(NamedTuple):
 
 
 def numeric(
-    completions: Sequence[Completion], solution: Sequence[Any], *, rel_tol: float = 1e-9, abs_tol: float = 0.0
+    completions: Sequence[Completion],
+    solution: Sequence[Any],
+    *,
+    rel_tol: float = 1e-9,
+    abs_tol: float = 0.0,
+    convert_units: bool = True,
 ) -> list[Score]:
     """Return 1.0 if the answer is the number `solution` within tolerance, else 0.0; None if `solution` is no number.
 
-    Tolerances are those of `math.isclose`. Units must agree if both sides have one; `50%` equals both 0.5 and 50.
+    Tolerances are those of `math.isclose`, in the unit of `solution`. If both sides have a unit, the answer is
+    converted into that of `solution`; if `convert_units` is False, both must be equal. `50%` equals both 0.5 and 50.
     """
-    return [
-        _is_number(completion_text(completion), gold_text(gold), rel_tol, abs_tol)
-        for completion, gold in zip(completions, solution, strict=True)
-    ]
 
+    def scored(text: str, gold: str | Fault | None) -> Score:
+        expected = parse_quantity(gold) if isinstance(gold, str) else gold
+        if not isinstance(expected, Quantity):
+            return expected
+        if convert_units and is_physical(expected.unit) and not _has_pint():
+            return Fault("load", f"`solution` has a unit, {expected.unit!r}: {NEEDS_PINT}")
+        answer = parse_quantity(text)
+        return float(answer is not None and _equal(answer, expected, rel_tol, abs_tol, convert_units))
 
-def _is_number(text: str, gold: str | Fault | None, rel_tol: float, abs_tol: float) -> Score:
-    if not isinstance(gold, str):
-        return gold
-    expected, answer = parse_quantity(gold), parse_quantity(text)
-    return None if expected is None else float(answer is not None and _equal(answer, expected, rel_tol, abs_tol))
+    return [scored(completion_text(c), gold_text(gold)) for c, gold in zip(completions, solution, strict=True)]
 
 
 def parse_quantity(text: str) -> Quantity | None:
@@ -70,10 +80,50 @@ def parse_quantity(text: str) -> Quantity | None:
     return Quantity(-value if match["sign"] == "-" else value, unit) if math.isfinite(value) else None
 
 
-def _equal(answer: Quantity, gold: Quantity, rel_tol: float, abs_tol: float) -> bool:
-    if answer.unit and gold.unit and answer.unit != gold.unit:
-        return False
+def _equal(answer: Quantity, gold: Quantity, rel_tol: float, abs_tol: float, convert_units: bool) -> bool:
     readings = [answer.value]
-    if answer.unit != gold.unit and "%" in (answer.unit, gold.unit):
+    if answer.unit and gold.unit and answer.unit != gold.unit:
+        readings = [converted(answer, gold.unit)] if convert_units else []
+    elif answer.unit != gold.unit and "%" in (answer.unit, gold.unit):
         readings.append(answer.value / 100 if answer.unit == "%" else answer.value * 100)
-    return any(math.isclose(reading, gold.value, rel_tol=rel_tol, abs_tol=abs_tol) for reading in readings)
+    return any(
+        reading is not None and math.isclose(reading, gold.value, rel_tol=rel_tol, abs_tol=abs_tol)
+        for reading in readings
+    )
+
+
+def converted(quantity: Quantity, unit: str) -> float | None:
+    """Return the value of a quantity in another unit, by pint; None if that is not possible."""
+    import pint
+
+    if not (is_physical(quantity.unit) and is_physical(unit)):
+        return None
+    try:
+        value = _units().convert(Fraction(quantity.value), _pint_unit(quantity.unit), _pint_unit(unit))
+        return float(value) if math.isfinite(value) else None
+    except (pint.PintError, ArithmeticError, AssertionError, TypeError, ValueError):
+        return None
+
+
+def is_physical(unit: str) -> bool:
+    """Return whether a unit is one that pint may know: no currency, and no percent."""
+    return unit != "" and unit[0] not in "%$€£¥"
+
+
+@functools.lru_cache(1000)
+def _pint_unit(unit: str) -> Any:
+    """Return a unit of the form of `QUANTITY`, such as `km/h` or `cm3`, as pint's."""
+    return _units().parse_units(re.sub(r"\^?([23])$", r"**\1", unit))
+
+
+@functools.cache
+def _units() -> Any:
+    """Return pint's units. They convert fractions, so that 32 °F is exactly 0 °C."""
+    import pint
+
+    return pint.UnitRegistry(non_int_type=cast(Any, Fraction))
+
+
+@functools.cache
+def _has_pint() -> bool:
+    return find_spec("pint") is not None

@@ -1,8 +1,10 @@
 import time
 
+import numpy as np
 import pytest
 
 from rewards.answers.choice import choice, named_option
+from rewards.contract import Fault
 
 
 @pytest.mark.parametrize(
@@ -63,3 +65,36 @@ def test_long_outputs_take_no_time(text):
     started = time.process_time()
     assert choice([text], ["B"]) == [0.0]
     assert time.process_time() - started < 2.0
+
+
+OPTIONS = ["a cat", "A dog.", "C. elegans", "B"]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "score"),
+    [
+        ("a dog", "B", 1.0), ("B", "a dog", 1.0), ("(b) a dog", "A dog", 1.0), ("The answer is a dog.", "B", 1.0),
+        ("**A  dog**", "B", 1.0), ("C. elegans", "C", 1.0), ("C", "C. elegans", 1.0), ("D", "D", 1.0), ("B", "D", 0.0),
+        ("a cat, a dog", "B", 0.0), ("a fish", "B", 0.0), ("dog", "B", 0.0), ("E", "B", 0.0), ("", "B", 0.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [OPTIONS, dict(zip("ABCD", OPTIONS, strict=True)), np.array(OPTIONS)])
+def test_the_text_of_an_option_names_it(text, gold, score, options):
+    assert choice([text], [gold], options=[options]) == [score]
+    assert choice([text], [gold], choices=[options], options=[None]) == [score]
+
+
+def test_rows_without_options_are_read_as_before():
+    assert choice(["B", "a dog"], ["B", "B"], options=[None, None]) == [1.0, 0.0]
+
+
+def test_letters_without_text_are_left_out():
+    first, second = choice(["y", "C"], ["B", "C"], options=[{"A": "x", "b": "y", "C": None}] * 2)
+    assert first == 1.0
+    assert isinstance(second, Fault)
+
+
+@pytest.mark.parametrize("options", ["xy", 7, {"1": "x"}, ["x"] * 11])
+def test_options_of_another_form_are_a_fault(options):
+    (score,) = choice(["B"], ["B"], options=[options])
+    assert isinstance(score, Fault) and score.kind == "type"

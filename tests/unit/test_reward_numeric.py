@@ -3,6 +3,7 @@ import time
 import pytest
 
 from rewards.answers.numeric import numeric, parse_quantity
+from rewards.contract import Fault
 
 
 @pytest.mark.parametrize(
@@ -110,3 +111,41 @@ def test_long_outputs_take_no_time(text):
     started = time.process_time()
     assert numeric([text], ["7"]) == [0.0]
     assert time.process_time() - started < 1.0
+
+
+# Definitions of the units: an inch is 2.54 cm, a litre 1,000 cm³, a mile 1,609.344 m, a kilowatt-hour 3.6 MJ.
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("7 km", "7000 m"), ("7000 m", "7 km"), ("1 in", "2.54 cm"), ("1 L", "1000 cm3"), ("1 mile", "1609.344 m"),
+        ("1 kWh", "3.6 MJ"), ("3.6 km/h", "1 m/s"), ("1 h", "60 min"), ("1 m²", "10000 cm^2"), ("180°", "180 deg"),
+        ("32 °F", "0 °C"), ("0 °C", "32 °F"), ("-40 °C", "-40 degF"), ("1 kg", "1000 g"), ("0 m", "0 km"),
+    ],
+)  # fmt: skip
+def test_units_are_converted(text, gold):
+    assert numeric([text], [gold]) == [1.0]
+    assert numeric([text], [gold], convert_units=False) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("7 km", "7 m"), ("7 km", "7 kg"), ("5%", "5 km"), ("$5", "5 km"), ("5 km", "$5"), ("7 cats", "7 dogs"),
+        ("7 lambda", "7 m"), ("7 import", "7 m"), ("7 __class__", "7 m"), ("7 m^9999999", "7 m"), ("7 m**9", "7 m"),
+        ("5 dB", "5 dBm"), ("10 dB", "10 W"), ("1e308 km", "1e-3 m"), ("1e300 Ym", "7 ym"), ("7 m/m", "7 m"),
+    ],
+)  # fmt: skip
+def test_units_that_cannot_be_converted_are_not_equal(text, gold):
+    assert numeric([text], [gold]) == [0.0]
+
+
+def test_the_tolerance_is_in_the_unit_of_the_solution():
+    assert numeric(["7.001 km", "7.1 km"], ["7000 m"] * 2, abs_tol=2.0) == [1.0, 0.0]
+
+
+def test_without_pint_a_solution_with_a_unit_is_a_fault(monkeypatch):
+    monkeypatch.setattr("rewards.answers.numeric._has_pint", lambda: False)
+    first, *others = numeric(["7 km"] * 4, ["7 km", "7", "50%", "$7"])
+    assert isinstance(first, Fault) and first.kind == "load" and "rl-vlm[rewards]" in first.message
+    assert others == [1.0, 0.0, 0.0]
+    assert numeric(["7 km", "7 m"], ["7 km"] * 2, convert_units=False) == [1.0, 0.0]
