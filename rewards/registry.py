@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from rewards.answers.choice import choice
+from rewards.answers.counting import counting
 from rewards.answers.exact_match import exact_match
+from rewards.answers.maths import maths
 from rewards.answers.numeric import numeric
+from rewards.answers.short_answer import short_answer
+from rewards.answers.yes_no import yes_no
 from rewards.contract import RewardFunction
+from rewards.formats.boxed import boxed
 from rewards.formats.format_tags import format_tags
+from rewards.formats.json_schema import json_schema
 from rewards.grounding.boxes_f1 import boxes_f1
 from rewards.grounding.detection_map import detection_map
 from rewards.grounding.detection_map_length import detection_map_length
@@ -24,10 +30,12 @@ from rewards.shaping.overlong import overlong
 from rewards.shaping.repetition import repetition
 
 BUILT_INS: dict[str, RewardFunction] = {
+    "boxed": boxed,
     "boxes_f1": boxes_f1,
     "character_error_rate": character_error_rate,
     "choice": choice,
     "cosine_length": cosine_length,
+    "counting": counting,
     "detection_map": detection_map,
     "detection_map_length": detection_map_length,
     "edit_similarity": edit_similarity,
@@ -35,14 +43,18 @@ BUILT_INS: dict[str, RewardFunction] = {
     "format_tags": format_tags,
     "giou": giou,
     "iou": iou,
+    "json_schema": json_schema,
     "judge": judge,
     "language": language,
+    "maths": maths,
     "numeric": numeric,
     "overlong": overlong,
     "point_in_box": point_in_box,
     "repetition": repetition,
     "reward_model": reward_model,
     "rouge_l": rouge_l,
+    "short_answer": short_answer,
+    "yes_no": yes_no,
 }
 
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -53,11 +65,13 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "edit_similarity": ("rapidfuzz",),
     "giou": ("json_repair",),
     "iou": ("json_repair",),
+    "json_schema": ("jsonschema",),
     "language": ("py3langid",),
+    "maths": ("math_verify",),
     "point_in_box": ("json_repair", "scipy"),
     "rouge_l": ("rapidfuzz",),
 }
 """Packages of the extra `rl-vlm[rewards]` that a function imports when it is called, by the names of their modules."""
 
-TIMEOUTS: dict[str, float] = {}
+TIMEOUTS: dict[str, float] = {"json_schema": 30.0, "maths": 60.0}
 """Timeouts in seconds of functions that run in a worker process, if the run does not set another."""

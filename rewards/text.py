@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from numbers import Number
 from typing import Any
 
 from rewards.contract import Fault, plain
 
 Completion = str | list[dict[str, Any]]
+
+BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+"""The start of a box, an escaped character, which is no brace, or a brace."""
 
 
 def completion_text(completion: Completion) -> str:
@@ -27,6 +31,20 @@ def answer_text(text: str) -> str:
     if start < 0:
         return text.strip()
     return text[start + len("<answer>") : end].strip()
+
+
+def boxed_spans(text: str) -> list[tuple[int, int]]:
+    r"""Return where the content of each closed `\boxed{...}` begins and ends, nested ones included."""
+    spans: list[tuple[int, int]] = []
+    starts: list[int | None] = []  # of the braces that are open; None for those of no box
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            starts.append(None)
+        elif match[0].startswith("\\boxed"):
+            starts.append(match.end())
+        elif match[0] == "}" and starts and (start := starts.pop()) is not None:
+            spans.append((start, match.start()))
+    return spans
 
 
 def gold_text(solution: Any) -> str | Fault | None:

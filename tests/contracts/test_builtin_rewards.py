@@ -22,11 +22,11 @@ GRADED = ["character_error_rate", "edit_similarity", "rouge_l"]
 """Functions that give a wrong answer what is right in it."""
 SIGNED = ["cosine_length"]
 """Functions that score a wrong answer below 0."""
-TEXT_SOLUTION = ["choice", "exact_match", "numeric"]
+TEXT_SOLUTION = ["choice", "counting", "exact_match", "maths", "numeric", "yes_no"]
 """Functions whose solution is text, a number or a bool."""
-COLUMNS = ("completion_ids", "image_sizes", "images", "model_image_sizes", "prompts")
+COLUMNS = ("choices", "completion_ids", "image_sizes", "images", "model_image_sizes", "options", "prompts")
 """Other arguments of a call that a built-in reads: columns of rows, or what every call offers."""
-OPTIONAL = [("judge", "solution")]
+OPTIONAL = [("choice", "choices"), ("choice", "options"), ("judge", "solution")]
 """Columns that a function can do without."""
 WRONG = [
     "",

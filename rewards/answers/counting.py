@@ -1,0 +1,52 @@
+"""Reward for the correct count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.contract import Fault, Score
+from rewards.text import Completion, answer_text, completion_text, gold_text
+
+WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+).split()
+# Digits are spelled [0-9]: \d and int() accept those of every script.
+NUMBER = re.compile(rf"[-−]?\.?[0-9](?:[0-9.,]*[0-9])?|\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
+INTEGER = re.compile(r"([0-9]{1,15}|[0-9]{1,3}(?:,[0-9]{3}){1,4})(?:\.0{1,15})?")
+
+
+def counting(completions: Sequence[Completion], solution: Sequence[Any], *, partial: bool = False) -> list[Score]:
+    """Return 1.0 if the answer has the number `solution` and no other, else 0.0; None if `solution` is None.
+
+    If `partial` is True, a wrong count a scores max(0, 1 - |a - g| / g), where g is the solution. A solution that is no
+    count is a fault.
+    """
+    return [
+        _score(completion_text(completion), gold_text(gold), partial)
+        for completion, gold in zip(completions, solution, strict=True)
+    ]
+
+
+def _score(text: str, gold: str | Fault | None, partial: bool) -> Score:
+    if not isinstance(gold, str):
+        return gold
+    expected, count = read_count(gold), read_count(text)
+    if expected is None:
+        return Fault("type", f"`solution` is {gold[:60]!r}, not one integer of 0 or more")
+    if count is None or count == expected or not partial:
+        return float(count == expected)
+    return max(0.0, 1 - abs(count - expected) / expected) if expected else 0.0
+
+
+def read_count(text: str) -> int | None:
+    """Return the one number of an answer, in digits or as a word; None if it has none or several, or it is no count."""
+    numbers = NUMBER.findall(answer_text(text))
+    if len(numbers) != 1:
+        return None
+    if numbers[0].lower() in WORDS:
+        return WORDS.index(numbers[0].lower())
+    integer = INTEGER.fullmatch(numbers[0])
+    return int(integer[1].replace(",", "")) if integer else None

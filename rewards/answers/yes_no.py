@@ -1,0 +1,45 @@
+"""Reward for a correct yes or no."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.contract import Fault, Score
+from rewards.text import Completion, answer_text, completion_text, gold_text
+
+FIRST_WORD = re.compile(r"(yes|no|true|false)\s*(?:$|[.,;:!()\n–—]|- )(.*)", re.DOTALL | re.IGNORECASE)
+SECOND_ANSWER = re.compile(r"\W*(?:(?:and|or|but|also|maybe|perhaps|then)\b\W*)*(?:yes|no|true|false)\b", re.IGNORECASE)
+
+
+def yes_no(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
+    """Return 1.0 if the answer begins with the yes or no that `solution` is, else 0.0; None if `solution` is None.
+
+    "True" means yes and "false" means no. A solution that is neither yes nor no is a fault.
+    """
+    return [
+        _agrees(completion_text(completion), gold_text(gold))
+        for completion, gold in zip(completions, solution, strict=True)
+    ]
+
+
+def _agrees(text: str, gold: str | Fault | None) -> Score:
+    if not isinstance(gold, str):
+        return gold
+    expected = says_yes(gold)
+    if expected is None:
+        return Fault("type", f"`solution` is {gold[:60]!r}, neither yes nor no")
+    return float(says_yes(text) is expected)
+
+
+def says_yes(text: str) -> bool | None:
+    """Return True for yes, False for no, and None for an answer that is neither, or both.
+
+    The first word decides. It stands alone or before a punctuation mark: "No idea" is no answer. So is a word that is
+    followed by a second one, as in "Yes, or no".
+    """
+    match = FIRST_WORD.match(answer_text(text).replace("*", "").strip("` \n"))
+    if match is None or SECOND_ANSWER.match(match[2]):
+        return None
+    return match[1].lower() in ("yes", "true")
