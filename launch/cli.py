@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from launch.doctor import add_doctor_flags, doctor_command
 from launch.help import add_help
 from launch.plan import add_plan_flags, plan_command
 from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
@@ -117,17 +118,19 @@ def _rates(text: str) -> tuple[float, float]:
     return rates
 
 
-COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], None]] = {
+COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], int | None]] = {
     "train": train_command,
     "eval": eval_command,
     "serve": serve_command,
     "plan": plan_command,
+    "doctor": doctor_command,
 }
+"""A command returns its exit status, or None for 0."""
 REWARDS = "List, show and check reward functions: `rl-vlm rewards list | show | check`."
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
-    "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags,
+    "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags, "doctor": add_doctor_flags,
 }  # fmt: skip
 
 
@@ -188,7 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C."""
+    """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C.
+
+    `doctor` has a status of its own: 0, 1 for warnings, 2 for errors.
+    """
     if name == "rewards":
         return run_rewards(arguments)
     options = _parser(name).parse_intermixed_args(arguments)
@@ -220,14 +226,13 @@ def run_rewards(arguments: Sequence[str]) -> int:
 
 
 def _run_command(name: str, config: RunConfig, options: argparse.Namespace) -> int:
-    """Run the command and return 0. After Ctrl-C, say how to continue and return 130."""
+    """Run the command and return its status. After Ctrl-C, say how to continue and return 130."""
     try:
-        COMMANDS[name](config, options)
+        return COMMANDS[name](config, options) or 0
     except KeyboardInterrupt:
         if is_first_process():
             print(f"\n{_interruption(name, config)}", file=sys.stderr)
         return 130
-    return 0
 
 
 def _interruption(name: str, config: RunConfig) -> str:
@@ -258,7 +263,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
-    if name != "plan":  # which starts nothing
+    if name not in ("plan", "doctor"):  # which start no run
         parser.usage = f"{parser.usage} [--dry-run]"
         parser.add_argument(
             "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"

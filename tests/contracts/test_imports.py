@@ -26,6 +26,7 @@ LAYERS = [
     "resume",
     "build",
     "run",
+    "doctor",
 ]
 """Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that
 the stages of a batch, which are one layer, do not import each other."""

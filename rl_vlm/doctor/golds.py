@@ -1,0 +1,155 @@
+"""Gold answers: whether their own reward functions give them the most that they give, and whether prompts hold them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rl_vlm.data.samples import ParsedRow, Rows, parse_row
+from rl_vlm.doctor.findings import Diagnosis, Finding
+from rl_vlm.doctor.rows import Split
+from rl_vlm.errors import shorten
+from rl_vlm.reward.function import Reward
+from rl_vlm.reward.golds import GoldScore, gold_scores, reads_images, why_not_scored
+from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.types import Sample
+
+AT_ONCE = 256
+"""Rows that a reward function is called on at once."""
+USUAL = 0.5
+"""Fraction of the rows from which on the highest score is taken for what a right answer gets. A function that scores
+fewer rows so may well depend on lengths."""
+
+NO_GOLD = "Fill the column, leave the row out, or add a reward function that applies to it."
+FAILS = "Correct the gold answer or the function: completions on which it fails are masked."
+BELOW = "Correct the gold answer, or its form: the model cannot learn an answer that its reward refuses."
+CONSTANT = "Check data.columns: a model that always gives this answer has every reward."
+GIVEN = "Leave the answer out of the prompt."
+
+
+def gold_columns(rows: Rows, suites: Iterable[RewardSuite]) -> list[str]:
+    """Return the columns of the data that reward functions name."""
+    named = {name for suite in suites for name in suite.columns}
+    return [name for name in rows.columns if name in named and name != "id"]
+
+
+def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosis) -> None:
+    """Check the gold answers of the rows that can be used."""
+    rows, used = split.rows, split.usable.indices
+    golds = gold_columns(rows, suites)
+    if not golds or not used:
+        return
+    scored: dict[str, list[GoldScore]] = {}
+    all_scored = True
+    for suite in suites:
+        (reward,), columns = suite.functions, gold_columns(rows, [suite])
+        if not columns:
+            continue
+        if reason := why_not_scored(reward):
+            diagnosis.not_checked.append(f"gold answers of {rows.name} under {reward.name}: {reason}")
+            all_scored = False
+            continue
+        scored[reward.name] = scores_of_rows(rows, used, reward, columns)
+        diagnosis.checked.append(f"gold answers of {rows.name} under {reward.name}")
+    for name, scores in scored.items():
+        diagnosis.findings += score_findings(rows, used, golds, name, scores)
+    if all_scored and scored:
+        diagnosis.findings += missing_golds(rows, used, golds, list(scored.values()))
+    diagnosis.findings += column_findings(rows, used, golds)
+
+
+def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
+    """Return the score of each row's gold answer. Images are decoded for functions that read them."""
+    with_images = reads_images(reward)
+    samples = (rows[row] if with_images else without_images(rows, row) for row in used)
+    reward.form = reward.find_form(rows[used[0]] if with_images else without_images(rows, used[0]))
+    return [score for part in in_parts(samples) for score in gold_scores(reward, part, columns)]
+
+
+def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples in lists of `AT_ONCE`."""
+    part: list[Sample] = []
+    for sample in samples:
+        part.append(sample)
+        if len(part) == AT_ONCE:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def without_images(rows: Rows, row: int) -> Sample:
+    """Return a row as a sample whose images are not read."""
+    parsed = parse_row(rows.source[row], rows.config, rows.place(row))
+    return Sample(rows.sample_ids[row], parsed.messages, [], parsed.columns, parsed.prompt)
+
+
+def score_findings(
+    rows: Rows, used: Sequence[int], golds: Sequence[str], name: str, scores: Sequence[GoldScore]
+) -> list[Finding]:
+    """Return the findings of one function: gold answers on which it fails, or that it scores below its maximum."""
+    numbers = [found.score for found in scores if found.score is not None]
+    highest = max(numbers, default=0.0)
+    is_usual = sum(number == highest for number in numbers) >= USUAL * len(numbers)
+    findings = []
+    for row, (score, fault) in zip(used, scores, strict=True):
+        if fault is not None:
+            what = f"{rows.place(row)}: {name} fails on its gold answer: {fault}"
+            findings.append(Finding("warning", "gold answer that a reward fails on", what, FAILS, rows.name, row))
+        elif score is not None and (score <= 0 or (is_usual and score < highest)):
+            shown = described(rows.source[row], golds)
+            what = f"{rows.place(row)}: {name} gives its gold answer {score:g}, and others {highest:g}: {shown}"
+            findings.append(
+                Finding("warning", "gold answer below the maximum of its reward", what, BELOW, rows.name, row)
+            )
+    return findings
+
+
+def missing_golds(
+    rows: Rows, used: Sequence[int], golds: Sequence[str], scores: Sequence[Sequence[GoldScore]]
+) -> list[Finding]:
+    """Return a finding for each row to which no function applies that reads a gold answer."""
+    return [
+        Finding(
+            "warning", "row without a gold answer",
+            f"{rows.place(row)}: no reward function applies to {described(rows.source[row], golds)}",
+            NO_GOLD, rows.name, row,
+        )
+        for row, found in zip(used, zip(*scores, strict=True), strict=True)
+        if all(score == GoldScore(None) for score in found)
+    ]  # fmt: skip
+
+
+def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> list[Finding]:
+    """Return the findings for gold columns with one value in all rows, and for prompts that end with their answer."""
+    values, findings = defaultdict(set), []
+    for row in used:
+        parsed = parse_row(rows.source[row], rows.config, rows.place(row))
+        for name in golds:
+            gold = parsed.columns.get(name)
+            values[name].add(repr(gold))
+            if gives_away(parsed, gold):
+                what = f"{rows.place(row)}: the prompt ends with the answer of column {name}: {shorten(gold, 80)}"
+                findings.append(Finding("warning", "prompt that ends with its answer", what, GIVEN, rows.name, row))
+    for name, found in values.items():
+        if len(found) == 1 and len(used) > 1:
+            what = f"{rows.name}: column {name} is {shorten(next(iter(found)), 80)} in all {len(used)} rows"
+            findings.append(Finding("warning", "constant gold answer", what, CONSTANT, rows.name))
+    return findings
+
+
+def gives_away(parsed: ParsedRow, gold: Any) -> bool:
+    """Return whether the last text of the prompt is the gold answer in tags, or announced as the answer."""
+    texts = [block["text"] for message in parsed.messages for block in message["content"] if "text" in block]
+    answer = re.escape(str(gold).strip())
+    if gold is None or not answer or not texts:
+        return False
+    announced = rf"<answer>\s*{answer}\s*</answer>\s*|\b(answer|solution)(\s+is)?\s*[:=]?\s+{answer}[\s.]*"
+    return re.search(rf"({announced})\Z", texts[-1], re.IGNORECASE) is not None
+
+
+def described(row: dict[str, Any], golds: Sequence[str]) -> str:
+    """Describe the gold answers of a row."""
+    return ", ".join(f"{name} {shorten(repr(row.get(name)), 80)}" for name in golds)

@@ -1,0 +1,207 @@
+"""Parts of the doctor on literal values: versions, disk, kinds, gold answers, and the report."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rl_vlm.config.schema import DataConfig, RewardsConfig
+from rl_vlm.data.samples import load_rows
+from rl_vlm.doctor import environment
+from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
+from rl_vlm.doctor.golds import check_golds
+from rl_vlm.doctor.report import report_text
+from rl_vlm.doctor.rows import Split, inspect_rows, kind_of, row_findings, usable_rows
+from rl_vlm.reward.suite import RewardSuite
+from tests.helpers.tiny_run import make_config
+
+LENGTH = f"{__name__}:length"
+FAILING = f"{__name__}:failing"
+
+
+def length(completions: list[str], solution: list[str]) -> list[float]:
+    """A reward that depends on lengths: few gold answers have the highest score."""
+    return [1 / (1 + len(text)) for text in completions]
+
+
+def failing(completions: list[str], solution: list[str]) -> list[float]:
+    return [float(int(gold) == 7) for gold in solution]
+
+
+async def served(completions: list[str], solution: list[str]) -> list[float]:
+    raise AssertionError("a function that may cost much is not called")
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"torch": "2.11.0", "transformers": "5.17.0"}, []),
+        ({"torch": "2.12.0+cu130", "transformers": "5.19.0", "deepspeed": "0.19.8"}, []),
+        ({"torch": "2.10.1", "transformers": "5.17.0"}, ["torch 2.10.1; rl-vlm needs torch>=2.11"]),
+        (
+            {"torch": "2.11.0", "transformers": "6.0.0", "deepspeed": "0.18.0"},
+            [
+                "transformers 6.0.0; rl-vlm needs transformers<6,>=5.17",
+                "deepspeed 0.18.0; rl-vlm needs deepspeed>=0.19.8",
+            ],
+        ),
+        ({"transformers": "5.17.0"}, ["torch is not installed; rl-vlm needs torch>=2.11"]),
+    ],
+)
+def test_versions(installed: dict[str, str], expected: list[str]):
+    required = ["torch>=2.11", "transformers>=5.17,<6", 'deepspeed>=0.19.8; extra == "deepspeed"']
+    assert [finding.what for finding in environment.wrong_versions(required, installed)] == expected
+
+
+def test_this_environment_is_right():
+    assert environment.wrong_versions(["torch>=2.11"], environment.installed_versions()) == []
+    assert {"torch", "transformers", "accelerate"} <= environment.installed_versions().keys()
+
+
+@pytest.mark.parametrize(("installed", "number"), [("5.17.0", 1), ("5.19.0", 0)])
+def test_a_family_that_needs_a_newer_transformers(installed: str, number: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rl_vlm.model.families.version", lambda name: installed)
+    found = environment.old_transformers("minicpmv4_6", installed)
+    assert [finding.what for finding in found] == ["minicpmv4_6 needs transformers 5.19; 5.17.0 is installed"] * number
+    assert environment.old_transformers("qwen2_vl", installed) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_steps", "expected"),
+    [
+        ({"save_steps": 10}, 100, 10),
+        ({"save_steps": 10}, 95, 10),
+        ({"save_steps": 0}, 100, 1),
+        ({"save_steps": 10, "save_total_limit": 2}, 100, 3),
+        ({"save_steps": 60, "save_total_limit": 5}, 100, 2),
+    ],
+)
+def test_checkpoints_on_disk_at_once(settings: dict[str, Any], num_steps: int, expected: int, tmp_path: Path):
+    assert environment.num_kept(make_config("m", tmp_path, **settings), num_steps) == expected
+
+
+def test_servers_to_join(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        config = make_config("m", tmp_path, engine="vllm_server", vllm_server_base_url=[url])
+        assert environment.unreachable_servers(config) == []
+    (finding,) = environment.unreachable_servers(config)
+    assert url in finding.what
+
+
+def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(environment, "free_bytes", lambda path: 64 * 2**20)
+    assert environment.small_shared_memory(make_config("m", tmp_path)) == []
+    (finding,) = environment.small_shared_memory(make_config("m", tmp_path, dataloader_num_workers=1))
+    assert "64 MiB free" in finding.what
+
+
+def split_of(tmp_path: Path, rows: list[dict[str, Any]]) -> Split:
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "Which?", "image": "0.png"} | row) + "\n" for row in rows))
+    loaded = load_rows(DataConfig(dataset_name=str(path)), "train")
+    facts = list(inspect_rows(loaded))
+    return Split(usable_rows(loaded, facts), facts)
+
+
+def gold_findings(split: Split, *functions: Any) -> Diagnosis:
+    diagnosis = Diagnosis()
+    suites = [RewardSuite(RewardsConfig(reward_funcs=[function])) for function in functions]
+    check_golds(split, suites, diagnosis)
+    return diagnosis
+
+
+def kinds(diagnosis: Diagnosis) -> list[tuple[int | None, str]]:
+    return [(finding.row, finding.kind) for finding in diagnosis.findings]
+
+
+def test_gold_answers(tmp_path: Path):
+    rows = [{"solution": gold} for gold in ("7", "<answer>8</answer>", "", 9, None, [1])]
+    assert kinds(gold_findings(split_of(tmp_path, rows), "exact_match", "format_tags")) == [
+        (2, "gold answer below the maximum of its reward"),
+        (5, "gold answer that a reward fails on"),
+        (4, "row without a gold answer"),
+    ]
+
+
+def test_one_function_that_applies_is_enough(tmp_path: Path):
+    split = split_of(tmp_path, [{"solution": "7"}, {"solution": "a cup"}])
+    assert kinds(gold_findings(split, "numeric")) == [(1, "row without a gold answer")]
+    assert kinds(gold_findings(split, "numeric", "exact_match")) == []
+
+
+def test_scores_that_depend_on_lengths_are_no_faults(tmp_path: Path):
+    split = split_of(tmp_path, [{"solution": "x" * n} for n in range(1, 6)])
+    assert kinds(gold_findings(split, LENGTH)) == []
+
+
+def test_a_function_that_fails_on_gold_answers(tmp_path: Path):
+    diagnosis = gold_findings(split_of(tmp_path, [{"solution": "7"}, {"solution": "seven"}]), FAILING)
+    assert {kind for _, kind in kinds(diagnosis)} == {"gold answer that a reward fails on"}
+    assert "invalid literal for int()" in diagnosis.findings[-1].what
+
+
+def test_functions_that_may_cost_much_are_not_called(tmp_path: Path):
+    diagnosis = gold_findings(split_of(tmp_path, [{"solution": "7"}, {"solution": None}]), f"{__name__}:served")
+    assert diagnosis.findings == []
+    assert len(diagnosis.not_checked) == 1
+
+
+def test_a_constant_gold_answer(tmp_path: Path):
+    assert kinds(gold_findings(split_of(tmp_path, [{"solution": "7"}] * 3), "exact_match")) == [
+        (None, "constant gold answer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_given"),
+    [
+        ("Which? The answer is 12.", True),
+        ("Which? Answer: 12", True),
+        ("Which? <answer>12</answer>", True),
+        ("Is it 11 or 12", False),
+        ("Which? The answer is 112.", False),
+        ("The answer is 12. Is that right?", False),
+    ],
+)
+def test_prompts_that_end_with_their_answer(prompt: str, is_given: bool, tmp_path: Path):
+    split = split_of(tmp_path, [{"prompt": prompt, "solution": "12"}, {"solution": "3"}])
+    found = kinds(gold_findings(split, "exact_match"))
+    assert found == [(0, "prompt that ends with its answer")] * is_given
+
+
+def test_prompts_that_end_with_a_message_of_the_assistant(tmp_path: Path):
+    messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "7"}]
+    split = split_of(tmp_path, [{}, {"prompt": messages}])
+    (finding,) = row_findings(split.rows, split.facts)
+    assert (finding.severity, finding.row, finding.kind) == ("warning", 1, "prompt that ends with an answer")
+
+
+def test_a_problem_without_a_kind_of_its_own():
+    assert kind_of("rows, row 3: column tools is filled")[0] == "row that cannot be used"
+
+
+@pytest.mark.parametrize(
+    ("severities", "status"),
+    [([], 0), (["info"], 0), (["info", "warning"], 1), (["error", "warning"], 2)],
+)
+def test_the_exit_status_is_that_of_the_worst_finding(severities: list[Severity], status: int):
+    assert Diagnosis([Finding(severity, "k", "w", "r") for severity in severities]).status == status
+
+
+def test_the_report_groups_findings_and_names_the_first():
+    rows = [Finding("warning", "duplicate", f"d, row {row}: row 0", "Leave it out.", "d", row) for row in range(1, 8)]
+    text = report_text(Diagnosis([*rows, Finding("error", "server", "no answer", "Start it.")], ["a"], ["b"]))
+    assert text == (
+        "checked: a\nnot checked: b\n\n"
+        "error: server\n  no answer\n  remedy: Start it.\n\n"
+        "warning: duplicate: 7 rows of d\n"
+        "  d, row 1: row 0\n  d, row 2: row 0\n  d, row 3: row 0\n  d, row 4: row 0\n  d, row 5: row 0\n"
+        "  and 2 more, which --json FILE lists\n  remedy: Leave it out.\n\n"
+        "1 error, 7 warnings\n"
+    )
