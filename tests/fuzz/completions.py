@@ -8,6 +8,7 @@ import inspect
 import itertools
 import math
 import random
+import re
 import signal
 import sys
 import time
@@ -220,8 +221,8 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 RUNS_OR_SENDS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "os.remove")
-OF_NUMBERS = {"sympy", "Integer", "Float", "Rational"}
-"""What code names that SymPy makes of a number: it reads a number from text by evaluating its own constructor."""
+OF_SYMPY = re.compile(r"sympy|Integer|Float|Rational|Symbol|E|monomial_\w+")
+"""What code names that SymPy makes and runs itself: constructors of numbers and units, and products of monomials."""
 watching: list[list[str]] = []
 
 
@@ -233,7 +234,8 @@ def hook(event: str, arguments: tuple[Any, ...]) -> None:
         watching[-1].append(event)
     if event == "exec" and not str(getattr(arguments[0], "co_filename", "")).endswith(".py"):
         names = getattr(arguments[0], "co_names", ("unknown",))
-        watching[-1] += [f"exec of code that names {', '.join(names)}"] if set(names) - OF_NUMBERS else []
+        if not all(map(OF_SYMPY.fullmatch, names)):
+            watching[-1].append(f"exec of code that names {', '.join(names)}")
     if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
         watching[-1].append(f"open {arguments[0]!r} for writing")
 
