@@ -40,12 +40,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of each family, whose tests share what is compiled."""
+    forget_compiled()
     return sharp_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in float32 without TF32, and let the variants of a family compile as often as they need to."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+
+
+def forget_compiled() -> None:
     torch._dynamo.reset()
     compiled_flex_attention.cache_clear()
 
@@ -95,6 +102,7 @@ def test_the_head_in_chunks_is_the_head_at_once(checkpoint: Path, monkeypatch: p
 
 
 def test_a_new_length_does_not_compile_again(checkpoint: Path) -> None:
+    forget_compiled()
     policy = make_policy(checkpoint).to("cuda")
     for lengths in ([5, 3], [40, 33], [120, 7, 64]):
         policy(whole([make_group(make_prompt(checkpoint, [noise_image(32, 24, seed=1)]), lengths)], shared=True))
