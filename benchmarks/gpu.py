@@ -1,9 +1,12 @@
-"""What a GPU proves and measures, in parts that each end within 8 minutes.
+"""What a GPU proves and measures, in parts. Each part runs in a process of its own, under the allocator of runs.
 
     python benchmarks/gpu.py                          every part, one after the other
-    python benchmarks/gpu.py training_pass memory     some of them
+    python benchmarks/gpu.py training_3b memory       some of them
     python benchmarks/gpu.py --device cpu --small     every part in its small form, on any machine
     python benchmarks/gpu.py --json DIRECTORY         write DIRECTORY/PART.json as soon as a part has measured something
+    python benchmarks/gpu.py --seconds 480            begin no row of a part after this time, and name those left out
+
+A part that fails keeps what it has measured, and the next one runs. The exit status is then 1.
 
 It needs torch, transformers, accelerate and peft beside this project. What compares with TRL is left out without it.
 """
@@ -13,8 +16,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +34,7 @@ import torch
 
 from benchmarks.common import environment, markdown_table
 from benchmarks.gpu_parts.bench import Bench
+from rl_vlm.memory.allocator import EXPANDABLE, VARIABLES
 
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "correctness": ("correctness", {}),
@@ -33,11 +44,15 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollouts": ("rollouts", {}),
     "digits": ("digits", {}),
     "whole_run": ("whole_run", {}),
-    "memory": ("memory", {"expandable": False}),
-    "memory_expandable": ("memory", {"expandable": True}),
+    "memory": ("memory", {}),
+    "memory_expandable": ("memory", {}),
 }
 """A module of `benchmarks/gpu_parts` for each part, and its options. The module has a HEAD, the columns of its table,
 and `measure`, which yields the rows."""
+ALLOCATOR = {"memory": "expandable_segments:False"}
+"""Settings of the allocator, for parts that do not have those of runs."""
+GRACE_S = 120.0
+"""Seconds beyond twice the time of a part, after which its process is ended."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,31 +61,88 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="small models and few repeats")
     parser.add_argument("--json", type=Path, metavar="DIRECTORY")
+    parser.add_argument("--seconds", type=float, default=480, help="begin no row of a part after this time")
+    parser.add_argument("--this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     return args
 
 
-def run_part(name: str, bench: Bench, directory: Path | None) -> dict[str, Any]:
-    """Measure one part, print its table, and write its result after every row."""
+def run_part(name: str, bench: Bench, directory: Path) -> dict[str, Any]:
+    """Measure one part in this process, and write its result after every row. An error becomes part of it."""
     module, options = PARTS[name]
-    part = importlib.import_module(f"benchmarks.gpu_parts.{module}")
+    start = time.monotonic()
     result: dict[str, Any] = {
         "benchmark": f"gpu_{name}",
         **environment(bench.device.type, bench.dtype),
         "small": bench.small,
+        "head": [],
         "rows": [],
     }
-    rows: Iterator[dict[str, Any]] = part.measure(bench, **options)
-    for row in rows:
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        result["rows"].append(row)
-        if directory:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n## {name}\n\n{table(part.HEAD, result['rows'])}", flush=True)
+    try:
+        part = importlib.import_module(f"benchmarks.gpu_parts.{module}")
+        result["head"] = list(part.HEAD)
+        for row in part.measure(bench, **options):
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            result["rows"].append(row)
+            write(result, name, directory)
+    except Exception as error:
+        traceback.print_exc()
+        result["error"] = repr(error)
+    result |= {"seconds": time.monotonic() - start, "left_out": bench.left_out}
+    write(result, name, directory)
     return result
+
+
+def write(result: dict[str, Any], name: str, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Measure one part in a process of its own, and return its result. A row that takes too long ends the process."""
+    path = directory / f"{name}.json"
+    path.unlink(missing_ok=True)
+    longest = 2 * args.seconds + GRACE_S
+    with subprocess.Popen(command(name, args, directory), env=variables(name, args), start_new_session=True) as process:
+        try:
+            status = process.wait(longest)
+            error = f"its process ended with status {status}" if status else None
+        except subprocess.TimeoutExpired:
+            error = f"its process was ended after {longest:.0f} s"
+        finally:  # and the processes that it has started
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    result = json.loads(path.read_text()) if path.exists() else {"benchmark": f"gpu_{name}", "head": [], "rows": []}
+    if error is not None:
+        result["error"] = error
+        write(result, name, directory)
+    return result
+
+
+def command(name: str, args: argparse.Namespace, directory: Path) -> list[str]:
+    """Return the command that measures one part."""
+    options = ["--device", args.device, "--seconds", str(args.seconds), "--json", str(directory)]
+    return [sys.executable, __file__, name, "--this-process", *options, *(["--small"] if args.small else [])]
+
+
+def variables(name: str, args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of a part: PyTorch reads it when it is imported."""
+    found = os.environ | dict.fromkeys(VARIABLES, ALLOCATOR.get(name, EXPANDABLE))
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if torch.device(args.device).type == "cpu" else {})
+
+
+def report(name: str, result: dict[str, Any]) -> str:
+    """Format the table of a part, what it left out, and its error."""
+    lines = [f"\n## {name}", "", table(result["head"], result["rows"])]
+    if "seconds" in result:
+        lines += ["", f"{result['seconds']:.0f} s"]
+    if left_out := result.get("left_out"):
+        lines.append(f"left out for lack of time: {'; '.join(left_out)}")
+    if "error" in result:
+        lines.append(f"failed: {result['error']}")
+    return "\n".join(lines)
 
 
 def table(head: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
@@ -84,11 +156,27 @@ def cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def main() -> None:
-    args = parse()
-    bench = Bench(torch.device(args.device), args.small)
+def run_all(args: argparse.Namespace, directory: Path) -> list[str]:
+    """Measure the parts, print their tables, and return the names of those that failed."""
+    failed = []
     for name in args.parts or PARTS:
-        run_part(name, bench, args.json)
+        result = run_apart(name, args, directory)
+        print(report(name, result), flush=True)
+        if "error" in result:
+            failed.append(name)
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    if args.this_process:
+        bench = Bench(torch.device(args.device), args.small, time.monotonic() + args.seconds)
+        run_part(args.parts[0], bench, args.json)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        failed = run_all(args, args.json or Path(temporary))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -155,6 +155,8 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
 def trl_side(setup: Setup, output_dir: Path) -> Side:
     """Build the side of TRL's `GRPOTrainer`: sdpa, chunked LM head on completions only, the group in one micro-batch.
 
+    With LoRA on a GPU the frozen weights are in bfloat16, as this project's are.
+
     The trainer makes its own batch from the same completions and rewards. The reference pass is the call that
     `_generate_and_score_completions` makes.
     """
@@ -196,7 +198,7 @@ def make_trainer(setup: Setup, output_dir: Path) -> Any:
         per_device_train_batch_size=work.num_generations, max_completion_length=work.completion_tokens,
         beta=training.beta, loss_type="dapo", gradient_checkpointing=training.gradient_checkpointing,
     )  # fmt: skip
-    model = stock_model(setup)
+    model = stock_model(setup, setup.dtype if training.lora_r else "float32")
     trainer: Any = GRPOTrainer(
         model=model,
         reward_funcs=[lambda **_: setup.group.rewards_G.tolist()],
@@ -212,11 +214,11 @@ def make_trainer(setup: Setup, output_dir: Path) -> Any:
     return trainer
 
 
-def stock_model(setup: Setup) -> Any:
-    """Make the model of transformers, in float32 with sdpa."""
+def stock_model(setup: Setup, dtype: str) -> Any:
+    """Make the model of transformers with sdpa and weights of this precision."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": getattr(torch, dtype)}
     if setup.device is None:
         return AutoModelForImageTextToText.from_pretrained(setup.checkpoint, **options)
     with setup.device:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rl_vlm.plan.hardware import CARDS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,10 @@ class Bench:
 
     device: torch.device
     small: bool
+    deadline: float = math.inf
+    """The `time.monotonic()` after which no row is begun."""
+    left_out: list[str] = field(default_factory=list)
+    """Names of what was not begun."""
 
     @property
     def on_gpu(self) -> bool:
@@ -28,6 +35,14 @@ class Bench:
     def dtype(self) -> str:
         """Return the compute precision of runs."""
         return "bfloat16" if self.on_gpu else "float32"
+
+    def in_time(self, cases: Mapping[str, T]) -> Iterator[T]:
+        """Yield the cases until the deadline, and note the names of the others."""
+        for name, case in cases.items():
+            if time.monotonic() < self.deadline:
+                yield case
+            else:
+                self.left_out.append(name)
 
     def synchronize(self) -> None:
         """Wait for the device."""

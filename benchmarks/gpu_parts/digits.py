@@ -29,9 +29,9 @@ def measure(bench: Bench) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as directory:
         half_trained = Path(directory) / "digits" / f"checkpoint-{2 if bench.small else HALF_TRAINED}"
         starts = {"digits": [], "digits_lora": [f"model.model_name_or_path={half_trained}"]}
-        for name, start in starts.items():
+        for name in bench.in_time({name: name for name in starts}):
             output_dir = Path(directory) / name
-            options = [*start, *(SMALL if bench.small else []), f"train.output_dir={output_dir}"]
+            options = [*starts[name], *(SMALL if bench.small else []), f"train.output_dir={output_dir}"]
             summary = train(load_config(ROOT / "configs" / f"{name}.yaml", options))
             yield {"run": name} | figures(summary, output_dir)
 

@@ -6,6 +6,7 @@ tensors held at their peak is fragmentation.
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from benchmarks.gpu_parts.training_pass import accumulate
 from benchmarks.shapes import SHAPES, make_group
 from benchmarks.sides import Setup
 from benchmarks.training_phase import trainer_of
-from rl_vlm.memory.allocator import EXPANDABLE
+from rl_vlm.memory.allocator import VARIABLES
 from rl_vlm.memory.recovery import free_memory
 from rl_vlm.plan.auto import this_card
 from rl_vlm.plan.build import Hardware, Model, plan_memory, read_config, traced_model
@@ -34,11 +35,9 @@ HEAD = ("budget", "peak_gib", "planned_gib", "error", "reserved_gib", "fragmenta
 BUDGETS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 
-def measure(bench: Bench, expandable: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row for each budget. One that does not fit is lowered, and its row says to what."""
-    if bench.on_gpu:
-        free_memory()
-        torch.cuda.memory._set_allocator_settings(EXPANDABLE if expandable else "expandable_segments:False")
+def measure(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Yield a row for each budget, up to the first that does not fit. That row is of the largest budget that does."""
+    allocator = os.environ.get(VARIABLES[0]) if bench.on_gpu else None
     shape, budgets = (SHAPES["toy"], (128, 256)) if bench.small else (SHAPES["3b"], BUDGETS)
     work = Workload(24, 20, 16, 2) if bench.small else Workload(completion_tokens=800)
     with tempfile.TemporaryDirectory() as directory:
@@ -49,19 +48,21 @@ def measure(bench: Bench, expandable: bool) -> Iterator[dict[str, Any]]:
         found = read_config(config, directory)
         model = traced_model(config, directory, found, setup.group.group.prompt, bench.on_gpu)
         trainer = trainer_of(config, setup.policy())
-        for budget in budgets:
-            yield figures(bench, setup, trainer, model, budget) | {
-                "allocator": "expandable segments" if expandable else "fixed segments"
-            }
+        trainer.policy.vision.patch_price = model.activations.patch_price  # as runs with a plan have it
+        for budget in bench.in_time({f"a budget of {budget}": budget for budget in budgets}):
+            row = figures(bench, setup, trainer, model, budget) | {"allocator": allocator}
+            yield row
+            if row["largest_budget"] is not None:
+                return
 
 
 def figures(bench: Bench, setup: Setup, trainer: Trainer, model: Model, budget: int) -> dict[str, Any]:
     """Measure passes over groups of twice the budget."""
     free_memory()
-    trainer.progress.micro_batch_tokens = budget
     groups = random_groups(setup, 2 * budget)
-    accumulate(trainer, groups)  # warms up, and finds what fits
-    fitting = trainer.progress.micro_batch_tokens
+    fitting = lowered(trainer, groups, budget)  # warms up as well
+    if fitting < budget:
+        fitting = largest_fitting(trainer, groups, fitting, budget)
     peak = peak_bytes(lambda: accumulate(trainer, groups), bench.device)
     reserved = torch.cuda.max_memory_reserved(bench.device) if bench.on_gpu else None
     config = trainer.config.model_copy(deep=True)
@@ -77,6 +78,25 @@ def figures(bench: Bench, setup: Setup, trainer: Trainer, model: Model, budget: 
         "fragmentation": 1 - peak / reserved if reserved else None,
         "largest_budget": fitting if fitting < budget else None,
     }
+
+
+def lowered(trainer: Trainer, groups: list[ScoredGroup], budget: int) -> int:
+    """Run passes under this budget, and return what it is lowered to: itself if it fits."""
+    trainer.progress.micro_batch_tokens = budget
+    accumulate(trainer, groups)
+    return trainer.progress.micro_batch_tokens
+
+
+def largest_fitting(trainer: Trainer, groups: list[ScoredGroup], fitting: int, failing: int) -> int:
+    """Return the largest budget that fits, to an eighth of the gap between one that does and one that does not."""
+    for _ in range(3):
+        middle = (fitting + failing) // 2
+        if lowered(trainer, groups, middle) == middle:
+            fitting = middle
+        else:
+            failing = middle
+    trainer.progress.micro_batch_tokens = fitting
+    return fitting
 
 
 def random_groups(setup: Setup, tokens: int) -> list[ScoredGroup]:

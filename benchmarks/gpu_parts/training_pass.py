@@ -2,7 +2,7 @@
 
 Shared and dense rows take the passes of `Trainer` over several groups, TRL and the floor over one. FLOPs are those of
 the unique work without recomputation, so that the utilization of all sides is that of the same work. Kernels are summed
-by their names. The device is idle in what is left of the time.
+by their names, under the profiler, and divided by the time without it. The device is idle in what is left.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -29,17 +31,17 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.memory.recovery import free_memory, is_out_of_memory
 from rl_vlm.model import policy
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import ScoredGroup, Sharing
+from rl_vlm.types import ScoredGroup
 
 HEAD = (
-    "model", "G", "completion", "side", "ms_per_group", "unique_tokens_per_s", "mfu", "mfu_language", "peak_gib",
+    "model", "G", "completion", "side", "ms_per_group", "unique_tokens_per_s", "mfu", "mfu_from_language", "peak_gib",
     "micro_batch_tokens", "kernels", "note",
 )  # fmt: skip
 TRAINING = {"3b": Training(), "7b": Training(lora_r=16)}
 """A tower is trained with the 3B model, and frozen with the 7B one. Nothing is recomputed."""
 SMALL_WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
 COMPARED = 800
-"""Length of completions at which all sides are measured; at others shared rows alone."""
+"""Length of completions at which all sides are measured and kernels summed; at others shared rows alone."""
 MOST_TOKENS = 2**15
 """Unique tokens of a pass, and the budget that is tried first. It is halved while the card has no room."""
 LARGER_CHUNKS = (2**27, 2**28, 2**29)
@@ -52,56 +54,80 @@ KERNELS = {
 """Kinds of kernels, by what their names contain."""
 
 
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    setup: Setup
+    side: str
+    """A side, or how this project lays out rows."""
+    chunk: int | None = None
+    """Logits that the LM head computes at once, if not its default."""
+    is_profiled: bool = False
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        work = self.setup.work
+        note = {} if self.chunk is None else {"note": f"LM head in chunks of {self.chunk / 2**20:.0f} Mi logits"}
+        return {"G": work.num_generations, "completion": work.completion_tokens, "side": self.side} | note
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.labels.items())
+
+
 def measure(bench: Bench, model: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each side of each group."""
-    works = [Workload(completion_tokens=n, num_generations=g) for g in (8, 16) for n in (200, COMPARED, 2000)]
+    """Yield a row for each side of each group. Those of this project come first, and have one model."""
+    works = [Workload(completion_tokens=n, num_generations=g) for n in (COMPARED, 200, 2000) for g in (8, 16)]
+    works = [SMALL_WORK] if bench.small else works
     shape = SHAPES["toy" if bench.small else model]
-    for work in [SMALL_WORK] if bench.small else works:
-        named = {"model": model, "G": work.num_generations, "completion": work.completion_tokens}
-        with tempfile.TemporaryDirectory() as directory:
-            setup = Setup.build(shape, work, TRAINING[model], Path(directory), bench.device)
-            compares = bench.small or work.completion_tokens == COMPARED
-            yield from (named | row for row in own_rows(bench, setup, ("shared", "dense") if compares else ("shared",)))
-            if compares:
-                yield from (named | row for row in larger_chunk_rows(bench, setup))
-                yield from (named | row for row in other_rows(bench, setup))
+    with tempfile.TemporaryDirectory() as directory:
+        setup = Setup.build(shape, works[0], TRAINING[model], Path(directory), bench.device)
+        setups = [replace(setup, work=work, group=make_group(setup.group.group.prompt, work)) for work in works]
+        compared = [each for each in setups if each.work.completion_tokens == works[0].completion_tokens]
+        own = [Case(each, "shared", is_profiled=each in compared) for each in setups]
+        own += [Case(each, "dense") for each in compared]
+        own += [Case(compared[0], "shared", elements) for elements in LARGER_CHUNKS]
+        others = [Case(each, side) for each in compared for side in ("floor", *(["trl"] if version_of("trl") else []))]
+        for row in chain(own_rows(bench, own), other_rows(bench, others)):
+            yield {"model": model} | row
 
 
-def own_rows(bench: Bench, setup: Setup, sides: Sequence[Sharing]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of shared and dense rows, and where the time of shared rows goes."""
+def own_rows(bench: Bench, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one trainer."""
+    trainer = make_trainer(cases[0].setup)
+    for case in bench.in_time({str(case): case for case in cases}):
+        with mock.patch.object(policy, "HEAD_CHUNK_ELEMENTS", case.chunk or policy.HEAD_CHUNK_ELEMENTS):
+            yield case.labels | own_figures(bench, trainer, case)
+
+
+def own_figures(bench: Bench, trainer: Trainer, case: Case) -> dict[str, Any]:
+    """Measure the trainer's passes over several groups."""
     free_memory()
-    trainer = make_trainer(setup)
-    groups = [new_group(setup, seed) for seed in range(max(2, MOST_TOKENS // setup.work.unique_tokens))]
-    groups = groups[:2] if bench.small else groups
-    for sharing in sides:
-        trainer.sharing = sharing
-        trainer.progress.micro_batch_tokens = MOST_TOKENS
-        run = partial(accumulate, trainer, groups)
-        row = {"side": sharing} | figures(bench, setup, run, len(groups))
-        row["micro_batch_tokens"] = trainer.progress.micro_batch_tokens
-        yield row | ({"kernels": kernel_shares(bench, run)} if sharing == "shared" else {})
+    trainer.sharing = "dense" if case.side == "dense" else "shared"
+    trainer.progress.micro_batch_tokens = MOST_TOKENS
+    num_groups = 2 if bench.small else max(2, MOST_TOKENS // case.setup.work.unique_tokens)
+    groups = [new_group(case.setup, seed) for seed in range(num_groups)]
+    run = partial(accumulate, trainer, groups)
+    row = figures(bench, case.setup, run, num_groups)
+    row["micro_batch_tokens"] = trainer.progress.micro_batch_tokens
+    if case.is_profiled:
+        row["kernels"] = kernel_shares(bench, run, row["ms_per_group"] * num_groups / 1e3)
+    return row
 
 
-def larger_chunk_rows(bench: Bench, setup: Setup) -> Iterator[dict[str, Any]]:
-    """Yield the rows of shared rows whose LM head computes more logits at once."""
-    for elements in LARGER_CHUNKS:
-        with mock.patch.object(policy, "HEAD_CHUNK_ELEMENTS", elements):
-            for row in own_rows(bench, setup, ("shared",)):
-                yield row | {"note": f"LM head in chunks of {elements / 2**20:.0f} Mi logits"}
-
-
-def other_rows(bench: Bench, setup: Setup) -> Iterator[dict[str, Any]]:
+def other_rows(bench: Bench, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Yield the rows of the floor and of TRL, with gradient checkpointing where the card has no room without."""
-    recomputed = replace(setup, training=replace(setup.training, gradient_checkpointing=True))
-    for name in ("floor", *(["trl"] if version_of("trl") else [])):
+    for case in bench.in_time({str(case): case for case in cases}):
+        setup = case.setup
+        recomputed = replace(setup, training=replace(setup.training, gradient_checkpointing=True))
         for tried, note in ((setup, None), (recomputed, "with gradient checkpointing")):
             free_memory()
-            found = figures_of_other(bench, tried, name)
+            found = figures_of_other(bench, tried, case.side)
             if found is not None:
-                yield {"side": name, "note": note} | found
+                yield case.labels | {"note": note} | found
                 break
         else:
-            yield {"side": name, "note": "out of memory"}
+            yield case.labels | {"note": "out of memory"}
 
 
 def figures_of_other(bench: Bench, setup: Setup, name: str) -> dict[str, Any] | None:
@@ -135,29 +161,33 @@ def accumulate(trainer: Trainer, groups: list[ScoredGroup]) -> None:
 
 
 def figures(bench: Bench, setup: Setup, run: Callable[[], Any], num_groups: int) -> dict[str, Any]:
-    """Measure passes over groups."""
-    seconds = bench.median_seconds(run, repeats=3) / num_groups
+    """Measure passes over groups, after one that finds what fits."""
+    run()
+    times: list[float] = []
+    repeats = 1 if bench.small else 3
+    peak = peak_bytes(lambda: times.extend(bench.seconds(run) for _ in range(repeats)), bench.device)
+    seconds = median(times) / num_groups
     work = setup.work
     flops = unique_flops(model_config(setup.shape), work, setup.training)
     return {
         "ms_per_group": 1e3 * seconds,
         "unique_tokens_per_s": work.unique_tokens / seconds,
         "mfu": bench.utilization(flops.total, seconds),
-        "mfu_language": bench.utilization(flops.language + flops.head, seconds),
-        "peak_gib": peak_bytes(run, bench.device) / 2**30,
+        "mfu_from_language": bench.utilization(flops.language + flops.head, seconds),
+        "peak_gib": peak / 2**30,
     }
 
 
-def kernel_shares(bench: Bench, run: Callable[[], Any]) -> str:
-    """Return the share of the time by kind of kernel."""
+def kernel_shares(bench: Bench, run: Callable[[], Any], seconds: float) -> str:
+    """Return the share by kind of kernel of the seconds that passes take without the profiler."""
     with profile() as found:
-        seconds = bench.seconds(run)
+        bench.seconds(run)
     times: Counter[str] = Counter()
     for event in found.events() or []:
-        if event.device_type.name == bench.device.type.upper():
+        if event.device_type.name == bench.device.type.upper() and not event.is_user_annotation:
             times[kind_of(event.name)] += event.time_range.elapsed_us() if bench.on_gpu else event.self_cpu_time_total
     shares = {kind: time / 1e6 / seconds for kind, time in times.most_common()}
-    shares["idle"] = 1 - sum(shares.values())
+    shares["idle"] = max(0.0, 1 - sum(shares.values()))
     return ", ".join(f"{kind} {share:.2f}" for kind, share in shares.items())
 
 

@@ -1,12 +1,18 @@
 """Every part of the GPU benchmark in its small form, on a CPU."""
 
 import json
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.gpu_parts import memory
 from benchmarks.gpu_parts.bench import Bench, peak_flops
 from benchmarks.gpu_parts.training_pass import kind_of
 
@@ -14,7 +20,7 @@ FIGURES = {
     "correctness": {"passed"},
     "training_3b": {"ms_per_group", "unique_tokens_per_s"},
     "training_7b": {"ms_per_group", "unique_tokens_per_s"},
-    "attention": {"forward_ms", "first_call_s"},
+    "attention": {"forward_ms"},
     "rollouts": {"tokens_per_s", "prefill_share", "decode_step_ms"},
     "digits": {"seconds", "stages"},
     "whole_run": {"speedup", "window_s", "trl_window_s"},
@@ -30,12 +36,93 @@ def test_a_part_measures_something_on_any_machine(part: str, tmp_path: Path) -> 
     result = gpu.run_part(part, Bench(torch.device("cpu"), small=True), tmp_path)
     assert json.loads((tmp_path / f"{part}.json").read_text()) == result
     assert result["rows"]
+    assert "error" not in result
     for row in result["rows"]:
         assert all(row[name] for name in FIGURES[part]), row
     if part.startswith("training"):
         assert [row["side"] for row in result["rows"]] == ["shared", "dense", *3 * ["shared"], "floor", "trl"]
     if part == "correctness":
         assert sum(row["failed"] for row in result["rows"]) == 0
+
+
+@pytest.fixture
+def stub_part(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a part of two rows, the first of which takes long, and the second fails."""
+
+    def measure(bench: Bench) -> Iterator[dict[str, Any]]:
+        for index in bench.in_time({"long": 0, "failing": 1}):
+            if index == 1:
+                raise RuntimeError("no second row")
+            time.sleep(0.2)
+            yield {"row": index}
+
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu_parts.stub", SimpleNamespace(HEAD=("row",), measure=measure))
+    monkeypatch.setitem(gpu.PARTS, "stub", ("stub", {}))
+
+
+@pytest.mark.usefixtures("stub_part")
+def test_an_error_leaves_the_rows_before_it(tmp_path: Path) -> None:
+    result = gpu.run_part("stub", Bench(torch.device("cpu"), small=True), tmp_path)
+    assert json.loads((tmp_path / "stub.json").read_text()) == result
+    assert (result["rows"], result["error"], result["left_out"]) == ([{"row": 0}], "RuntimeError('no second row')", [])
+
+
+@pytest.mark.usefixtures("stub_part")
+def test_rows_after_the_deadline_are_named(tmp_path: Path) -> None:
+    bench = Bench(torch.device("cpu"), small=True, deadline=time.monotonic() + 0.1)
+    result = gpu.run_part("stub", bench, tmp_path)
+    assert (result["rows"], result["left_out"]) == ([{"row": 0}], ["failing"])
+    assert result["seconds"] >= 0.2
+    assert "error" not in result
+    assert "left out for lack of time: failing" in gpu.report("stub", result)
+
+
+def test_parts_run_after_those_that_die_or_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.dumps({"head": ["row"], "rows": [{"row": "one"}]})
+    scripts = {
+        "attention": "import os; os.abort()",
+        "digits": f"import pathlib, time; pathlib.Path('digits.json').write_text('{row}'); time.sleep(60)",
+        "memory": f"import pathlib; pathlib.Path('memory.json').write_text('{row}')",
+    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "GRACE_S", 2.0)
+    monkeypatch.setattr(gpu, "command", lambda name, *_: [sys.executable, "-c", scripts[name]])
+    with pytest.raises(SystemExit, match="failed: attention, digits"):
+        gpu.main([*scripts, "--seconds", "0", "--json", str(tmp_path)])
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in scripts}
+    errors = [result.get("error") for result in found.values()]
+    assert errors == ["its process ended with status -6", "its process was ended after 2 s", None]
+    assert found["digits"]["rows"] == found["memory"]["rows"] == [{"row": "one"}]
+    assert capsys.readouterr().out.count("| one |") == 2
+
+
+@pytest.mark.ci
+def test_a_part_in_its_own_process(tmp_path: Path) -> None:
+    gpu.main(["attention", "--device", "cpu", "--small", "--seconds", "0", "--json", str(tmp_path)])
+    result = json.loads((tmp_path / "attention.json").read_text())
+    assert (result["rows"], result["left_out"]) == ([], ["heads of toy", "random lengths"])
+
+
+def test_a_part_sees_its_allocator_and_no_gpu_on_a_cpu() -> None:
+    args = gpu.parse(["--device", "cpu"])
+    of_runs, fixed = gpu.variables("attention", args), gpu.variables("memory", args)
+    assert of_runs["CUDA_VISIBLE_DEVICES"] == ""
+    assert of_runs["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert fixed["PYTORCH_ALLOC_CONF"] == fixed["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
+
+
+def test_the_largest_budget_that_fits_is_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Any = SimpleNamespace(progress=SimpleNamespace(micro_batch_tokens=0))
+
+    def accumulate(*_: Any) -> None:
+        if trainer.progress.micro_batch_tokens > 11500:
+            trainer.progress.micro_batch_tokens //= 2
+
+    monkeypatch.setattr(memory, "accumulate", accumulate)
+    assert memory.largest_fitting(trainer, [], fitting=8000, failing=16000) == 11000
+    assert trainer.progress.micro_batch_tokens == 11000
 
 
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +136,7 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA GeForce RTX 4090", 165),
