@@ -6,12 +6,13 @@ load_rows ─► Rows ─ check_rows: columns, then every row and image header �
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 16
 """Images whose headers are read at once: what takes time is to find and open their files."""
 EXAMPLES = 100
-"""Rows among which `UsableRows.example` looks for a complete one."""
+"""Rows of each source among which `UsableRows.example` looks for a complete one."""
 SHORT_TEXT = 1024
 """Bytes of a text that is not noted as long: every model has a context of more tokens."""
 SMALL_IMAGES = 512 * 512
@@ -70,12 +71,13 @@ class UsableRows:
         return len(self.indices)
 
     def example(self, columns: Collection[str], is_wanted: Callable[[Row], bool] = lambda row: True) -> Sample:
-        """Return an early row that has a value in each of these columns, if the data has them, or the first row.
+        """Return an early row of a source that has a value in each of these columns of the data, or the first row.
 
         `is_wanted` tests the columns of such a row.
         """
         wanted = set(self.rows.columns).intersection(columns)
-        for index in self.indices[:EXAMPLES]:
+        firsts = [bisect_left(self.indices, part.start) for part in self.rows.parts]
+        for index in chain(*(self.indices[first : first + EXAMPLES] for first in firsts)):
             found = parse_row(self.rows.source[index], self.rows.config, self.rows.place(index)).columns
             if all(found.get(name) is not None for name in wanted) and is_wanted(found):
                 return self.rows[index]

@@ -18,7 +18,7 @@ from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.data.weighted import Share
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError, DataError
-from rl_vlm.reward import RewardSuite
+from rl_vlm.reward.suite import RewardSuite
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -257,6 +257,14 @@ def test_shares_count_the_rows_that_are_used():
     assert check_rows(load(), [], Ranks()).shares() == []
     with pytest.raises(DataError, match=r"c\.jsonl: none of its rows can be used, and it has weight 2"):
         usable.without([usable.record(4, "too long")]).shares()
+
+
+def test_an_example_may_be_from_a_later_source(monkeypatch):
+    monkeypatch.setattr("rl_vlm.data.check.EXAMPLES", 1)
+    usable = check_rows(load(), [], Ranks())
+    assert usable.example(["solution"]).prompt == "a0"
+    assert usable.example(["level"]).prompt == "b0"
+    assert usable.example([], lambda row: row["data_source"] == "b/rows.parquet").prompt == "b0"
 
 
 def test_a_reward_may_need_a_column_of_one_source():
