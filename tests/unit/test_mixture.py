@@ -191,6 +191,7 @@ def test_draws_by_weight_unshuffled():
         ([(90, 0.2), (10, 0.8)], 1, [20, 80]),
         ([(5, 1), (5, 1), (2, 2)], 3, [9, 9, 18]),  # 36 draws
         ([(3, 1), (1, 1), (1, 1)], 3, [5, 5, 5]),
+        ([(2, 5), (2, 2), (2, 1)], 1, [4, 1, 1]),  # times 0.1 0.3 0.5 0.7, 0.25, 0.5; the seventh would be b at 0.75
     ],
 )
 def test_each_source_has_its_share_of_an_epochs_draws(shares, num_epochs, expected):
