@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rl_vlm.config.describe import REWARD_ENTRY, settings_help, short_help
+from rl_vlm.config.describe import DATA_ENTRY, REWARD_ENTRY, settings_help, short_help
 from rl_vlm.config.schema import SECTIONS
 
 MOST_USED = """
@@ -15,6 +15,9 @@ MOST_USED = """
     prompts_per_step num_train_epochs max_steps learning_rate save_steps eval_steps endpoint_url micro_batch_tokens
     gradient_checkpointing report_to
 """.split()
+
+ENTRIES = {"data": DATA_ENTRY, "rewards": REWARD_ENTRY}
+"""Sections whose lists have entries with settings of their own."""
 
 MORE = """\
 `--help-all` shows every setting, and `--help SECTION` those of a section:
@@ -46,7 +49,7 @@ class _Help(argparse.Action):
             more = MORE.format(sections=" ".join(SECTIONS))
             print(f"{parser.format_help()}\nmost used settings:\n\n{short_help(MOST_USED)}\n\n{more}", end="")
         elif values in SECTIONS:
-            print(settings_help([str(values), *([REWARD_ENTRY] if values == "rewards" else [])]))
+            print(settings_help([name for name in (str(values), ENTRIES.get(str(values))) if name]))
         else:
             parser.error(f"--help {values}: there is no such section; sections: {', '.join(SECTIONS)}")
         parser.exit()

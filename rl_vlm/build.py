@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rl_vlm import checkpoint
 from rl_vlm.config.batches import BatchPlan, plan_batches, total_optimizer_steps
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.fingerprint import data_fingerprint
@@ -187,7 +188,8 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
 
 def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, ranks: Ranks) -> Data:
     """Load and check the training rows, and choose the forms in which reward functions get completions."""
-    logger.info("loading the training data %s", config.data.dataset_name)
+    names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
+    logger.info("loading the training data %s", names)
     usable = checked_rows(config, "train", rewards, ranks)
     initial = initial_checkpoint(config, ranks)
     processor = load_processor(initial, config.model, config.data)
@@ -261,6 +263,6 @@ def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, l
     source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
     sampler = PromptSampler(
         len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
-        ranks.rank, ranks.world_size,
+        ranks.rank, ranks.world_size, data.usable.shares(),
     )  # fmt: skip
     return PromptLoader(source, sampler, plan.steps_per_window, config.data, limit.check)

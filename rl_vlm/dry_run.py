@@ -19,6 +19,7 @@ from typing import Literal
 from rl_vlm.checkpoint import directories
 from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.peek import NotOpened, peek_rows
@@ -110,18 +111,19 @@ def check_rewards(config: RewardsConfig, report: Report) -> list[RewardSuite]:
 def check_data(
     config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], report: Report
 ) -> int | None:
-    """Open the data, read the first row, and check that it has the columns that rewards need.
+    """Open the data, read the first row of each entry, and check that the columns that rewards need are there.
 
     Returns the number of rows, or None if it is not known.
     """
-    name = config.data.dataset_name if split == "train" else config.data.eval_dataset_name
-    if name is None:
+    if not data_sources(config.data, split):
         return None
     try:
         peek = peek_rows(config.data, split)
-        peek.rows.check(0, peek.rows.source[0])
+        rows = peek.rows
+        for part in rows.parts:
+            rows.check(part.start, rows.source[part.start])
         if peek.is_whole:
-            refuse_unread_images(peek.rows.source, config.data, name, {c for suite in rewards for c in suite.columns})
+            refuse_unread_images(rows.source, config.data, rows.name, {c for suite in rewards for c in suite.columns})
     except NotOpened as reason:
         report.not_checked.append(f"{split} data: {reason}")
         return None
@@ -130,8 +132,9 @@ def check_data(
         return None
     for suite in rewards:
         with report.problem():
-            suite.check_columns(peek.rows.columns)
-    report.checked.append(f"{split} data {name}: {peek.num_rows} rows, of which the first was read")
+            suite.check_columns(rows.columns)
+    read = "the first was" if len(rows.parts) == 1 else "the first of each entry were"
+    report.checked.append(f"{split} data {rows.name}: {peek.num_rows} rows, of which {read} read")
     return peek.num_rows
 
 

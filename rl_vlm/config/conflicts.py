@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_vlm.config.data_sources import conflicts_of_sources
 from rl_vlm.config.unread import unread_settings
 
 if TYPE_CHECKING:
@@ -196,10 +197,7 @@ def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
 
 def _train_conflicts(config: RunConfig) -> Iterator[str]:
     train, data = config.train, config.data
-    if repeated := sorted({name for name in data.columns.values() if list(data.columns.values()).count(name) > 1}):
-        yield f"`columns` reads {repeated[0]} as several columns; name it once"
-    if ignored := sorted(set(data.columns.values()) & set(data.ignore_columns)):
-        yield f"`columns` and `ignore_columns` both name {', '.join(ignored)}; keep one of them"
+    yield from conflicts_of_sources(data)
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
         yield f"`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"
     if train.eval_steps and data.eval_dataset_name is None:

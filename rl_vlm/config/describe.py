@@ -8,11 +8,12 @@ from pydantic.fields import FieldInfo
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import BatchPlan
-from rl_vlm.config.schema import SECTIONS, MemoryConfig, RewardSpec, RunConfig, Section
+from rl_vlm.config.schema import SECTIONS, DataSource, MemoryConfig, RewardSpec, RunConfig, Section
 
 REWARD_ENTRY = "an entry of rewards.reward_funcs"
+DATA_ENTRY = "an entry of data.dataset_name"
 INDENT = " " * 6
-HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, REWARD_ENTRY: RewardSpec}
+HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, DATA_ENTRY: DataSource, REWARD_ENTRY: RewardSpec}
 
 
 def to_yaml(config: RunConfig) -> str:

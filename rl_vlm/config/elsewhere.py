@@ -16,11 +16,11 @@ WRITE: dict[str, str] = {
     "val_split_ratio": "write held-out rows to a file of their own, and name it in `eval_dataset_name`",
     "arrow_cache_dir": "leave it out: files are read where they are",
     # EasyR1 and verl
-    "train_files": "write `data.dataset_name`, and `dataset_train_split` for what follows the @",
-    "val_files": "write `data.eval_dataset_name`, and `dataset_test_split` for what follows the @",
-    "prompt_key": "write `data.columns`, such as {prompt: problem}",
-    "answer_key": "leave it out: a reward function declares the columns that it reads",
-    "image_key": "write `data.columns`, such as {image: photo}",
+    "train_files": "write `data.dataset_name`: a name, also with @split, or a list of them",
+    "val_files": "write `data.eval_dataset_name`: a name, also with @split, or a list of them",
+    "prompt_key": "leave it out for `problem` and `prompt`, else write `data.columns`, such as {prompt: question}",
+    "answer_key": "leave it out for `answer`, else write `data.columns`, such as {solution: label}",
+    "image_key": "leave it out for `images`, else write `data.columns`, such as {image: photo}",
     "format_prompt": "write `data.prompt_template`, with columns in braces",
     "max_response_length": "write `rollout.max_completion_length`",
     "rollout_batch_size": "write `train.prompts_per_step`, and `train.steps_per_generation` for several steps",
@@ -78,8 +78,6 @@ WRITE: dict[str, str] = {
     "max_length": "write `data.max_prompt_length`: longer prompts are dropped, never cut",
     "external_plugins": "write the file into `reward_funcs`, as `file.py:function`",
     "sleep_level": "write `vllm.vllm_enable_sleep_mode`",
-    # TRL's mixture of datasets
-    "datasets": "write one source into `data.dataset_name`; mix several in a function, `file.py:function`",
 }
 # fmt: on
 """What to write instead, by the end of a key."""

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from rl_vlm.config import trl_fields, yaml_text
 from rl_vlm.config.elsewhere import NESTED, instead_of
-from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec, RunConfig
+from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec, RunConfig
 from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
 from rl_vlm.errors import ConfigError
 
@@ -222,7 +222,7 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         is_name = detail["loc"][-1:] in (("str",), ("constrained-str",))
-        if not is_name or not isinstance(detail["input"], dict):  # a mapping is not meant as a name
+        if not is_name or not isinstance(detail["input"], dict | list):  # neither is meant as a name
             by_place.setdefault(_place(detail["loc"]), []).append(detail)
     problems = []
     for place, details in by_place.items():
@@ -233,7 +233,8 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
         elif first["type"] == "missing":
             problems.append(f"{source}: `{key}` is not set; see `rl-vlm train --help`")
         elif first["type"] == "extra_forbidden":
-            problems.append(f"{source}: {_unknown(key, {name: name for name in RewardSpec.model_fields})}")
+            entry = RewardSpec if place[0] == "rewards" else DataSource
+            problems.append(f"{source}: {_unknown(key, {name: name for name in entry.model_fields})}")
         else:
             reasons = " or ".join(dict.fromkeys(map(_reason, details)))
             problems.append(f"{source}: `{key}` is {first['input']!r}: {reasons}")
@@ -242,6 +243,8 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
 
 def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Return the path of a setting: section, leaf, list index and key, without the names of union branches."""
+    if str(loc[2:3]).startswith("('list["):
+        loc = (*loc[:2], *loc[3:])
     return (*loc[:2], *(part for part in loc[2:3] if isinstance(part, int)), *loc[4:])
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.fields import FieldInfo
 
 from rl_vlm.config.conflicts import conflicts_of
+from rl_vlm.config.data_sources import Which, with_split
 
 
 class Section(BaseModel):
@@ -70,15 +71,33 @@ class ModelConfig(Section):
     """Hold the scales of the 4-bit blocks in 8 bits as well (double quantization): 0.52 bytes per weight, not 0.56."""
 
 
+class DataSource(Section):
+    name: str
+    """Data, in one of the forms of `dataset_name`."""
+    dataset_config: str | None = None
+    """Name of the hub dataset's configuration. Default: `data.dataset_config`."""
+    split: str | None = None
+    """Split to use. Default: `data.dataset_train_split` or `data.dataset_test_split`."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of this entry in the training draws, relative to the others'. Default: each row is drawn once an epoch."""
+    columns: dict[str, str] = {}
+    """Columns that have another name in these data. Default: `data.columns`."""
+    ignore_columns: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Columns of these data to leave out. Default: `data.ignore_columns`."""
+    image_root: str | None = None
+    """Folder of relative image paths. Default: `data.image_root`, else the folder of the data file."""
+
+
 class DataConfig(Section):
-    dataset_name: str | None = None
+    dataset_name: str | list[str | DataSource] | None = None
     """Training data: hub name, local directory, .parquet, .json or .jsonl file, `file.py:function` or
-    `module:function`."""
+    `module:function`. `name@split` selects a split. A list of names, or of mappings with `name`, `split`, `weight`,
+    `columns` and `ignore_columns`, is a mixture."""
     dataset_config: str | None = None
     """Name of the hub dataset's configuration."""
     dataset_train_split: str = "train"
     """Split to train on."""
-    eval_dataset_name: str | None = None
+    eval_dataset_name: str | list[str | DataSource] | None = None
     """Held-out data, in the same forms as `dataset_name`. Default: none."""
     dataset_test_split: str = "test"
     """Split to evaluate on."""
@@ -116,6 +135,12 @@ class DataConfig(Section):
     process does this on demand. Each worker takes seconds to start, so 0 is faster for small images."""
     dataloader_prefetch_factor: int | None = Field(default=None, ge=1)
     """Generation windows to prefetch per worker. Default: 1."""
+
+    def entries(self, which: Which) -> list[DataSource]:
+        """Return the training or held-out data as entries, each with the split that its name ends with."""
+        given = self.dataset_name if which == "train" else self.eval_dataset_name
+        listed = given if isinstance(given, list) else [given] if given is not None else []
+        return [with_split(DataSource(name=entry) if isinstance(entry, str) else entry) for entry in listed]
 
 
 class RolloutConfig(Section):

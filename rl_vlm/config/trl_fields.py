@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_vlm.config.data_sources import split_name
 from rl_vlm.config.trl_refused import NOT_HERE
 
 Settings = dict[str, Any]
@@ -50,6 +51,10 @@ def _eval_strategy(value: Any, given: Mapping[str, Any]) -> Settings:
         raise ValueError("evaluations are counted in steps: give `eval_steps`")
     settings = {"eval_steps": given.get("eval_steps") or given.get("logging_steps", 10)}
     held_out = given.get("eval_dataset_name", given.get("dataset_name"))
+    if isinstance(held_out, list) and "eval_dataset_name" not in given:
+        raise ValueError("give `eval_dataset_name`, the held-out data, beside a list of training data")
+    if isinstance(held_out, str) and "eval_dataset_name" not in given:
+        held_out = split_name(held_out)[0]
     return settings | ({"eval_dataset_name": held_out} if held_out else {})
 
 
@@ -173,16 +178,54 @@ def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
     return {INIT_KWARGS[name]: item for name, item in value.items() if item not in (None, "float32")}
 
 
-def _one_path(setting: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
-    """Make a conversion of VLM-R1's paths, which are separated by colons, if there is one path."""
+def _vlm_r1_paths(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Convert VLM-R1's `data_file_paths` and `image_folders`, one or several, separated by colons."""
+    paths = [given.get(name) for name in ("data_file_paths", "image_folders")]
+    files, folders = (path.split(":") if isinstance(path, str) else [] for path in paths)
+    if len(files) > 1 and len(folders) in (0, len(files)):
+        roots = [{"image_root": folder} for folder in folders] or [{} for _ in files]
+        return {"dataset_name": [{"name": name, **root} for name, root in zip(files, roots, strict=True)]}
+    if len(files) > 1 or len(folders) > 1 or not isinstance(value, str):
+        raise ValueError("`data_file_paths` and `image_folders` should have as many paths, separated by colons")
+    return {name: found[0] for name, found in (("dataset_name", files), ("image_root", folders)) if found}
+
+
+MIXTURE_FIELDS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
+
+
+def _datasets(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Convert the entries of TRL's DatasetMixtureConfig. Each row of each entry is drawn once per epoch, as in TRL."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError("it should be a list of mappings with `path`, `name` and `split`")
+    return {"dataset_name": [_dataset(entry) for entry in value]}
+
+
+def _dataset(entry: dict[str, Any]) -> Settings:
+    """Convert an entry. Files of the builders json and parquet are named themselves."""
+    filled = {name: item for name, item in entry.items() if item is not None}
+    if unknown := sorted(filled.keys() - set(MIXTURE_FIELDS)):
+        raise ValueError(f"an entry has {', '.join(unknown)}; TRL's fields are {', '.join(MIXTURE_FIELDS)}")
+    if "fraction" in filled:
+        raise ValueError("`fraction` leaves rows out in TRL; write `weight` in a list `dataset_name`, a share of draws")
+    if "columns" in filled:
+        raise ValueError("`columns` selects columns in TRL; write `ignore_columns` in a list `dataset_name`")
+    path, files = filled.get("path"), filled.get("data_files")
+    is_one_file = path in ("json", "parquet") and isinstance(files, str)
+    if "data_dir" in filled or not (is_one_file or files is None) or not isinstance(path, str):
+        raise ValueError("an entry has one `path`, or json or parquet with one file in `data_files`")
+    if is_one_file:
+        return {"name": files} | ({} if filled.get("split", "train") == "train" else {"split": filled["split"]})
+    own = {"dataset_config": filled.get("name"), "split": filled.get("split", "train")}
+    return {"name": path} | {name: item for name, item in own.items() if item is not None}
+
+
+def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
+    """Make a conversion of a field that may only be false."""
 
     def convert(value: Any, given: Mapping[str, Any]) -> Settings:
-        if not isinstance(value, str) or ":" in value:
-            raise ValueError(
-                "several paths cannot be given; write all rows to one file, with image paths relative to "
-                "`image_root`, and name it in `dataset_name`"
-            )
-        return {setting: value}
+        if value:
+            raise ValueError(reason)
+        return {}
 
     return convert
 
@@ -211,11 +254,18 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
 }
 
 FROM_VLM_R1: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
-    "data_file_paths": _one_path("dataset_name"),
-    "image_folders": _one_path("image_root"),
+    "data_file_paths": _vlm_r1_paths,
+    "image_folders": _vlm_r1_paths,
     "freeze_vision_modules": lambda value, given: {"freeze_vision_tower": value},
 }
 """Settings of VLM-R1 beside TRL's."""
+
+FROM_MIXTURES: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
+    "datasets": _datasets,
+    "streaming": _neutral("rows are read by their number; download the data, or write them to a file"),
+    "test_split_size": _neutral("write held-out rows to a file of their own, and name it in `eval_dataset_name`"),
+}
+"""Fields of TRL's DatasetMixtureConfig."""
 
 NULL_IS_OFF = {"vllm_importance_sampling_clip_max": 0}
 """Fields that null turns off, as in TRL, with the value that does so here. For others null means the default."""
@@ -228,12 +278,12 @@ def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | Non
     """Convert TRL's field `name` with `value` to settings by leaf name. Returns None if TRL has no such field.
 
     `given` holds all fields that are set. Raises ValueError with the reason if the value is not supported here. Fields
-    that VLM-R1 adds to TRL's are converted as well.
+    that VLM-R1 adds to TRL's, and those of TRL's mixtures, are converted as well.
     """
     name = OLD_NAMES.get(name, name)
     if name in SAME:
         return {name: value}
-    if converts := (CONVERTED | FROM_VLM_R1).get(name):
+    if converts := (CONVERTED | FROM_VLM_R1 | FROM_MIXTURES).get(name):
         value = NULL_IS_OFF.get(name) if value is None else value
         return {} if value is None else converts(value, given)
     for reason, fields in NOT_HERE.items():

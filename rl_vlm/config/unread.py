@@ -10,13 +10,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_vlm.config.data_sources import Which, is_file, is_mixture
+
 if TYPE_CHECKING:
-    from rl_vlm.config.schema import RunConfig
+    from rl_vlm.config.schema import DataConfig, DataSource, RunConfig
 
 
-def is_one_split(name: str | None) -> bool:
-    """Return whether data are a file of rows."""
-    return name is not None and name.endswith((".json", ".jsonl", ".parquet"))
+def reads_no_split(data: DataConfig, which: Which) -> bool:
+    """Return whether data are given, and none of them reads the section's split: they are files, or have their own."""
+    given = data.entries(which)
+    return bool(given) and all(
+        is_file(entry.name) or (entry.split is not None and is_mixture(data, which)) for entry in given
+    )
+
+
+def reads_no_config(entry: DataSource) -> bool:
+    """Return whether an entry does not read the section's `dataset_config`."""
+    return entry.dataset_config is not None or is_file(entry.name) or ":" in entry.name
 
 
 @dataclass(frozen=True)
@@ -58,24 +68,21 @@ UNREAD = (
     Unread(
         "data",
         "dataset_train_split",
-        lambda run: is_one_split(run.data.dataset_name),
-        "on a file, which is one split",
+        lambda run: reads_no_split(run.data, "train"),
+        "on a file, which is one split, or beside a `split` of each entry",
         "name the file of that split",
     ),
     Unread(
         "data",
         "dataset_test_split",
-        lambda run: is_one_split(run.data.eval_dataset_name),
-        "on a file, which is one split",
+        lambda run: reads_no_split(run.data, "eval"),
+        "on a file, which is one split, or beside a `split` of each entry",
         "name the file of that split",
     ),
     Unread(
         "data",
         "dataset_config",
-        lambda run: all(
-            name is None or is_one_split(name) or ":" in name
-            for name in (run.data.dataset_name, run.data.eval_dataset_name)
-        ),
+        lambda run: all(map(reads_no_config, [*run.data.entries("train"), *run.data.entries("eval")])),
         "without data of the hub or a directory",
         "name such data",
     ),

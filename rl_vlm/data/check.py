@@ -6,18 +6,23 @@ load_rows ─► Rows ─ check_rows: columns, then every row and image header �
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import prompt_columns, refuse_unread_images
+from rl_vlm.data.layouts import LAYOUT_COLUMNS
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
 from rl_vlm.data.samples import REFUSED_COLUMNS, Rows, parse_row
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row
+from rl_vlm.data.weighted import Share
 from rl_vlm.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +34,7 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 16
 """Images whose headers are read at once: what takes time is to find and open their files."""
 EXAMPLES = 100
-"""Rows among which `UsableRows.example` looks for a complete one."""
+"""Rows of each source among which `UsableRows.example` looks for a complete one."""
 SHORT_TEXT = 1024
 """Bytes of a text that is not noted as long: every model has a context of more tokens."""
 SMALL_IMAGES = 512 * 512
@@ -66,16 +71,30 @@ class UsableRows:
         return len(self.indices)
 
     def example(self, columns: Collection[str], is_wanted: Callable[[Row], bool] = lambda row: True) -> Sample:
-        """Return an early row that has a value in each of these columns, if the data has them, or the first row.
+        """Return an early row of a source that has a value in each of these columns of the data, or the first row.
 
         `is_wanted` tests the columns of such a row.
         """
         wanted = set(self.rows.columns).intersection(columns)
-        for index in self.indices[:EXAMPLES]:
+        firsts = [bisect_left(self.indices, part.start) for part in self.rows.parts]
+        for index in chain(*(self.indices[first : first + EXAMPLES] for first in firsts)):
             found = parse_row(self.rows.source[index], self.rows.config, self.rows.place(index)).columns
             if all(found.get(name) is not None for name in wanted) and is_wanted(found):
                 return self.rows[index]
         return self.rows[self.indices[0]]
+
+    def shares(self) -> list[Share]:
+        """Return the sources of a mixture with weights, or an empty list.
+
+        Raises DataError if one of them has no row that can be used.
+        """
+        parts = self.rows.parts
+        counts = Counter(bisect_right([part.start for part in parts], row) - 1 for row in self.indices)
+        shares = [Share(counts[i], part.entry.weight) for i, part in enumerate(parts) if part.entry.weight is not None]
+        for part, share in zip(parts, shares, strict=False):
+            if share.num_rows == 0:
+                raise DataError(f"{part.label}: none of its rows can be used, and it has weight {share.weight:g}.")
+        return shares
 
     def largest(self, count: int) -> list[int]:
         """Return the `count` rows whose images have the most pixels, and the `count` rows with the longest texts."""
@@ -87,15 +106,18 @@ class UsableRows:
 
     def without(self, dropped: Sequence[dict[str, Any]]) -> UsableRows:
         """Leave out further rows. Raises DataError if none is left."""
-        rows = {record["row"] for record in dropped}
-        left = replace(self, indices=[i for i in self.indices if i not in rows], dropped=[*self.dropped, *dropped])
+        ids = {record["sample_id"] for record in dropped}
+        indices = [i for i in self.indices if self.rows.sample_ids[i] not in ids]
+        left = replace(self, indices=indices, dropped=[*self.dropped, *dropped])
         if not left.indices:
             raise DataError(f"{self.rows.name}: none of its {len(self.rows)} rows can be used. {summary(left.dropped)}")
         return left
 
     def record(self, row: int, reason: str) -> dict[str, Any]:
         """Return the record of a row that is left out."""
-        return {"data": self.rows.name, "sample_id": self.rows.sample_ids[row], "row": row, "reason": reason}
+        part = self.rows.part(row)
+        sample_id = self.rows.sample_ids[row]
+        return {"data": part.name, "sample_id": sample_id, "row": row - part.start, "reason": reason}
 
 
 def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
@@ -121,7 +143,8 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
 
 def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
     """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
-    columns = {*set().union(*prompt_columns(rows.config.prompt_template)), *IMAGE_COLUMNS, *REFUSED_COLUMNS}
+    template = rows.config.prompt_template
+    columns = {*set().union(*prompt_columns(template)), *LAYOUT_COLUMNS, *IMAGE_COLUMNS, *REFUSED_COLUMNS}
     start = share.start
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for batch in rows.source.batches(share, columns):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -12,57 +13,62 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
-from rl_vlm.config.schema import DataConfig
+from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.images import BASE64, looks_like_image
-from rl_vlm.data.messages import ends_with_answer
+from rl_vlm.data.layouts import LAYOUT_COLUMNS, LAYOUTS, layouts_of, read_layout
 from rl_vlm.data.sources import Source
-from rl_vlm.data.tables import IMAGE_COLUMNS, is_filled
+from rl_vlm.data.tables import IMAGE_COLUMNS, Table, is_filled
 from rl_vlm.errors import DataError, did_you_mean, shorten
 
 logger = logging.getLogger(__name__)
 
 
-def choose_columns(source: Source, config: DataConfig, name: str) -> Source:
-    """Leave out `ignore_columns`, and rename those of `columns`.
+def choose_columns(source: Table, entry: DataSource, is_only: bool) -> Table:
+    """Leave out `ignore_columns`, and rename those of `columns`. `is_only`: a run has no other data.
 
     Raises DataError if a column to leave out is misspelt, if one to rename is not there, or if a new name is taken.
     """
-    check_ignored(source, config, name)
-    if set(config.ignore_columns) & set(source.columns):
-        source = source.without(config.ignore_columns)
-    for role, column in config.columns.items():
+    name = entry.name
+    check_ignored(source, entry, is_only)
+    if set(entry.ignore_columns) & set(source.columns):
+        source = source.without(entry.ignore_columns)
+    for role, column in entry.columns.items():
         if column not in source.columns:
             raise DataError(
                 f"{name}: data.columns reads {role} from column {column!r}, which is not there"
                 f"{did_you_mean(column, source.columns)}; the columns are {', '.join(source.columns)}."
             )
-        if role in source.columns and role not in config.columns.values():
+        if role in source.columns and role not in entry.columns.values():
             raise DataError(
                 f"{name}: data.columns reads {role} from column {column!r}, and there is a column {role!r} already. "
                 f"Leave that one out with data.ignore_columns: [{role}], or give it another name in data.columns."
             )
-    return source.renamed({column: role for role, column in config.columns.items()}) if config.columns else source
+    return source.renamed({column: role for role, column in entry.columns.items()}) if entry.columns else source
 
 
-def check_ignored(source: Source, config: DataConfig, name: str) -> None:
+def check_ignored(source: Table, entry: DataSource, is_only: bool) -> None:
     """Log a warning for each column of `ignore_columns` that is not there, such as one of the held-out data alone.
 
     Raises DataError if it seems misspelt: if another column has a similar name, and this is the only data.
     """
-    for column in config.ignore_columns:
+    for column in entry.ignore_columns:
         if column in source.columns:
             continue
         hint = did_you_mean(column, source.columns)
         columns = ", ".join(source.columns)
-        problem = f"{name}: data.ignore_columns names {column!r}, which is not there{hint}; the columns are {columns}."
-        if hint and not (config.dataset_name and config.eval_dataset_name):
+        problem = (
+            f"{entry.name}: data.ignore_columns names {column!r}, which is not there{hint}; the columns are {columns}."
+        )
+        if hint and is_only:
             raise DataError(problem)
         logger.warning("%s", problem)
 
 
 def prompt_columns(template: str | None) -> list[set[str]]:
-    """Return the sets of columns that a prompt can be made from: those of the template, or one of two columns."""
-    return [{"prompt"}, {"conversations"}] if template is None else [template_columns(template)]
+    """Return the sets of columns that a prompt can be made from: those of the template, or of one of the layouts."""
+    if template is not None:
+        return [template_columns(template)]
+    return [{"prompt"}, *(set(layout.columns) for layout in LAYOUTS if layout.prompt)]
 
 
 def template_columns(template: str) -> set[str]:
@@ -74,14 +80,22 @@ def template_columns(template: str) -> set[str]:
     return {re.split(r"[.\[]", name)[0] for name in names}
 
 
-def reward_columns(source: Source, template: str | None) -> list[str]:
-    """Return the columns that some row has for reward functions. Conversations give `solution`, their final answer."""
-    names = [name for name in source.columns if name not in ("prompt", *IMAGE_COLUMNS)]
-    if template is None and "conversations" in names and "prompt" not in source.columns:
-        names.remove("conversations")
-        if "solution" not in names and any(map(ends_with_answer, source.values("conversations"))):
-            names.append("solution")
-    return names
+def reward_columns(source: Table, template: str | None) -> list[str]:
+    """Return the columns that some row has for reward functions. Layouts of other systems may add `solution`."""
+    layouts = layouts_of(source.columns)
+    prompts = [layout.columns[0] for layout in layouts if layout.prompt and template is None]
+    names = [name for name in source.columns if name not in ("prompt", *prompts, *IMAGE_COLUMNS)]
+    return [*names, "solution"] if layouts and "solution" not in names and has_solutions(source) else names
+
+
+def has_solutions(source: Table) -> bool:
+    """Return whether the layout of a row gives it a solution. Rows that cannot be read are found by `check_rows`."""
+    for batch in source.batches(range(len(source)), LAYOUT_COLUMNS):
+        for row in batch:
+            with suppress(DataError):
+                if "solution" in read_layout(row, "", with_prompt=False):
+                    return True
+    return False
 
 
 def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Collection[str]) -> None:
@@ -89,7 +103,8 @@ def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Co
 
     `used` are the columns that reward functions name. The message names the columns that look like images.
     """
-    read = {"id", *IMAGE_COLUMNS, *used, *set().union(*prompt_columns(config.prompt_template))}
+    prompts = [columns for columns in prompt_columns(config.prompt_template) if columns.issubset(source.columns)]
+    read = {"id", *IMAGE_COLUMNS, *used, *set().union(*prompts)}
     examples = {column: first_image(source, column) for column in source.columns if column not in read}
     unread = {column: found for column, found in examples.items() if found is not None}
     has_images = any(

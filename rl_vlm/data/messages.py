@@ -16,18 +16,11 @@ SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assista
 MARKS = re.compile(r"<(image|video|audio)>")
 
 
-def read_conversations(turns: Any, where: str) -> tuple[list[Message], Row]:
-    """Convert turns of `from` and `value` to messages, and a final answer to `{"solution": value}`.
-
-    Raises DataError for anything but a list of such turns, or if a value other than the final answer's is not text.
-    """
+def read_conversations(turns: Any, where: str) -> list[Message]:
+    """Convert turns of `from` and `value` to messages. Raises DataError for anything but a list of such turns."""
     if not isinstance(turns, list):
         raise DataError(f"{where}: found {shorten(repr(turns), 200)} for `conversations`, expected a list of turns.")
-    gold = {}
-    if ends_with_answer(turns) and "value" in turns[-1]:
-        gold = {"solution": turns[-1]["value"]}
-        turns = turns[:-1]
-    return [read_turn(turn, where) for turn in turns], gold
+    return [read_turn(turn, where) for turn in turns]
 
 
 def read_turn(turn: Any, where: str) -> Message:
@@ -42,9 +35,9 @@ def read_turn(turn: Any, where: str) -> Message:
 
 
 def ends_with_answer(turns: Any) -> bool:
-    """Return whether the last of `turns` is the assistant's."""
+    """Return whether the last of `turns` is the assistant's, with a value."""
     last = turns[-1] if isinstance(turns, list) and turns else None
-    return isinstance(last, dict) and SPEAKERS.get(str(last.get("from"))) == "assistant"
+    return isinstance(last, dict) and "value" in last and SPEAKERS.get(str(last.get("from"))) == "assistant"
 
 
 def split_marks(text: str) -> list[Row]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rl_vlm.config.data_sources import is_file
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.samples import Rows, load_rows
-from rl_vlm.data.sources import Source, as_rows, open_source
-from rl_vlm.data.tables import Row
+from rl_vlm.data.sources import as_rows, no_splits, open_source
+from rl_vlm.data.tables import Row, Table
 from rl_vlm.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ def peek_rows(config: DataConfig, split: Literal["train", "eval"]) -> Peek:
     """Open the training or held-out data. Raises DataError like `load_rows`, and NotOpened for data of the hub."""
     counts: list[int] = []
 
-    def open_quickly(name: str, part: str, subset: str | None, asked_by: str | None) -> tuple[Source, Path]:
+    def open_quickly(name: str, part: str, subset: str | None, asked_by: str | None) -> tuple[Table, Path]:
         path = Path(name)
-        if path.suffix == ".parquet":
+        if path.suffix == ".parquet" and asked_by is None:
             rows, count = parquet_rows(path)
         elif path.is_dir():
             rows, count = saved_rows(path, part, asked_by)
-        elif path.suffix in (".json", ".jsonl") or ":" in name:
+        elif is_file(name) or ":" in name:
             source, folder = open_source(name, part, subset, asked_by)
             counts.append(len(source))
             return source, folder
@@ -57,7 +58,7 @@ def peek_rows(config: DataConfig, split: Literal["train", "eval"]) -> Peek:
         counts.append(count)
         return as_rows(rows, name), path if path.is_dir() else path.parent
 
-    return Peek(load_rows(config, split, open_quickly), counts[0])
+    return Peek(load_rows(config, split, open_quickly), sum(counts))
 
 
 def refuse_missing_path(name: str) -> None:
@@ -87,7 +88,7 @@ def saved_rows(path: Path, split: str, asked_by: str | None) -> tuple[list[Row],
             raise DataError(f"{path} has no split {split!r}; it has {', '.join(splits)}.")
         path = path / split
     elif asked_by is not None and (path / "state.json").is_file():
-        raise DataError(f"{path} has no splits, so data.{asked_by} {split!r} has no effect; leave it out.")
+        raise no_splits(str(path), asked_by)
     if not (path / "state.json").is_file():
         raise NotOpened(f"{path} is a directory of files, whose splits `datasets` finds")
     files = [path / file["filename"] for file in json.loads((path / "state.json").read_text())["_data_files"]]

@@ -1,17 +1,19 @@
-"""The order in which ranks draw rows: every row once per epoch, for any number of ranks."""
+"""The order in which ranks draw rows: every row once per epoch, or by weight, for any number of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rl_vlm.data.weighted import Share, weighted_epoch
 from rl_vlm.errors import CheckpointError
 
 
 class Draw(NamedTuple):
-    """One prompt to generate from: `row` in the order of epoch `epoch`, both from 0."""
+    """One prompt to generate from: `row` in pass `epoch` over the rows, or over those of its source with weights."""
 
     epoch: int
     row: int
@@ -38,7 +40,9 @@ class PromptSampler:
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        shares: Sequence[Share] = (),
     ) -> None:
+        """`shares` are the sources of a mixture with weights, and empty if every row is drawn once per epoch."""
         if prompts_per_step % world_size:
             raise ValueError(f"prompts_per_step = {prompts_per_step} is not a multiple of {world_size} ranks")
         self.num_rows = num_rows
@@ -47,6 +51,7 @@ class PromptSampler:
         self.shuffle = shuffle
         self.rank = rank
         self.share = prompts_per_step // world_size
+        self.shares = tuple(shares)
         self.cursor = 0
 
     def next_step(self) -> list[Draw]:
@@ -66,18 +71,22 @@ class PromptSampler:
 
     def _draw(self, position: int) -> Draw:
         epoch, place = divmod(position, self.num_rows)
+        if self.shares:
+            return Draw(*weighted_epoch(self.shares, self.seed, epoch, self.shuffle)[place])
         return Draw(epoch, epoch_order(self.num_rows, self.seed, epoch)[place] if self.shuffle else place)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "num_rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle}
+        order = {"num_rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle}
+        return {"cursor": self.cursor, **order, "shares": [list(share) for share in self.shares]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved cursor. Raises CheckpointError if the order of rows has changed."""
-        for name in ("num_rows", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
+        saved = {"shares": []} | state  # checkpoints from before mixtures have none
+        for name, present in self.state_dict().items():
+            if name != "cursor" and saved[name] != present:
                 raise CheckpointError(
-                    f"The checkpoint drew its data with {name} = {state[name]}, this run has {getattr(self, name)}: "
-                    "the order of rows would change. Resume with the same data, seed and shuffling, or start a new run."
+                    f"The checkpoint drew its data with {name} = {saved[name]}, this run has {present}: the order of "
+                    "rows would change. Resume with the same data, weights, seed and shuffling, or start a new run."
                 )
         self.cursor = state["cursor"]
 

@@ -6,28 +6,33 @@ source ─ load_rows ─► Rows ─ sample(index): parse_row ─► ParsedRow �
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from numbers import Number
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.config.schema import DataConfig
+from rl_vlm.config.data_sources import NAMES, SPLITS, Which, common_split, data_sources, is_mixture
+from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, read_image
-from rl_vlm.data.messages import Message, place_images, read_conversations, to_messages
+from rl_vlm.data.layouts import log_layouts, read_layout
+from rl_vlm.data.messages import Message, place_images, to_messages
+from rl_vlm.data.mixture import SOURCE, MixedRows, mixed_ids
 from rl_vlm.data.sources import Source, open_source, unique_ids
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
+from rl_vlm.data.tables import IMAGE_COLUMNS, Row, Table, is_filled
 from rl_vlm.errors import DataError, shorten, text_of
 
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
-SourceOpener = Callable[[str, str, str | None, str | None], tuple[Source, Path]]
+SourceOpener = Callable[[str, str, str | None, str | None], tuple[Table, Path]]
 """`open_source`, or a function with its arguments."""
 REFUSED_COLUMNS = ("video", "videos", "tools")
 
@@ -57,13 +62,33 @@ class ParsedRow:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Consecutive rows of one entry of the data."""
+
+    entry: DataSource
+    rows: Table
+    image_folder: Path
+    start: int = 0
+    """Index of the first row among all."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def label(self) -> str:
+        """Return the name with the configuration and the split, if they are set."""
+        return "@".join(filter(None, (self.name, self.entry.dataset_config, self.entry.split)))
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of one split. Iteration decodes one sample after another."""
 
     name: str
     source: Source
     sample_ids: list[str]
-    image_folder: Path
+    parts: list[Part]
     config: DataConfig
 
     def __len__(self) -> int:
@@ -79,8 +104,8 @@ class Rows:
         where = self.place(index)
         with row_errors(where):
             row = parse_row(self.source[index], self.config, where)
-        limit = self.config.max_image_pixels
-        found = [read_image(value, self.image_folder, limit, f"{where}, column {name}") for name, value in row.images]
+        limit, folder = self.config.max_image_pixels, self.part(index).image_folder
+        found = [read_image(value, folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
         images = [image for image, _ in found]
         return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images)
@@ -90,20 +115,25 @@ class Rows:
         where = self.place(index)
         with row_errors(where):
             parsed = parse_row(row, self.config, where)
-        limit = self.config.max_image_pixels
-        sizes = [
-            check_image(value, self.image_folder, limit, f"{where}, column {name}") for name, value in parsed.images
-        ]
+        limit, folder = self.config.max_image_pixels, self.part(index).image_folder
+        sizes = [check_image(value, folder, limit, f"{where}, column {name}") for name, value in parsed.images]
         return replace(parsed, num_pixels=sum(min(size, self.config.max_pixels or limit) for size in sizes))
 
     def place(self, index: int) -> str:
         """Return the name of a row for error messages."""
-        return f"{self.name}, row {index}"
+        part = self.part(index)
+        return f"{part.name}, row {index - part.start}"
+
+    def part(self, index: int) -> Part:
+        """Return the entry of the data that a row is from."""
+        return self.parts[bisect_right(self.parts, index, key=lambda part: part.start) - 1]
 
     @property
     def columns(self) -> list[str]:
         """Return the columns of all rows that reward functions can ask for."""
-        return reward_columns(self.source, self.config.prompt_template)
+        of_parts = [reward_columns(part.rows, self.config.prompt_template) for part in self.parts]
+        added = [SOURCE] if isinstance(self.source, MixedRows) else []
+        return list(dict.fromkeys([*chain(*of_parts), *added]))
 
     def first_value(self, column: str) -> Any:
         """Return the column's first value that is not null, or None. Images are not decoded."""
@@ -111,28 +141,50 @@ class Rows:
         return next((value for value in values if value is not None), None)
 
 
-def load_rows(config: DataConfig, split: Literal["train", "eval"], open_source: SourceOpener = open_source) -> Rows:
+def load_rows(config: DataConfig, split: Which, open_source: SourceOpener = open_source) -> Rows:
     """Open the training or held-out data without decoding images.
 
     `open_source` opens them; a dry run has its own.
     Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names one that
     is not there, or if a sample id occurs twice.
     """
-    key, name, part_key, part = {
-        "train": ("dataset_name", config.dataset_name, "dataset_train_split", config.dataset_train_split),
-        "eval": ("eval_dataset_name", config.eval_dataset_name, "dataset_test_split", config.dataset_test_split),
-    }[split]
-    if name is None:
-        raise DataError(f"data.{key} is not set, so there are no {split} rows to load.")
-    is_default = part == DataConfig.model_fields[part_key].default
-    source, folder = open_source(name, part, config.dataset_config, None if is_default else part_key)
+    given = data_sources(config, split)
+    if not given:
+        raise DataError(f"data.{NAMES[split]} is not set, so there are no {split} rows to load.")
+    parts: list[Part] = []
+    for entry in given:
+        start = parts[-1].start + len(parts[-1].rows) if parts else 0
+        parts.append(replace(load_part(entry, config, split, open_source), start=start))
+    names, tables = [part.name for part in parts], [part.rows for part in parts]
+    ids = [unique_ids(table, name) for table, name in zip(tables, names, strict=True)]
+    if not is_mixture(config, split):
+        return Rows(names[0], tables[0], ids[0], parts, config)
+    sample_ids = mixed_ids([part.label for part in parts], ids)
+    return Rows(" + ".join(names), MixedRows(names, tables), sample_ids, parts, config)
+
+
+def load_part(entry: DataSource, config: DataConfig, split: Which, open_source: SourceOpener) -> Part:
+    """Open one entry of the data. Raises DataError like `load_rows`."""
+    name, template = entry.name, config.prompt_template
+    wanted, asked_by = wanted_split(entry, config, split)
+    source, folder = open_source(name, wanted, entry.dataset_config, asked_by)
     if len(source) == 0:
-        raise DataError(f"{name} (data.{key}, split {part!r}) has no rows.")
-    source = choose_columns(source, config, name)
-    rows = Rows(name, source, unique_ids(source, name), Path(config.image_root or folder), config)
-    if not any(columns.issubset(source.columns) for columns in prompt_columns(config.prompt_template)):
-        read_prompt(source[0], config.prompt_template, rows.place(0))  # raises an error that names the columns
-    return rows
+        raise DataError(f"{name} (data.{NAMES[split]}, split {wanted!r}) has no rows.")
+    is_only = len(data_sources(config, "train") + data_sources(config, "eval")) == 1
+    source = choose_columns(source, entry, is_only)
+    if not any(columns.issubset(source.columns) for columns in prompt_columns(template)):
+        read_prompt(source[0], template, f"{name}, row 0")  # raises an error that names the columns
+    log_layouts(name, source.columns, with_prompt=template is None)
+    return Part(entry, source, Path(entry.image_root or folder))
+
+
+def wanted_split(entry: DataSource, config: DataConfig, split: Which) -> tuple[str, str | None]:
+    """Return the split of an entry, and which setting asks for it, or None if data without splits may be opened."""
+    common = common_split(config, split)
+    if entry.split is not None:
+        return entry.split, f"split {entry.split!r} of data.{NAMES[split]}"
+    is_default = common == DataConfig.model_fields[SPLITS[split]].default
+    return common, None if is_default or is_mixture(config, split) else f"data.{SPLITS[split]} {common!r}"
 
 
 @contextmanager
@@ -166,8 +218,8 @@ def parse_row(row: Row, config: DataConfig, where: str) -> ParsedRow:
 def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
     """Return a row's prompt, as text or messages, and the columns for reward functions.
 
-    Rows of VLM-R1 hold `conversations`; their final answer becomes column `solution`. Raises DataError if a row has no
-    prompt, or a value in a column of `REFUSED_COLUMNS`.
+    Rows of other systems are read as `read_layout` says. Raises DataError if a row has no prompt, or a value in a
+    column of `REFUSED_COLUMNS`.
     """
     refused = [name for name in REFUSED_COLUMNS if is_filled(row.get(name))]
     if refused:
@@ -175,13 +227,11 @@ def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[
             f"{where}: column {', '.join(refused)} is filled; video and tool calls are not in this project, and the "
             "model would not be given them. Drop the column, or empty it."
         )
-    columns = {name: value for name, value in row.items() if name not in ("prompt", *IMAGE_COLUMNS)}
+    read = read_layout(row, where, with_prompt=template is None)
+    columns = {name: value for name, value in read.items() if name not in ("prompt", *IMAGE_COLUMNS)}
     if template is not None:
-        return refuse_empty(fill_template(template, row, where), where), columns
-    prompt = row.get("prompt")
-    if prompt is None and row.get("conversations"):
-        prompt, gold = read_conversations(columns.pop("conversations"), where)
-        columns |= gold
+        return refuse_empty(fill_template(template, read, where), where), columns
+    prompt = read.get("prompt")
     is_messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if isinstance(prompt, str):
         return refuse_empty(prompt, where), columns

@@ -8,22 +8,26 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.data.tables import ArrowRows, ListRows
+from rl_vlm.config.data_sources import is_file
+from rl_vlm.data.mixture import MixedRows
+from rl_vlm.data.tables import ArrowRows, ListRows, Table
 from rl_vlm.errors import DataError
 from rl_vlm.functions import LoadError, load_function
 
-Source = ListRows | ArrowRows
+Source = Table | MixedRows
 
 
-def open_source(name: str, split: str, subset: str | None, asked_by: str | None = None) -> tuple[Source, Path]:
+def open_source(name: str, split: str, subset: str | None, asked_by: str | None = None) -> tuple[Table, Path]:
     """Open the rows of `name`. Also returns the folder of their relative image paths.
 
     `name` is a .json, .jsonl or .parquet file, a directory, `file.py:function`, `module:function`, or a hub name.
-    `split` selects a split if the source has several; a file, or a function that returns rows, has one. `asked_by` is
-    the setting that asks for it, or None if it is the default.
+    `split` selects a split if the source has several; a file, or a function that returns rows, has one. `asked_by` says
+    which setting asks for it, or is None if it is the default.
     Raises DataError if the source cannot be read, or has no splits to choose from.
     """
     path = Path(name)
+    if asked_by is not None and is_file(name):
+        raise no_splits(name, asked_by)
     if path.suffix in (".json", ".jsonl"):
         return read_json(path), path.parent
     if path.suffix == ".parquet":
@@ -74,7 +78,7 @@ def parse_json(content: bytes, where: str) -> Any:
         raise DataError(f"{where}: its lists and objects are nested too deeply to be read.") from error
 
 
-def open_directory(path: Path, split: str, subset: str | None, asked_by: str | None) -> Source:
+def open_directory(path: Path, split: str, subset: str | None, asked_by: str | None) -> Table:
     """Open a directory written by `save_to_disk`, or a directory of data files."""
     import datasets
 
@@ -83,7 +87,7 @@ def open_directory(path: Path, split: str, subset: str | None, asked_by: str | N
     return load_with_datasets(str(path), subset, split)
 
 
-def load_with_datasets(path: str, subset: str | None, split: str, data_files: str | None = None) -> Source:
+def load_with_datasets(path: str, subset: str | None, split: str, data_files: str | None = None) -> Table:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -95,14 +99,19 @@ def load_with_datasets(path: str, subset: str | None, split: str, data_files: st
     return ArrowRows(dataset, name)
 
 
-def choose_split(data: Any, name: str, split: str, asked_by: str | None) -> Source:
+def no_splits(name: str, asked_by: str) -> DataError:
+    """Return an error about a split of data without splits. `asked_by` says which setting asks for it."""
+    return DataError(f"{name} has no splits, so {asked_by} has no effect; leave it out.")
+
+
+def choose_split(data: Any, name: str, split: str, asked_by: str | None) -> Table:
     """Return the rows of a list, of a Dataset, or of `split` in a dict of either."""
     if isinstance(data, dict):
         if split not in data:
             raise DataError(f"{name} has no split {split!r}; it has {', '.join(data)}.")
         data = data[split]
     elif asked_by is not None:
-        raise DataError(f"{name} has no splits, so data.{asked_by} {split!r} has no effect; leave it out.")
+        raise no_splits(name, asked_by)
     return as_rows(data, name) if isinstance(data, list) else ArrowRows(data, name)
 
 
@@ -113,7 +122,7 @@ def as_rows(rows: Any, name: str) -> ListRows:
     return ListRows(rows)
 
 
-def unique_ids(source: Source, name: str) -> list[str]:
+def unique_ids(source: Table, name: str) -> list[str]:
     """Return column `id` as text, or the row's index if it has no id.
 
     Raises DataError if an id occurs twice, because both rows would use the same random numbers.
@@ -125,6 +134,6 @@ def unique_ids(source: Source, name: str) -> list[str]:
         if (first := first_rows.setdefault(sample_id, index)) != index:
             raise DataError(
                 f"{name}: rows {first} and {index} have the same id {sample_id!r}, so they would share random numbers "
-                "and count as one sample. Make column `id` unique, or rename it."
+                "and count as one sample. Make column `id` unique, or leave it out with data.ignore_columns: [id]."
             )
     return ids

@@ -101,6 +101,9 @@ class ArrowRows(Sequence[Row]):
         return ArrowRows(self.tables.rename_columns(dict(names)), self.name)
 
 
+Table = ListRows | ArrowRows
+
+
 def keep_encoded(feature: Any) -> Any:
     """Set images and other media in a feature to be read without decoding, and return the feature."""
     if isinstance(feature, dict):

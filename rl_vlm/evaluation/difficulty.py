@@ -77,10 +77,12 @@ def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[st
     rates = {row: r for row, r in success_rates(completions, kept.function).items() if kept.low <= r <= kept.high}
     if not rates:
         return 0
-    given = [rows.source[row] | {"success_rate": rates[row]} for row in sorted(rates)]
+    chosen = sorted(rates)
+    folders = [rows.part(row).image_folder for row in chosen]
+    given = [rows.source[row] | {"success_rate": rates[row]} for row in chosen]
     columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(name for row in given for name in row)}
     for name in columns.keys() & set(IMAGE_COLUMNS):
-        columns[name] = [embedded(value, rows.image_folder) for value in columns[name]]
+        columns[name] = [embedded(value, folder) for value, folder in zip(columns[name], folders, strict=True)]
     try:
         dataset = datasets.Dataset.from_dict(columns)
     except (pyarrow.ArrowException, TypeError, ValueError) as error:

@@ -150,8 +150,8 @@ class Evaluator:
         """Return the sample's columns of text and numbers, as `data/<column>`, and the paths of its images."""
         columns = {f"data/{name}": value for name, value in sample.columns.items() if is_plain(value)}
         if directory is not None:
-            images = directory.image_references(self.rows.source[index], sample.images, self.rows.image_folder)
-            columns["images"] = images
+            folder = self.rows.part(index).image_folder
+            columns["images"] = directory.image_references(self.rows.source[index], sample.images, folder)
         return columns
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RewardSpec, RunConfig
 from rl_vlm.data.check import UsableRows, warn_of_dropped
@@ -202,11 +203,11 @@ class EvaluatedModel:
 def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict[str, Any]:
     """Return the fingerprint of an evaluation. One resumes another only if their fingerprints are equal."""
     specs = [RewardSpec(function=s) if isinstance(s, str) else s for s in config.rewards.reward_funcs]
-    data = str(config.data.eval_dataset_name).split(":")[0]
+    files = [file_stamps(entry.name.split(":")[0]) for entry in data_sources(config.data, "eval")]
     sample_ids = [usable.rows.sample_ids[index] for index in usable.indices]
     return {
         "model": config.model.model_dump() | {"files": file_stamps(checkpoint)},
-        "data": config.data.model_dump() | {"files": file_stamps(data)},
+        "data": config.data.model_dump() | {"files": files},
         "samples": hashlib.sha256("\n".join(sample_ids).encode()).hexdigest(),
         "rewards": config.rewards.model_dump() | {"files": [file_stamps(s.function.split(":")[0]) for s in specs]},
         "sampling": asdict(evaluation_sampling(config)),

@@ -6,7 +6,7 @@ import pytest
 
 from rl_vlm.config import trl_fields
 from rl_vlm.config.load import FULL_NAMES
-from rl_vlm.config.schema import SECTIONS, SETTINGS, RewardSpec
+from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec
 from rl_vlm.config.unread import UNREAD
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.model.files import MODEL_TYPES
@@ -20,7 +20,7 @@ def test_leaf_names_are_unique():
 
 
 def test_every_setting_has_a_docstring():
-    fields = {**SETTINGS, **RewardSpec.model_fields}
+    fields = {**SETTINGS, **RewardSpec.model_fields, **DataSource.model_fields}
     assert [name for name, field in fields.items() if not field.description] == []
 
 
@@ -46,7 +46,8 @@ def test_every_setting_is_read():
     code = [path for folder in ("rl_vlm", "launch") for path in (ROOT / folder).rglob("*.py")]
     readers = [path for path in code if path.name not in ("schema.py", "conflicts.py", "describe.py")]
     read = set().union(*(settings_read(ast.parse(path.read_text())) for path in readers))
-    settings = {f"{model.__name__}.{leaf}" for model in (*SECTIONS.values(), RewardSpec) for leaf in model.model_fields}
+    models = (*SECTIONS.values(), RewardSpec, DataSource)
+    settings = {f"{model.__name__}.{leaf}" for model in models for leaf in model.model_fields}
     assert sorted(settings - read) == []
 
 

@@ -177,7 +177,7 @@ def test_prompts_that_end_with_the_assistant_are_counted_once(caplog):
 def test_a_fingerprint_takes_keys_of_several_types():
     def digest(value: Any) -> str:
         source = ListRows([{"prompt": "a", "scores": value}])
-        return data_fingerprint(Rows("rows", source, ["0"], Path(), DataConfig()), [0])
+        return data_fingerprint(Rows("rows", source, ["0"], [], DataConfig()), [0])
 
     assert digest({1: "a", "b": [{None: 2, (1, 2): 3}]}) == digest({"b": [{(1, 2): 3, None: 2}], 1: "a"})
     assert digest({1: "a", "b": 2}) != digest({1: "a", "b": 3})

@@ -96,8 +96,8 @@ def test_reward_mappings(write):
         (
             "train_files: a",
             "",
-            "run.yaml: unknown setting `train_files`; write `data.dataset_name`, and "
-            "`dataset_train_split` for what follows the @",
+            "run.yaml: unknown setting `train_files`; write `data.dataset_name`: a name, "
+            "also with @split, or a list of them",
         ),
         (
             "worker: {rollout: {n: 5}}",
@@ -116,6 +116,17 @@ def test_reward_mappings(write):
             "reward_funcs: [{function: f, wieght: 2}]",
             "",
             "run.yaml: unknown setting `rewards.reward_funcs.0.wieght`; the closest is `weight`",
+        ),
+        (
+            "dataset_name: [a.jsonl, {name: b.jsonl, wieght: 2}]",
+            "",
+            "run.yaml: unknown setting `data.dataset_name.1.wieght`; the closest is `weight`",
+        ),
+        (
+            "",
+            "dataset_name=[3]",
+            "command line: `data.dataset_name.0` is 3: it should be a valid string or it should "
+            "be a valid dictionary or instance of DataSource",
         ),
         (
             "reward_funcs: [f, {name: g}]",

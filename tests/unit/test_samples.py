@@ -607,39 +607,7 @@ def test_sixteen_bit_images_are_refused_instead_of_clipped_to_white(rows_of):
         rows_of([{"prompt": "a", "image": encoded(deep)}])[0]
 
 
-# --- rows of other systems
-
-
-@pytest.mark.parametrize(
-    ("row", "settings", "prompt", "columns"),
-    [
-        (  # EasyR1
-            {"problem": "<image>Find x.", "answer": "3", "images": [{"bytes": encoded(picture()), "path": None}]},
-            {"columns": {"prompt": "problem", "solution": "answer"}},
-            "<image>Find x.", {"solution": "3"},
-        ),
-        (  # verl
-            {
-                "prompt": [{"role": "user", "content": "<image>Find x."}], "images": [{"image": "red.png"}],
-                "reward_model": {"ground_truth": "3", "style": "rule"}, "extra_info": {"index": 0},
-            },
-            {},
-            [{"role": "user", "content": "<image>Find x."}],
-            {"reward_model": {"ground_truth": "3", "style": "rule"}, "extra_info": {"index": 0}},
-        ),
-        (  # ms-swift
-            {"messages": [{"role": "user", "content": "<image>Find x."}], "images": ["red.png"], "solution": "3"},
-            {"columns": {"prompt": "messages"}},
-            [{"role": "user", "content": "<image>Find x."}], {"solution": "3"},
-        ),
-    ],
-    ids=["easyr1", "verl", "ms-swift"],
-)  # fmt: skip
-def test_rows_of_other_systems(rows_of, row, settings, prompt, columns):
-    picture(RED).save("red.png")
-    sample = rows_of([row], **settings)[0]
-    assert sample.messages == [{"role": "user", "content": [IMAGE, text("Find x.")]}]
-    assert (sample.prompt, sample.columns, colors(sample.images)) == (prompt, columns, [RED])
+# --- splits
 
 
 @pytest.mark.parametrize("made", [[{"prompt": "Hi"}], datasets.Dataset.from_list([{"prompt": "Hi"}])])

@@ -1,0 +1,140 @@
+"""Rows written for other systems: which column is their prompt, and which value their `solution`.
+
+A layout is recognised row by row, by the columns that are filled, so that one file may hold several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from rl_vlm.data.grounding import fill_objects
+from rl_vlm.data.messages import ends_with_answer, read_conversations
+from rl_vlm.data.tables import Row, is_filled
+from rl_vlm.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+def read_turns(row: Row, where: str) -> Any:
+    """Return the turns before the last answer as messages."""
+    turns = row["conversations"]
+    return read_conversations(turns[:-1] if ends_with_answer(turns) else turns, where)
+
+
+def last_turn(row: Row, where: str) -> Any:
+    """Return the last answer of `conversations`, or None."""
+    turns = row["conversations"]
+    return turns[-1].get("value") if ends_with_answer(turns) else None
+
+
+def read_messages(row: Row, where: str) -> Any:
+    """Return `messages` with the marks of objects filled in, without a final answer."""
+    messages = fill_objects(row["messages"], row.get("objects"), where)
+    return messages[:-1] if is_answered(messages) else messages
+
+
+def last_message(row: Row, where: str) -> Any:
+    """Return the text of the assistant's final message, with the marks of objects filled in, or None."""
+    if not is_answered(row["messages"]):
+        return None
+    content = fill_objects(row["messages"], row.get("objects"), where)[-1].get("content")
+    return "".join(block.get("text") or "" for block in content) if isinstance(content, list) else content
+
+
+def is_answered(messages: Any) -> bool:
+    """Return whether the last message is the assistant's."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def ground_truth(row: Row, where: str) -> Any:
+    """Return verl's `reward_model.ground_truth`, or None."""
+    return row["reward_model"].get("ground_truth") if isinstance(row["reward_model"], dict) else None
+
+
+class Layout(NamedTuple):
+    """The layout of another system's rows."""
+
+    system: str
+    columns: tuple[str, ...]
+    """Columns that rows of this layout have. The first of them is filled."""
+    prompt: Callable[[Row, str], Any] | None
+    """Returns the prompt. The first column then holds it. Default: it is in `prompt`."""
+    gold: str
+    """Description of the value that becomes `solution`."""
+    solution: Callable[[Row, str], Any]
+    """Returns that value, or None."""
+    yields: bool
+    """Whether a column `solution` takes precedence over that value. If not, a row where they differ is refused."""
+
+    def fits(self, row: Row) -> bool:
+        """Return whether a row has this layout."""
+        return is_filled(row.get(self.columns[0])) and all(name in row for name in self.columns)
+
+
+LAYOUTS = (
+    Layout("VLM-R1 and LLaVA", ("conversations",), read_turns, "its last answer", last_turn, False),
+    Layout("EasyR1", ("problem", "answer"), lambda row, where: row["problem"], "answer",
+           lambda row, where: row["answer"], False),
+    Layout("ms-swift", ("messages",), read_messages, "a final answer", last_message, True),
+    Layout("verl", ("reward_model",), None, "reward_model.ground_truth", ground_truth, True),
+)  # fmt: skip
+
+LAYOUT_COLUMNS = {"prompt", "solution", "objects", *(name for layout in LAYOUTS for name in layout.columns)}
+"""Every column that `read_layout` reads."""
+
+
+def layouts_of(columns: Collection[str]) -> list[Layout]:
+    """Return the layouts whose columns are all there."""
+    return [layout for layout in LAYOUTS if set(layout.columns).issubset(columns)]
+
+
+def read_layout(row: Row, where: str, with_prompt: bool) -> Row:
+    """Return the row with `prompt` and `solution`, if its layout is another system's.
+
+    A column that holds the prompt is left out. Without `with_prompt`, a template makes the prompt, and only `solution`
+    is added. Raises DataError if several columns could be the prompt or the solution.
+    """
+    found = [layout for layout in LAYOUTS if layout.fits(row)]
+    prompts = {layout.columns[0]: layout.prompt for layout in found if with_prompt and layout.prompt}
+    holders = [*(["prompt"] if is_filled(row.get("prompt")) else []), *prompts]
+    if prompts and len(holders) > 1:
+        raise ambiguous(where, "prompt", holders)
+    gold = find_solution(row, found, where)
+    read: Row = {name: value for name, value in row.items() if name not in prompts}
+    for prompt in prompts.values():
+        read["prompt"] = prompt(row, where)
+    return read if gold is None else read | {"solution": gold}
+
+
+def find_solution(row: Row, found: list[Layout], where: str) -> Any:
+    """Return the value of `solution`, or None. Raises DataError if there are several that differ."""
+    given = row.get("solution")
+    if given is not None and all(layout.yields for layout in found):
+        return given
+    golds = {layout.columns[-1]: layout.solution(row, where) for layout in found}
+    golds = {name: value for name, value in ({"solution": given} | golds).items() if value is not None}
+    if len(set(map(str, golds.values()))) > 1:
+        raise ambiguous(where, "solution", list(golds))
+    return next(iter(golds.values()), None)
+
+
+def ambiguous(where: str, role: str, holders: list[str]) -> DataError:
+    """Return an error about several columns that could be one thing."""
+    other = "solution" if "solution" in holders else holders[-1]
+    return DataError(
+        f"{where}: columns {' and '.join(holders)} are filled, and each could be the {role}. Leave one out with "
+        f"data.ignore_columns: [{other}], or keep it for reward functions under another name with data.columns: "
+        f"{{other_{other}: {other}}}."
+    )
+
+
+def log_layouts(name: str, columns: Collection[str], with_prompt: bool) -> None:
+    """Log which layouts the rows have, and what is read from where."""
+    for layout in layouts_of(columns):
+        is_prompt = with_prompt and layout.prompt is not None
+        gold = "column solution" if "solution" in columns and layout.yields else layout.gold
+        meaning = f"{layout.columns[0]} is the prompt, {gold} the solution" if is_prompt else f"{gold} is the solution"
+        logger.info("%s has the layout of %s: %s", name, layout.system, meaning)
