@@ -72,18 +72,18 @@ def content_of(splits: Sequence[Split], decode: bool, candidate: tuple[int, RowF
         return ()
     try:
         images = image_values(rows.source[fact.row], where)
-        return tuple(image_digest(rows, value, f"{where}, column {name}", decode) for name, value in images)
+        return tuple(image_digest(rows, fact.row, value, f"{where}, column {name}", decode) for name, value in images)
     except DataError as error:
         return error
 
 
-def image_digest(rows: Rows, value: Any, where: str, decode: bool) -> bytes:
+def image_digest(rows: Rows, row: int, value: Any, where: str, decode: bool) -> bytes:
     """Return a digest of an image's encoded bytes; of a PIL image, and with `decode`, of its size and pixels."""
-    content = image_content(value)
+    content, folder = image_content(value), rows.part(row).image_folder
     if decode or isinstance(content, Image):
-        image, _ = read_image(content, rows.image_folder, rows.config.max_image_pixels, where)
+        image, _ = read_image(content, folder, rows.config.max_image_pixels, where)
         return blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16).digest()
-    with open_image(content, rows.image_folder) as file:
+    with open_image(content, folder) as file:
         return blake2b(file.read(), digest_size=16).digest()
 
 

@@ -66,7 +66,7 @@ def run_two_steps(
 def few_rows(usable: UsableRows) -> list[Row]:
     """Return the rows with the largest images and longest texts, and the first ones."""
     chosen = list(dict.fromkeys([*usable.largest(NUM_LARGEST), *usable.indices[:NUM_ROWS]]))
-    return [with_absolute_paths(usable.rows.source[row], usable.rows.image_folder) for row in chosen]
+    return [with_absolute_paths(usable.rows.source[row], usable.rows.part(row).image_folder) for row in chosen]
 
 
 def with_absolute_paths(row: Row, folder: Path) -> Row:

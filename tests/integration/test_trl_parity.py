@@ -67,8 +67,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def make_trainer(checkpoint, tmp_path):
     def make(rollouts=None, **settings):
-        settings = {"max_completion_length": MAX_COMPLETION_LENGTH} | settings
-        return trl_oracle.make_trainer(checkpoint, tmp_path, rollouts, **settings)
+        given: dict[str, Any] = {"max_completion_length": MAX_COMPLETION_LENGTH} | settings
+        return trl_oracle.make_trainer(checkpoint, tmp_path, rollouts, **given)
 
     return make
 

@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import DataSource, RunConfig
 from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.sampler import PromptSampler
-from rl_vlm.data.samples import Rows
+from rl_vlm.data.samples import Part, Rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
@@ -139,7 +139,8 @@ def make_collector(
             "log": {"log_completions": folder is not None},
         }
     )
-    rows = Rows("rows", ListRows([{"prompt": "?"}] * 3), ["a", "b", "c"], Path(), config.data)
+    table = ListRows([{"prompt": "?"}] * 3)
+    rows = Rows("rows", table, ["a", "b", "c"], [Part(DataSource(name="rows"), table, Path())], config.data)
     sampler = PromptSampler(3, 3, seed=0, shuffle=False)
     loader = PromptLoader(PromptSource(rows, [0, 1, 2], MessageBuilder()), sampler, 1, config.data)
     engine, log = SyncedEngine(script, NO_WEIGHTS, ranks), CompletionsLog(folder or Path(), ranks, config.log)

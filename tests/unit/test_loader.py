@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_vlm.config.schema import DataConfig, RunConfig
+from rl_vlm.config.schema import DataConfig, DataSource, RunConfig
 from rl_vlm.data.loader import PromptLoader, PromptSource, upcoming_windows
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.sampler import PromptSampler
-from rl_vlm.data.samples import Rows
+from rl_vlm.data.samples import Part, Rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError
 from rl_vlm.types import Prompt, Sample
@@ -47,7 +47,8 @@ def make_prefetcher(folder: Path, num_workers: int = 1, kill: int | None = None,
     for i in range(NUM_ROWS):
         Image.new("RGB", (4, 3), (i, 0, 0)).save(folder / f"{i}.png")
     data = DataConfig(dataloader_num_workers=num_workers, **settings)
-    rows = Rows("rows", ListRows(table), [str(i) for i in range(NUM_ROWS)], folder, data)
+    parts = [Part(DataSource(name="rows"), ListRows(table), folder)]
+    rows = Rows("rows", ListRows(table), [str(i) for i in range(NUM_ROWS)], parts, data)
     sampler = PromptSampler(NUM_ROWS, prompts_per_step=2, seed=0, shuffle=False)
     source = PromptSource(rows, list(range(NUM_ROWS)), StubBuilder(folder / "notes"))
     return PromptLoader(source, sampler, 1, data)

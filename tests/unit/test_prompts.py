@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, SiglipImageProcessor
 
-from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.config.schema import DataConfig, DataSource, ModelConfig
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt, check_limits, load_processor
-from rl_vlm.data.samples import Rows
+from rl_vlm.data.samples import Part, Rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError, DataError, ModelError
 from rl_vlm.types import Sample
@@ -193,10 +193,15 @@ def test_a_checkpoint_without_an_image_processor_is_refused(
         load_processor(checkpoint, ModelConfig(model_name_or_path="x"), DataConfig())
 
 
+def rows_of(row: dict[str, Any]) -> Rows:
+    table = ListRows([row])
+    return Rows("rows", table, ["seven"], [Part(DataSource(name="rows"), table, Path())], DataConfig())
+
+
 def test_a_prompt_that_is_too_long_for_the_model_is_refused_with_its_row(processor: Any):
     num_tokens = len(PromptBuilder(processor, DataConfig()).build(make_sample(picture(16, 8))).token_ids)
     row = {"prompt": "Which digit?", "image": picture(16, 8), "id": "seven"}
-    rows = Rows("rows", ListRows([row]), ["seven"], Path(), DataConfig())
+    rows = rows_of(row)
     fitting = PromptBuilder(processor, DataConfig(), max_tokens=num_tokens)
     assert len(build_prompt(rows, 0, fitting).token_ids) == num_tokens
     short = PromptBuilder(processor, DataConfig(), max_tokens=num_tokens - 1)
@@ -206,6 +211,4 @@ def test_a_prompt_that_is_too_long_for_the_model_is_refused_with_its_row(process
         build_prompt(rows, 0, short)
     assert error.value.num_tokens == num_tokens
     with pytest.raises(DataError, match=r"rows, row 0: Sample seven: the text holds <.image_pad.>"):
-        build_prompt(
-            Rows("rows", ListRows([row | {"prompt": "<|image_pad|>"}]), ["seven"], Path(), DataConfig()), 0, short
-        )
+        build_prompt(rows_of(row | {"prompt": "<|image_pad|>"}), 0, short)
