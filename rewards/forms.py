@@ -37,5 +37,18 @@ def made_up_completion(columns: Mapping[str, Any]) -> str:
     """Return a completion that gives the row's solution, for a call that only shows whether a function can read it."""
     solution = columns.get("solution")
     answer = "7" if solution is None else str(solution)
-    tagged = answer if "<answer>" in answer else f"<answer>{answer}</answer>"
-    return f"<think>This completion is made up.</think>\n{tagged}"
+    return f"<think>This completion is made up.</think>\n{tagged(answer)}"
+
+
+def tagged(answer: str) -> str:
+    """Return an answer in `<answer>` tags."""
+    return answer if "<answer>" in answer else f"<answer>{answer}</answer>"
+
+
+def gold_forms(answer: str) -> dict[str, str]:
+    """Return completions that give this answer, by name. A function may read one of the forms only."""
+    return {
+        "gold": answer,
+        "gold in tags": tagged(answer),
+        "gold after a thought": made_up_completion({"solution": answer}),
+    }

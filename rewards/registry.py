@@ -75,3 +75,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 
 TIMEOUTS: dict[str, float] = {"json_schema": 30.0, "maths": 60.0}
 """Timeouts in seconds of functions that run in a worker process, if the run does not set another."""
+
+ASKS_A_MODEL = ("judge", "reward_model")
+"""Functions whose every call costs: checks before a run leave them out."""

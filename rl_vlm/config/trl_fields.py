@@ -73,8 +73,8 @@ def _reward_funcs(value: Any, given: Mapping[str, Any]) -> Settings:
     def convert(name: Any) -> Any:
         if name in from_trl:
             return f"trl.rewards:{name}"
-        if name == "get_soft_overlong_punishment":
-            raise ValueError(f"{name} makes a reward function; call it in a file, and name that `file.py:function`")
+        if name == "get_soft_overlong_punishment":  # TRL's script calls it with these lengths
+            return {"function": "overlong", "kwargs": {"max_completion_length": 1280, "soft_punish_cache": 256}}
         if isinstance(name, str) and "." in name and ":" not in name:
             return ":".join(name.rsplit(".", 1))
         return name

@@ -18,7 +18,7 @@ from rewards.adapters import Adapted, adapt
 from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
 from rewards.contract import Answer, Fault, RewardFunction, join, spread
 from rewards.forms import OTHER, Form, form_of, made_up_completion
-from rewards.registry import BUILT_INS, PACKAGES, TIMEOUTS
+from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
 from rewards.stand_ins import stand_ins
 from rewards.worker import Worker
 from rl_vlm.config.schema import RewardSpec
@@ -54,6 +54,7 @@ class Reward:
         self.calls = spec.calls
         self.must_not_fail = spec.on_error == "raise"
         is_built_in = spec.function in BUILT_INS
+        self.asks_a_model = spec.function in ASKS_A_MODEL
         timeout = spec.timeout or TIMEOUTS.get(spec.function)
         self.worker = Worker(partial(load_function_alone, spec.function), timeout) if timeout else None
         self.form: Form | None = adapted.form if spec.completions == "auto" else spec.completions

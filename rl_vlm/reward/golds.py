@@ -9,14 +9,11 @@ from contextlib import chdir
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rewards.contract import Fault, Score
-from rewards.forms import made_up_completion
+from rewards.forms import gold_forms
 from rl_vlm.reward.function import Reward, random_states_kept
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample
-
-UNSCORED = ("judge", "reward_model")
-"""Built-ins that ask another model."""
 
 
 class GoldScore(NamedTuple):
@@ -28,7 +25,7 @@ class GoldScore(NamedTuple):
 
 def why_not_scored(reward: Reward) -> str | None:
     """Return why a function is not called on gold answers, or None."""
-    if reward.worker or inspect.iscoroutinefunction(reward.function) or reward.name in UNSCORED:
+    if reward.worker or inspect.iscoroutinefunction(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
     if "model_image_sizes" in inspect.signature(reward.function).parameters:
         return "it reads coordinates in the images of the model, and gold answers may have others"
@@ -43,11 +40,7 @@ def reads_images(reward: Reward) -> bool:
 def gold_completions(golds: Sequence[Any]) -> list[str]:
     """Return completions that give a gold answer: alone, in `<answer>` tags, and in tags after a thought."""
     texts = [gold if isinstance(gold, str) else json.dumps(gold, default=str) for gold in golds if gold is not None]
-    completions = []
-    for text in texts or [""]:
-        tagged = text if "<answer>" in text else f"<answer>{text}</answer>"
-        completions += [text, tagged, made_up_completion({"solution": text})]
-    return completions
+    return [completion for text in texts or [""] for completion in gold_forms(text).values()]
 
 
 def gold_scores(reward: Reward, samples: Sequence[Sample], columns: Sequence[str]) -> list[GoldScore]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.forms import made_up_completion
+from rewards.forms import gold_forms, tagged
 
 GOLD_COLUMNS = ("solution", "ground_truth", "answer", "reward_model")
 """Columns that may hold the gold answer; the first that is not None counts."""
@@ -22,17 +22,6 @@ class Texts:
     """The gold answer of another row, which differs."""
     question: str
 
-
-def tagged(answer: str) -> str:
-    return f"<answer>{answer}</answer>"
-
-
-GOLD: dict[str, Callable[[Texts], str]] = {
-    "gold": lambda t: t.gold,
-    "gold in tags": lambda t: tagged(t.gold),
-    "gold after a thought": lambda t: made_up_completion({"solution": t.gold}),
-}
-"""Forms of a gold answer. A function may read one of them only: the best counts."""
 
 WORTHLESS: dict[str, Callable[[Texts], str]] = {
     "empty": lambda t: "",
@@ -54,7 +43,11 @@ WRONG: dict[str, Callable[[Texts], str]] = {
 """Completions that answer wrongly, for functions that read a gold answer."""
 
 CHEATS = WORTHLESS | WRONG
-COMPLETIONS = GOLD | CHEATS
+
+
+def completions(texts: Texts) -> dict[str, str]:
+    """Return the completions of a row by name: its gold answer in each form, then the cheats."""
+    return gold_forms(texts.gold) | {name: make(texts) for name, make in CHEATS.items()}
 
 
 def gold_of(columns: Mapping[str, Any]) -> str | None:

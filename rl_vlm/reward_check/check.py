@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ASKS_A_MODEL = ("judge", "reward_model")
-"""Built-ins that are left out: each completion would be paid for."""
-
 
 @dataclass(frozen=True)
 class RewardCheck:
@@ -45,10 +42,10 @@ def check_rewards(data_config: DataConfig, rewards: RewardsConfig, num_rows: int
         indices, samples = read_samples(data, num_rows)
         rows = make_rows(indices, samples)
         suite.use_forms(suite.find_forms(lambda applies: next((s for s in samples if applies(s.columns)), samples[0])))
-        checked = [reward for reward in suite.functions if reward.name not in ASKS_A_MODEL]
-        for name in suite.names:
-            if name in ASKS_A_MODEL:
-                logger.warning("%s asks a model for each completion, and is left out", name)
+        checked = [reward for reward in suite.functions if not reward.asks_a_model]
+        for reward in suite.functions:
+            if reward.asks_a_model:
+                logger.warning("%s asks a model for each completion, and is left out", reward.name)
         functions = [measure(reward, rows, data.columns) for reward in checked]
     findings = [finding for each in functions for finding in findings_of(each)]
     return RewardCheck(functions, [*findings, *unlike_scales(functions)])

@@ -12,7 +12,7 @@ from rewards.calling import OFFERED, parameters, takes_anything
 from rewards.contract import Score
 from rewards.text import completion_text
 from rl_vlm.reward.function import Reward, random_states_kept
-from rl_vlm.reward_check.cheats import COMPLETIONS, GOLD, Texts, gold_of
+from rl_vlm.reward_check.cheats import CHEATS, Texts, completions, gold_of
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample
@@ -52,7 +52,8 @@ class Measured:
 
     def best_golds(self) -> list[float | None]:
         """Return the best score of each row's gold answer in any form; None if it has no number."""
-        return [max((s for s in map(row.get, GOLD) if isinstance(s, float)), default=None) for row in self.scores]
+        golds = ([score for name, score in row.items() if name not in CHEATS] for row in self.scores)
+        return [max((score for score in row if isinstance(score, float)), default=None) for row in golds]
 
     def numbers(self) -> list[float]:
         """Return all scores that are numbers."""
@@ -67,7 +68,7 @@ def make_rows(indices: Sequence[int], samples: Sequence[Sample]) -> list[Row]:
         later = (*golds[place + 1 :], *golds[:place])
         other = next((gold for gold in later if gold not in (None, golds[place])), None)
         texts = Texts(golds[place] or "7", other or "no such answer", question_of(sample))
-        rows.append(Row(index, sample, {name: make(texts) for name, make in COMPLETIONS.items()}))
+        rows.append(Row(index, sample, completions(texts)))
     return rows
 
 
@@ -111,10 +112,8 @@ def made_up_group(row: Row) -> Group:
 
     from rl_vlm.types import Completion, Group, Prompt
 
-    sizes = [image.size for image in row.sample.images]
-    prompt = Prompt(row.sample, torch.empty(0, dtype=torch.int64), {}, {}, sizes)
-    completions = [
-        Completion(torch.arange(len(text.split())), torch.zeros(len(text.split())), "stop", text)
-        for text in row.texts.values()
-    ]
-    return Group(f"row {row.index}", prompt, completions, 0)
+    image_sizes = [image.size for image in row.sample.images]
+    prompt = Prompt(row.sample, torch.empty(0, dtype=torch.int64), {}, {}, image_sizes)
+    sizes = {text: len(text.split()) for text in row.texts.values()}  # as if each word were a token
+    made_up = [Completion(torch.arange(sizes[t]), torch.zeros(sizes[t]), "stop", t) for t in row.texts.values()]
+    return Group(f"row {row.index}", prompt, made_up, 0)

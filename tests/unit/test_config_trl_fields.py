@@ -105,6 +105,10 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
     assert "'luspo': it should be 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo' or 'sapo'" in str(error.value)
 
 
+OVERLONG = {"max_completion_length": 1280, "soft_punish_cache": 256}
+"""The lengths of TRL's script."""
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -131,6 +135,15 @@ def test_a_trl_file_is_refused_with_every_missing_field_named():
         ("scale_rewards", True, {"scale_rewards": "group"}),
         ("max_steps", 7, {"max_steps": 7}),
         ("reward_funcs", ["file.py:f"], {"reward_funcs": ["file.py:f"]}),
+        (
+            "reward_funcs",
+            ["get_soft_overlong_punishment"],
+            {
+                "reward_funcs": [
+                    {"function": "overlong", "kwargs": {"max_completion_length": 1280, "soft_punish_cache": 256}}
+                ]
+            },
+        ),
         ("no_such_field", 1, None),
     ],
 )
@@ -200,7 +213,6 @@ def test_the_size_of_a_generation_batch_counts_all_processes(monkeypatch):
         ),
         ("fsdp", "full_shard", {}, "`accelerate launch --config_file` says how processes share the model"),
         ("neftune_noise_alpha", 5, {}, "noise in the embeddings"),
-        ("reward_funcs", ["get_soft_overlong_punishment"], {}, "makes a reward function; call it in a file"),
     ],
 )
 def test_refusals_say_what_to_write_instead(name, value, beside, message):

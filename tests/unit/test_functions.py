@@ -79,18 +79,18 @@ def test_dataclasses_in_a_reward_file_work(folder):
 
 
 def test_entry_point(monkeypatch):
-    plugin = importlib.metadata.EntryPoint("judge", "my_reward:short_answer", "rl_vlm.rewards")
+    plugin = importlib.metadata.EntryPoint("brevity", "my_reward:short_answer", "rl_vlm.rewards")
     monkeypatch.setattr("rl_vlm.functions.entry_points", lambda group: {"rl_vlm.rewards": [plugin]}[group])
     monkeypatch.syspath_prepend(".")
-    assert load_function("judge")(["7"]) == [1.0]
-    with pytest.raises(LoadError, match=r"did you mean 'judge'\?.*entry points of the group rl_vlm\.rewards: judge;"):
-        load_function("jugde")
+    assert load_function("brevity")(["7"]) == [1.0]
+    with pytest.raises(LoadError, match=r"did you mean 'brevity'\?.*entry points of the group rl_vlm\.rewards: brevity;"):
+        load_function("brevty")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact_mach", r"called 'exact_mach' \(did you mean 'exact_match'\?\); built-in: choice, exact_match, "),
+        ("exact_mach", r"called 'exact_mach' \(did you mean 'exact_match'\?\); built-in: .*choice.*, exact_match, "),
         ("my_reward.py", r"a function of your own is named `file\.py:function` or `module:function`"),
         ("my_reward.py:short_anser", r"my_reward\.py has no function 'short_anser' \(did you mean 'short_answer'\?\)"),
         ("my_reward.py:nothing", r"my_reward\.py has no function 'nothing'; it defines: short_answer$"),
