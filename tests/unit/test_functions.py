@@ -83,7 +83,7 @@ def test_entry_point(monkeypatch):
     monkeypatch.setattr("rl_vlm.functions.entry_points", lambda group: {"rl_vlm.rewards": [plugin]}[group])
     monkeypatch.syspath_prepend(".")
     assert load_function("brevity")(["7"]) == [1.0]
-    with pytest.raises(LoadError, match=r"did you mean 'brevity'\?.*entry points of the group rl_vlm\.rewards: brevity;"):
+    with pytest.raises(LoadError, match=r"did you mean 'brevity'\?.*points of the group rl_vlm\.rewards: brevity;"):
         load_function("brevty")
 
 
