@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.data.columns import prompt_columns, refuse_unread_images
-from rl_vlm.data.layouts import LAYOUT_COLUMNS
+from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
-from rl_vlm.data.samples import REFUSED_COLUMNS, Rows, parse_row
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row
+from rl_vlm.data.samples import Rows, columns_to_check
+from rl_vlm.data.tables import Row
 from rl_vlm.data.weighted import Share
 from rl_vlm.errors import DataError
 
@@ -78,7 +77,7 @@ class UsableRows:
         wanted = set(self.rows.columns).intersection(columns)
         firsts = [bisect_left(self.indices, part.start) for part in self.rows.parts]
         for index in chain(*(self.indices[first : first + EXAMPLES] for first in firsts)):
-            found = parse_row(self.rows.source[index], self.rows.config, self.rows.place(index)).columns
+            found = self.rows.parse(index).columns
             if all(found.get(name) is not None for name in wanted) and is_wanted(found):
                 return self.rows[index]
         return self.rows[self.indices[0]]
@@ -143,8 +142,7 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
 
 def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
     """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
-    template = rows.config.prompt_template
-    columns = {*set().union(*prompt_columns(template)), *LAYOUT_COLUMNS, *IMAGE_COLUMNS, *REFUSED_COLUMNS}
+    columns = columns_to_check(rows.config.prompt_template)
     start = share.start
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for batch in rows.source.batches(share, columns):

@@ -22,7 +22,7 @@ from rl_vlm.config.data_sources import NAMES, SPLITS, Which, common_split, data_
 from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, read_image
-from rl_vlm.data.layouts import log_layouts, read_layout
+from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout
 from rl_vlm.data.messages import Message, place_images, to_messages
 from rl_vlm.data.mixture import SOURCE, MixedRows, mixed_ids
 from rl_vlm.data.sources import Source, open_source, unique_ids
@@ -119,6 +119,10 @@ class Rows:
         sizes = [check_image(value, folder, limit, f"{where}, column {name}") for name, value in parsed.images]
         return replace(parsed, num_pixels=sum(min(size, self.config.max_pixels or limit) for size in sizes))
 
+    def parse(self, index: int) -> ParsedRow:
+        """Read row `index` without its images. Raises DataError if the row cannot be used."""
+        return parse_row(self.source[index], self.config, self.place(index))
+
     def place(self, index: int) -> str:
         """Return the name of a row for error messages."""
         part = self.part(index)
@@ -185,6 +189,11 @@ def wanted_split(entry: DataSource, config: DataConfig, split: Which) -> tuple[s
         return entry.split, f"split {entry.split!r} of data.{NAMES[split]}"
     is_default = common == DataConfig.model_fields[SPLITS[split]].default
     return common, None if is_default or is_mixture(config, split) else f"data.{SPLITS[split]} {common!r}"
+
+
+def columns_to_check(template: str | None) -> set[str]:
+    """Return every column that decides whether a row can be used."""
+    return {*set().union(*prompt_columns(template)), *LAYOUT_COLUMNS, *IMAGE_COLUMNS, *REFUSED_COLUMNS}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rl_vlm.data.samples import ParsedRow, Rows, parse_row
+from rl_vlm.data.samples import ParsedRow, Rows
 from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.doctor.rows import Split
 from rl_vlm.errors import shorten
@@ -82,7 +82,7 @@ def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
 
 def without_images(rows: Rows, row: int) -> Sample:
     """Return a row as a sample whose images are not read."""
-    parsed = parse_row(rows.source[row], rows.config, rows.place(row))
+    parsed = rows.parse(row)
     return Sample(rows.sample_ids[row], parsed.messages, [], parsed.columns, parsed.prompt)
 
 
@@ -99,7 +99,7 @@ def score_findings(
             what = f"{rows.place(row)}: {name} fails on its gold answer: {fault}"
             findings.append(Finding("warning", "gold answer that a reward fails on", what, FAILS, rows.name, row))
         elif score is not None and (score <= 0 or (is_usual and score < highest)):
-            shown = described(rows.source[row], golds)
+            shown = described(rows.parse(row).columns, golds)
             what = f"{rows.place(row)}: {name} gives its gold answer {score:g}, and others {highest:g}: {shown}"
             findings.append(
                 Finding("warning", "gold answer below the maximum of its reward", what, BELOW, rows.name, row)
@@ -114,7 +114,7 @@ def missing_golds(
     return [
         Finding(
             "warning", "row without a gold answer",
-            f"{rows.place(row)}: no reward function applies to {described(rows.source[row], golds)}",
+            f"{rows.place(row)}: no reward function applies to {described(rows.parse(row).columns, golds)}",
             NO_GOLD, rows.name, row,
         )
         for row, found in zip(used, zip(*scores, strict=True), strict=True)
@@ -126,7 +126,7 @@ def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> li
     """Return the findings for gold columns with one value in all rows, and for prompts that end with their answer."""
     values, findings = defaultdict(set), []
     for row in used:
-        parsed = parse_row(rows.source[row], rows.config, rows.place(row))
+        parsed = rows.parse(row)
         for name in golds:
             gold = parsed.columns.get(name)
             values[name].add(repr(gold))

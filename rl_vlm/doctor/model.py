@@ -83,10 +83,12 @@ def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: 
     for record in kept.dropped:
         is_long = "tokens" in record
         kind = "prompt with too many tokens" if is_long else "prompt that cannot be built"
-        place = rows.place(record["row"])
+        place = f"{record['data']}, row {record['row']}"
         what = record["reason"] if record["reason"].startswith(place) else f"{place}: {record['reason']}"
         severity: Severity = "warning" if is_long else "error"
-        diagnosis.findings.append(Finding(severity, kind, what, LONG if is_long else REFUSED, rows.name, record["row"]))
+        diagnosis.findings.append(
+            Finding(severity, kind, what, LONG if is_long else REFUSED, record["data"], record["row"])
+        )
     diagnosis.checked.append(f"prompts of {rows.name} against {limit_text(limit, builder.max_tokens)}")
     return kept
 

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import NUM_THREADS, UsableRows
-from rl_vlm.data.columns import prompt_columns, refuse_unread_images
-from rl_vlm.data.samples import REFUSED_COLUMNS, Rows, load_rows
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row
+from rl_vlm.data.columns import refuse_unread_images
+from rl_vlm.data.samples import Rows, columns_to_check, load_rows
+from rl_vlm.data.tables import Row
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.errors import DataError
 from rl_vlm.reward.suite import RewardSuite
@@ -90,7 +90,7 @@ def load_split(
 
 def inspect_rows(rows: Rows) -> Iterator[RowFacts]:
     """Yield what is noted of every row, in order. Images are read as far as their headers."""
-    columns = {*set().union(*prompt_columns(rows.config.prompt_template)), *IMAGE_COLUMNS, *REFUSED_COLUMNS}
+    columns = columns_to_check(rows.config.prompt_template)
     start = 0
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for batch in rows.source.batches(range(len(rows)), columns):

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from PIL import Image
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.doctor import environment
+from rl_vlm.doctor.duplicates import find_duplicates
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.doctor.golds import check_golds
 from rl_vlm.doctor.report import report_text
@@ -127,6 +129,30 @@ def test_gold_answers(tmp_path: Path):
         (5, "gold answer that a reward fails on"),
         (4, "row without a gold answer"),
     ]
+
+
+def test_gold_answers_of_another_systems_rows(tmp_path: Path):
+    rows = [{"prompt": None, "problem": "Which?", "answer": answer} for answer in ("7", "8", "")]
+    (finding,) = gold_findings(split_of(tmp_path, rows), "exact_match").findings
+    assert finding.what.endswith("gives its gold answer 0, and others 1: solution ''")
+
+
+def test_every_column_of_a_layout_is_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    row = {"messages": [{"role": "user", "content": "What is in <bbox>?"}], "objects": {"bbox": [[1, 2, 3]]}}
+    Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    (fact,) = inspect_rows(load_rows(DataConfig(dataset_name=str(tmp_path / "rows.parquet")), "train"))
+    assert "[[1, 2, 3]] for objects.bbox" in str(fact.problem)
+
+
+def test_duplicates_in_two_sources(tmp_path: Path):
+    names = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for name, prompts in zip(names, (["x", "y"], ["z", "y"]), strict=True):
+        Path(name).write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    rows = load_rows(DataConfig(dataset_name=[*names]), "train")
+    facts = list(inspect_rows(rows))
+    (finding,) = find_duplicates([Split(usable_rows(rows, facts), facts)], [], decode=False)
+    assert finding.what == f"{names[1]}, row 1: {names[0]}, row 1 has the same prompt and images"
 
 
 def test_one_function_that_applies_is_enough(tmp_path: Path):
