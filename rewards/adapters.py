@@ -177,5 +177,5 @@ def lists_by_name(scores: Any, reward_key: str) -> Any:
     if not isinstance(scores, Sequence) or not any(isinstance(score, Mapping) for score in scores):
         return scores
     dicts = [score if isinstance(score, Mapping) else {reward_key: score} for score in scores]
-    names = dict.fromkeys(name for score in dicts for name in score if name != reward_key)
+    names = dict.fromkeys(name for score in dicts for name in score if name not in (reward_key, "reward"))
     return {"reward": [score[reward_key] for score in dicts]} | {n: [score.get(n) for score in dicts] for n in names}

@@ -339,6 +339,13 @@ def test_a_dict_without_a_score_is_a_fault(tmp_path: Path, monkeypatch: pytest.M
     assert "overall" in table.fault_messages[0]
 
 
+def test_a_sub_score_called_reward_does_not_replace_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text("def f(solution_str, ground_truth):\n    return {'score': 1.0, 'reward': 0.3}\n")
+    with RewardSuite(RewardsConfig(reward_funcs=["theirs.py:f"])) as suite:
+        assert rounded(suite.score([group(TEXTS, solution="7")], STATE)) == [[[1.0]] * 4]
+
+
 def test_no_stand_in_is_left_behind() -> None:
     with stand_ins():
         from swift.plugin import ORM  # type: ignore[import-not-found]
