@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-ci test-all fuzz check lock
+.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check lock
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
@@ -15,6 +15,9 @@ help:  ## Show this list
 quickstart: $(INSTALLED)  ## Set up and teach a small model to read digits, on a CPU
 	$(BIN)/rl-vlm train configs/digits.yaml
 
+grounding: $(INSTALLED)  ## Set up and teach a small model to find objects, on a CPU
+	$(BIN)/rl-vlm train configs/grounding.yaml
+
 test: $(INSTALLED)  ## Set up and run the tests that take minutes (TESTS=path, WORKERS=n)
 	$(PYTEST) -m "not ci and not slow" $(TESTS)
 
@@ -26,6 +29,9 @@ test-all: $(INSTALLED)  ## Run all tests
 
 fuzz: $(INSTALLED)  ## Fuzz the reward functions for up to 50 minutes; run it again to go on
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.campaign
+
+chaos: $(INSTALLED)  ## Kill, stop and resume runs on two processes for up to 50 minutes; run it again to go on
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.campaign
 
 check: $(INSTALLED)  ## Lint, formatting and types
 	$(BIN)/ruff check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ def counted_flops(run: Callable[[], Any]) -> float:
 
     torch has no formula for the attention kernel of CPUs. Here causal attention counts the pairs that see each other,
     and masked attention counts all pairs. A backward counts twice its forward, without the kernel's recomputation of
-    scores.
+    scores. torch counts gradients of grouped convolutions as if these had one group.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     mapping: dict[Any, Any] = {
         kernel: _attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        torch.ops.aten.convolution_backward: _convolution_backward,
     }
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         run()
@@ -37,3 +39,9 @@ def _attention_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, dropout_p: float, is_causal: bool, **_: Any
 ) -> float:
     return 2 * _attention(query, key, value, dropout_p, is_causal)
+
+
+def _convolution_backward(grad: Any, inputs: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> float:
+    """Count a forward for each of the gradients of inputs and weight that is computed."""
+    num_gradients = sum(shape is not None for shape in out_shape[:2])
+    return num_gradients * 2 * prod(grad) * prod(weight[1:])

@@ -1,7 +1,8 @@
-"""Floating point operations of one training pass over a group, from a Qwen2.5-VL config: plain arithmetic.
+"""Floating point operations of one training pass over a group, from a Qwen2.5-VL or Qwen3.5 config: plain arithmetic.
 
-A matrix product of (m, k) and (k, n) counts 2 m k n. Norms, activations, rotations and softmax are left out. Causal
-attention counts the pairs of tokens that see each other, which is also what the CPU kernels compute, block by block.
+A matrix product of (m, k) and (k, n) counts 2 m k n. Norms, activations, rotations, softmax and the convolutions before
+linear attention are left out. Causal attention counts the pairs of tokens that see each other, which is also what the
+CPU kernels compute, block by block.
 
     part        forward once per                    backward, in forwards
     vision      image patch                         2 if trained; 1 (attention 2) if gradients only pass through
@@ -13,6 +14,7 @@ Checkpointing adds one forward of every layer that has a backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
@@ -108,17 +110,23 @@ def vision_flops(vision: Any, grid: tuple[int, int], passes: Passes = FORWARD_ON
     merge, hidden = vision.spatial_merge_size, vision.hidden_size
     height, width = (side * merge for side in grid)
     patches = height * width
-    window = vision.window_size // vision.patch_size
-    window_pairs = _sum_of_squares(height, window) * _sum_of_squares(width, window)
-    num_full = len(vision.fullatt_block_indexes)
-    pairs = num_full * patches**2 + (vision.depth - num_full) * window_pairs
+    has_windows = hasattr(vision, "window_size")  # Qwen2.5's tower, whose MLP also has a gate
+    pairs = window_attention_pairs(vision, height, width) if has_windows else vision.depth * patches**2
 
     merged = hidden * merge**2
     patch_embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * hidden
-    block = 4 * hidden**2 + 3 * hidden * vision.intermediate_size
+    block = 4 * hidden**2 + (3 if has_windows else 2) * hidden * vision.intermediate_size
     merger = (merged**2 + merged * vision.out_hidden_size) / merge**2
     linear = 2 * patches * (patch_embed + vision.depth * block + merger)
     return passes.linear * linear + passes.attention * 4 * pairs * hidden
+
+
+def window_attention_pairs(vision: Any, height: int, width: int) -> int:
+    """Count the pairs of patches that see each other in blocks with windows and in those of full attention."""
+    window = vision.window_size // vision.patch_size
+    window_pairs = _sum_of_squares(height, window) * _sum_of_squares(width, window)
+    num_full = len(vision.fullatt_block_indexes)
+    return num_full * (height * width) ** 2 + (vision.depth - num_full) * window_pairs
 
 
 def _sum_of_squares(side: int, window: int) -> int:
@@ -128,13 +136,43 @@ def _sum_of_squares(side: int, window: int) -> int:
 
 def language_flops(text: Any, tokens: float, pairs: float, passes: Passes = FORWARD_ONLY, lora_r: int = 0) -> float:
     """Compute the FLOPs of the decoder layers on `tokens` tokens, of which `pairs` pairs see each other."""
-    head_dim = text.hidden_size // text.num_attention_heads
-    kv, hidden, mlp = text.num_key_value_heads * head_dim, text.hidden_size, text.intermediate_size
-    shapes = [(hidden, hidden)] * 2 + [(hidden, kv)] * 2 + [(hidden, mlp)] * 3
-    linear = 2 * tokens * sum(m * n for m, n in shapes)
-    adapter = 2 * tokens * sum(lora_r * (m + n) for m, n in shapes)
-    attention = 4 * pairs * hidden
-    return text.num_hidden_layers * (passes.linear * linear + passes.adapter * adapter + passes.attention * attention)
+
+    def layers(number: int, matrices: Sequence[tuple[int, int]], attention: float) -> float:
+        shapes = [*matrices, *[(text.hidden_size, text.intermediate_size)] * 3]
+        linear = 2 * tokens * sum(m * n for m, n in shapes)
+        adapter = 2 * tokens * sum(lora_r * (m + n) for m, n in shapes)
+        return number * (passes.linear * linear + passes.adapter * adapter + passes.attention * attention)
+
+    num_linear = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
+    full = layers(
+        text.num_hidden_layers - num_linear, attention_matrices(text, num_linear > 0), 4 * pairs * text.hidden_size
+    )
+    if not num_linear:
+        return full
+    return full + layers(num_linear, linear_attention_matrices(text), tokens * delta_rule_flops(text))
+
+
+def attention_matrices(text: Any, has_gate: bool) -> list[tuple[int, int]]:
+    """Return the shapes of a layer's projections; Qwen3.5 computes a gate of the output with its queries."""
+    hidden, kv = text.hidden_size, text.num_key_value_heads * (text.hidden_size // text.num_attention_heads)
+    return [(hidden, 2 * hidden if has_gate else hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
+
+
+def linear_attention_matrices(text: Any) -> list[tuple[int, int]]:
+    """Return the shapes of a layer's projections: queries, keys and values; three kinds of gates; the output."""
+    hidden, heads = text.hidden_size, text.linear_num_value_heads
+    keys, values = text.linear_num_key_heads * text.linear_key_head_dim, heads * text.linear_value_head_dim
+    return [(hidden, 2 * keys + values), (hidden, values), (hidden, heads), (hidden, heads), (values, hidden)]
+
+
+def delta_rule_flops(text: Any, chunk: int = 64) -> float:
+    """Compute the FLOPs per token of the gated delta rule, in chunks of tokens (arXiv:2412.06464, section 3.3).
+
+    Within a chunk: products of keys with keys and queries, two triangular systems, and a sum of values. With the state:
+    two reads and an update.
+    """
+    key, value = text.linear_key_head_dim, text.linear_value_head_dim
+    return text.linear_num_value_heads * (chunk * (4 * key + (key + value) + 2 * value) + 3 * 2 * key * value)
 
 
 def head_flops(text: Any, tokens: float, passes: int = 1) -> float:

@@ -108,6 +108,8 @@ def case_name(result: dict[str, Any]) -> str:
     """Name the settings that distinguish a training pass from the others."""
     work = result["workload"]
     parts = [f"vs {result['peer']}, G = {work['num_generations']}"]
+    if work["shape"] != "small":
+        parts.append(work["shape"])
     return ", ".join([*parts, *(["LoRA"] if work["lora"] else []), *([f"beta {work['beta']}"] if work["beta"] else [])])
 
 

@@ -77,11 +77,26 @@ TOY_QWEN3_VL: Shape = (
      "deepstack_visual_indexes": [0]},
 )  # fmt: skip
 
+HYBRID: Shape = (
+    {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128,
+     "intermediate_size": 2304, "vocab_size": 5632, "mrope_section": [11, 11, 10], "linear_num_key_heads": 3,
+     "linear_num_value_heads": 6, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    {"depth": 6, "hidden_size": 240, "num_heads": 3, "intermediate_size": 896, "patch_size": 8},
+)  # fmt: skip
+"""A Qwen3.5 of 41 million parameters: three layers of linear attention to one of attention, as it has."""
+TOY_HYBRID: Shape = (
+    TOY[0] | {"head_dim": 16, "mrope_section": [2, 1, 1], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+              "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+              "layer_types": ["linear_attention", "full_attention"]},
+    {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 4},
+)  # fmt: skip
+
 SIX_LAYERS: Shape = (SMALL[0] | {"num_hidden_layers": 6}, SMALL[1])
 """Fifty-six million parameters."""
 QUARTER: Shape = (MEDIUM[0] | {"num_hidden_layers": 6}, MEDIUM[1])
 SHAPES = {
     "small": SMALL, "six_layers": SIX_LAYERS, "medium": MEDIUM, "quarter": QUARTER, "toy": TOY,
+    "hybrid": HYBRID, "toy_hybrid": TOY_HYBRID,
     "qwen3_vl": QWEN3_VL, "toy_qwen3_vl": TOY_QWEN3_VL, "3b": QWEN2_5_VL_3B, "7b": QWEN2_5_VL_7B,
 }  # fmt: skip
 LORA_R = 5
@@ -94,16 +109,22 @@ def is_qwen3_vl(shape: Shape) -> bool:
     return "deepstack_visual_indexes" in shape[1]
 
 
-def model_config(shape: Shape, tokenizer: Any = None) -> Any:
-    """Build a `Qwen2_5_VLConfig` or `Qwen3VLConfig`. Without a tokenizer special tokens keep the class's ids."""
-    from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
+def is_hybrid(shape: Shape) -> bool:
+    return "layer_types" in shape[0]
 
-    config_class = Qwen3VLConfig if is_qwen3_vl(shape) else Qwen2_5_VLConfig
+
+def model_config(shape: Shape, tokenizer: Any = None) -> Any:
+    """Build the config of a model. Without a tokenizer special tokens keep the class's ids."""
+    from transformers import Qwen2_5_VLConfig, Qwen3_5Config, Qwen3VLConfig
+
+    config_class = Qwen3_5Config if is_hybrid(shape) else Qwen3VLConfig if is_qwen3_vl(shape) else Qwen2_5_VLConfig
     text, vision = (dict(part) for part in shape)
     tied = text.pop("tie_word_embeddings", True)
     text["rope_parameters"] = {
         "rope_type": "default", "rope_theta": 1e6, "mrope_section": text.pop("mrope_section"),
     }  # fmt: skip
+    if is_hybrid(shape):
+        text["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_interleaved": True}
     vision["out_hidden_size"] = text["hidden_size"]
     ids: dict[str, Any] = {}
     if tokenizer is not None:
@@ -160,7 +181,7 @@ def write_processor(shape: Shape, tokenizer: Any, directory: Path) -> None:
     sizes: dict[str, Any] = {"patch_size": shape[1]["patch_size"], "merge_size": 2}
     images = Qwen2VLImageProcessor(**sizes, min_pixels=1, max_pixels=2**26)
     template = chat_template("<|vision_start|><|image_pad|><|vision_end|>")
-    if is_qwen3_vl(shape):
+    if is_qwen3_vl(shape) or is_hybrid(shape):
         processor_class, videos = Qwen3VLProcessor, Qwen3VLVideoProcessor(**sizes)
     else:
         processor_class, videos = Qwen2_5_VLProcessor, Qwen2VLVideoProcessor(**sizes)

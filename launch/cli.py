@@ -6,18 +6,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 from launch.doctor import add_doctor_flags, doctor_command
-from launch.help import add_help
+from launch.help import add_help, add_host
+from launch.nodes import add_launch_flags, launch_command
 from launch.plan import add_plan_flags, plan_command
-from launch.terminal import hide_bars_of_libraries, is_first_process, shown_log
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launcher import end_with_launcher
-from rl_vlm.errors import ConfigError, RLVLMError
+from rl_vlm.distributed.signals import handled, ignore_signals, kill_children, stop
+from rl_vlm.errors import ConfigError, RLVLMError, Stopped
+from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_first_process, shown_log
 from rl_vlm.memory.allocator import configure_allocator
 
 EXIT_SECONDS = 30.0
@@ -51,9 +54,12 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     configure_allocator(config)
     from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
     from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
+    from rl_vlm.report.build import evaluation_report
 
     hide_bars_of_libraries()
-    summaries = compare_checkpoints(config, checkpoints, EvaluationOptions(options.by, options.keep, options.keep_by))
+    evaluation_options = EvaluationOptions(options.by, options.keep, options.keep_by)
+    with evaluation_report(config):
+        summaries = compare_checkpoints(config, checkpoints, evaluation_options)
     if len(summaries) > 1:
         return _print(comparison_outcome(summaries, config.train.output_dir) + "\n")
     (summary,) = summaries.values()
@@ -75,10 +81,7 @@ def serve_command(config: RunConfig, options: argparse.Namespace) -> None:
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Add the options for the address of the servers."""
     parser.usage = f"{parser.usage} [--host HOST] [--port PORT]"
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST",
-        help="interface to listen on; default: 127.0.0.1, which other machines cannot reach",
-    )  # fmt: skip
+    add_host(parser)
     parser.add_argument(
         "--port", type=int, metavar="PORT",
         help="port of the first server, and the next ones for others; default: any that is free",
@@ -95,7 +98,7 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", type=_rates, metavar="LOW..HIGH",
         help="write the prompts whose success rate lies in this range, as in 0.1..0.9, to evaluation/kept.parquet, to "
-        "train on; a completion succeeds where its score is 1 or more",
+        "train on; a completion succeeds if its score is `solved_from` or more",
     )  # fmt: skip
     parser.add_argument(
         "--keep-by", metavar="FUNCTION",
@@ -124,13 +127,23 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], int | None]] = {
     "serve": serve_command,
     "plan": plan_command,
     "doctor": doctor_command,
+    "launch": launch_command,
 }
 """A command returns its exit status, or None for 0."""
-REWARDS = "List, show and check reward functions: `rl-vlm rewards list | show | check`."
+OTHERS = {
+    "rewards": "List, show and check reward functions: `rl-vlm rewards list | show | check`.",
+    "report": "Write the report of a run or an evaluation again, or compare several.",
+    "export": "Write the model of a run as a directory that transformers, peft and vLLM load.",
+    "chat": "Serve a checkpoint with OpenAI's chat completions, for benchmarks.",
+}
+"""Commands that take no config, and what they do."""
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
+STOPPED_BY_SIGNALS = ("train", "eval")
+"""Commands that end with a status of their own after a signal."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags, "doctor": add_doctor_flags,
+    "launch": add_launch_flags,
 }  # fmt: skip
 
 
@@ -149,6 +162,7 @@ def end_process_after(main: Callable[[], int]) -> NoReturn:
     try:
         status = main()
     finally:
+        ignore_signals()  # first: the launcher may repeat a signal now
         timer = threading.Timer(EXIT_SECONDS, end_at_once, [status])
         timer.daemon = True
         timer.start()
@@ -166,15 +180,14 @@ def end_at_once(status: int) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    for child in children:
-        child.kill()
+    kill_children()
     sys.stdout.flush()
     os._exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rl-vlm COMMAND …` and return its exit status, which is 2 for an error that the user can fix."""
-    described = {name: command.__doc__ for name, command in COMMANDS.items()} | {"rewards": REWARDS}
+    described = {name: command.__doc__ for name, command in COMMANDS.items()} | OTHERS
     commands = "\n".join(f"  {name:8}{text}" for name, text in described.items())
     parser = argparse.ArgumentParser(
         prog="rl-vlm",
@@ -191,34 +204,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C.
+    """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C, 143 for
+    SIGTERM, 1 if another process of the run is lost.
 
     `doctor` has a status of its own: 0, 1 for warnings, 2 for errors.
     """
-    if name == "rewards":
-        return run_rewards(arguments)
+    if name in OTHERS:
+        return run_other(name, arguments)
     options = _parser(name).parse_intermixed_args(arguments)
+    try:
+        with handled() if name in STOPPED_BY_SIGNALS else nullcontext():
+            return _run_in_log(name, options)
+    except KeyboardInterrupt:  # before the command has begun
+        return stop.exit_status
+
+
+def _run_in_log(name: str, options: argparse.Namespace) -> int:
+    """Load the config, run the command and return its status. Errors are printed."""
     try:
         config = load_config(options.config, options.overrides, FIXED.get(name, {}))
         end_with_launcher()
         with shown_log():
             return _run_command(name, config, options)
     except RLVLMError as error:
-        # All processes find the same error in a config; other errors may occur in one process only.
-        if is_first_process() or not isinstance(error, ConfigError):
+        # All processes of a machine find the same error in a config; other errors may occur in one process only.
+        if is_first_of_machine() or not isinstance(error, ConfigError):
             print(f"rl-vlm {name} {options.config} failed:\n{error}", file=sys.stderr)
-        return 2
+        return error.exit_status
 
 
-def run_rewards(arguments: Sequence[str]) -> int:
-    """Run `rl-vlm rewards`, which has commands of its own, and return its exit status."""
+def run_other(name: str, arguments: Sequence[str]) -> int:
+    """Run a command of `OTHERS`, which reads its own arguments, and return the exit status."""
+    from launch.chat import chat_command
+    from launch.export import export_command
+    from launch.report import report_command
     from launch.rewards import rewards_command
 
+    commands = {
+        "rewards": rewards_command, "report": report_command, "export": export_command, "chat": chat_command,
+    }  # fmt: skip
     try:
         with shown_log():
-            return rewards_command(arguments)
+            return commands[name](arguments)
     except RLVLMError as error:
-        print(f"rl-vlm rewards {' '.join(arguments)} failed:\n{error}", file=sys.stderr)
+        print(f"rl-vlm {name} {' '.join(arguments)} failed:\n{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
@@ -226,13 +255,13 @@ def run_rewards(arguments: Sequence[str]) -> int:
 
 
 def _run_command(name: str, config: RunConfig, options: argparse.Namespace) -> int:
-    """Run the command and return its status. After Ctrl-C, say how to continue and return 130."""
+    """Run the command and return its status. After Ctrl-C or SIGTERM, say how to continue and return 130 or 143."""
     try:
         return COMMANDS[name](config, options) or 0
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         if is_first_process():
             print(f"\n{_interruption(name, config)}", file=sys.stderr)
-        return 130
+        return stop.exit_status
 
 
 def _interruption(name: str, config: RunConfig) -> str:
@@ -263,7 +292,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
-    if name not in ("plan", "doctor"):  # which start no run
+    if name not in ("plan", "doctor", "launch"):  # which start no run
         parser.usage = f"{parser.usage} [--dry-run]"
         parser.add_argument(
             "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"

@@ -6,32 +6,53 @@ import argparse
 import os
 from pathlib import Path
 
-from launch.terminal import hide_bars_of_libraries
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.doctor.findings import Diagnosis
 from rl_vlm.errors import ConfigError
+from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     """Add the options of the doctor that are not settings of a run."""
-    parser.usage = f"{parser.usage} [--no-model] [--pixels] [--json FILE]"
+    parser.usage = f"{parser.usage} [--no-model] [--pixels] [--json FILE] [--ranks]"
     parser.add_argument("--no-model", action="store_true", help="load no weights, and take no step")
     parser.add_argument(
         "--pixels", action="store_true",
         help="decode images to find duplicates in other files; default: compare encoded bytes",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks", action="store_true",
+        help="under the launcher of the run: compare all ranks with rank 0, and load nothing",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings; docs/doctor.md has the keys")
 
 
 def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
     """Find what is wrong with a run before its first step."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("rl-vlm doctor runs in one process; start it without a launcher")
-    from rl_vlm.doctor.examine import examine
+    has_launcher = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if has_launcher != options.ranks:
+        raise ConfigError(
+            "rl-vlm doctor --ranks compares the processes of a launcher: start it as `accelerate launch … -m "
+            "launch.preflight CONFIG`. Without --ranks, start it without a launcher"
+        )
     from rl_vlm.doctor.report import report_text, write_json
 
-    hide_bars_of_libraries()
-    diagnosis = examine(config, with_model=not options.no_model, decode=options.pixels)
+    diagnosis = diagnose(config, options)
+    if not is_first_process():
+        return diagnosis.status
     print(report_text(diagnosis), end="")
     if options.json is not None:
         write_json(diagnosis, options.json)
     return diagnosis.status
+
+
+def diagnose(config: RunConfig, options: argparse.Namespace) -> Diagnosis:
+    """Examine the ranks of a launch, or everything else."""
+    if options.ranks:
+        from rl_vlm.doctor.ranks import examine_ranks
+
+        return examine_ranks(config)
+    from rl_vlm.doctor.examine import examine
+
+    hide_bars_of_libraries()
+    return examine(config, with_model=not options.no_model, decode=options.pixels)

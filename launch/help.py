@@ -53,3 +53,11 @@ class _Help(argparse.Action):
         else:
             parser.error(f"--help {values}: there is no such section; sections: {', '.join(SECTIONS)}")
         parser.exit()
+
+
+def add_host(parser: argparse.ArgumentParser) -> None:
+    """Add `--host` to the parser of a command that listens."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="HOST",
+        help="interface to listen on; default: 127.0.0.1, which other machines cannot reach",
+    )  # fmt: skip

@@ -54,7 +54,7 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table, smallest_table
     from rl_vlm.plan.suggest import Models, setups, smallest
 
-    check_setup(config, hardware)
+    check_setup(config, hardware.engine, hardware.num_ranks)
     model = inspect_model(config)
     plan, models = plan_memory(config, hardware, model), Models(config, model)
     suggested = setups(config, hardware, models) if options.suggest else []

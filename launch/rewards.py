@@ -88,7 +88,7 @@ def show_function(name: str) -> str:
     """
     from rewards.calling import OFFERED, parameters
     from rewards.registry import BUILT_INS, TIMEOUTS
-    from rl_vlm.reward.function import Reward, load_reward
+    from rl_vlm.reward.function import Reward
 
     reward = Reward(RewardSpec(function=name))
     known = parameters(reward.function)
@@ -97,7 +97,7 @@ def show_function(name: str) -> str:
     values = ", ".join(f"{key}: {json.dumps(value, default=str)}" for key, value in settings.items())
     lines = [
         reward.name,
-        f"  protocol  {load_reward(name).system or 'TRL'}",
+        f"  protocol  {reward.system or 'TRL'}",
         f"  columns   {', '.join(columns) or 'none'}",
         f"  offered   {', '.join(key for key in known if key in OFFERED) or 'none'}",
         f"  settings  {values or 'none'}",

@@ -76,11 +76,21 @@ def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str], setting
     """
     from rl_vlm.rollout.vllm.client import TOKEN
 
-    words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in READ_BY_STARTED_SERVERS]
-    unset = [f"{name}=null" for name in READ_BY_STARTED_SERVERS if name in settings.model_fields_set]
-    joins = ["rollout.engine=vllm_server", f"vllm_server_base_url=[{','.join(urls)}]"]
-    command = shlex.join(["rl-vlm", "train", *words, *unset, *joins])
+    joins = f"vllm_server_base_url=[{','.join(urls)}]"
+    command = shlex.join(["rl-vlm", "train", *joining_words(trainer, settings), joins])
     addresses = "\n".join(f"  {url}" for url in urls)
     return (
         f"vLLM answers at\n{addresses}\nuntil Ctrl-C. On the trainer's side:\n\n  export {TOKEN}={token}\n  {command}\n"
     )
+
+
+def joining_words(trainer: Sequence[str], settings: VLLMConfig) -> list[str]:
+    """Return the arguments of `rl-vlm train` for a trainer that joins servers, but for their addresses.
+
+    What servers read when they start is left out, and unset if the file has it. So is the sleep of engine `vllm`.
+    """
+    words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in READ_BY_STARTED_SERVERS]
+    unset = [f"{name}=null" for name in READ_BY_STARTED_SERVERS if name in settings.model_fields_set]
+    if settings.vllm_enable_sleep_mode:
+        unset.append("vllm_enable_sleep_mode=null")
+    return [*words, *unset, "rollout.engine=vllm_server"]

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from rewards.contract import RewardFunction
+from rewards.calling import describe
+from rewards.contract import Fault, RewardFunction
 from rewards.forms import Form
 from rewards.text import completion_text
 
 GOLD_COLUMNS = ("ground_truth", "reward_model", "solution", "answer")
 """Columns that may hold the gold answer. The first that is not None counts; of a dict, its `ground_truth`."""
-READ_COLUMNS = ("completion_ids", "data_source", "extra_info", *GOLD_COLUMNS)
+ROW_COLUMNS = ("data_source", "extra_info")
+"""Columns of verl that say where a row comes from."""
+READ_COLUMNS = ("completion_ids", *ROW_COLUMNS, *GOLD_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,15 @@ class Adapted:
     """The system that it was written for, if its protocol differs."""
     form: Form | None = None
     """The form in which it gets completions; None if that is not known."""
+    is_wrapped: bool = False
+    """Whether its keyword-only parameters are settings, which no column of the data sets."""
 
 
-def adapt(function: RewardFunction) -> Adapted:
-    """Return a function of any of these systems as one that is called as in TRL."""
+def adapt(function: RewardFunction, kwargs: Sequence[str] = ()) -> Adapted:
+    """Return a function of any of these systems as one that is called as in TRL.
+
+    `kwargs` names the settings that it will be given. One with `**kwargs` takes settings of any name.
+    """
     if any(base.__name__ in ("ORM", "AsyncORM") for base in type(function).__mro__):
         return Adapted(function, "ms-swift", "text")
     try:
@@ -102,36 +110,57 @@ def adapt(function: RewardFunction) -> Adapted:
         return Adapted(function)
     for protocol in PROTOCOLS:
         if set(list(protocol.arguments)[: protocol.num_own]) <= parameters.keys():
-            return Adapted(wrapped(function, parameters, protocol), protocol.system, "text")
+            wrapper = wrapped(function, protocol, settings_of(parameters, protocol, kwargs))
+            return Adapted(wrapper, protocol.system, "text", is_wrapped=True)
     return Adapted(function)
 
 
-def wrapped(function: RewardFunction, parameters: Mapping[str, Parameter], protocol: Protocol) -> RewardFunction:
-    """Wrap a function of this protocol; its further parameters are the wrapper's settings."""
-    arguments = {name: field for name, field in protocol.arguments.items() if name in parameters}
+def settings_of(parameters: Mapping[str, Parameter], protocol: Protocol, kwargs: Sequence[str]) -> list[Parameter]:
+    """Return the parameters that are neither arguments of the protocol nor columns, and `kwargs` under `**kwargs`."""
+    taken = {*protocol.arguments, *READ_COLUMNS}
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    settings = {name: p for name, p in parameters.items() if name not in taken and p.kind in named}
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        settings |= {name: Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs if name not in settings}
+    return [p.replace(kind=Parameter.KEYWORD_ONLY) for p in settings.values()]
+
+
+def wrapped(function: RewardFunction, protocol: Protocol, settings: Sequence[Parameter]) -> RewardFunction:
+    """Wrap a function of this protocol in one with TRL's, which passes these settings."""
+    arguments = {
+        name: field for name, field in protocol.arguments.items() if name in inspect.signature(function).parameters
+    }
 
     def call(completions: Sequence[Any], **given: Any) -> Any:
         rows = rows_of(completions, {name: given.pop(name, None) for name in READ_COLUMNS})
         if protocol.in_batches:
-            returned = function(
-                **{name: [getattr(r, field) for r in rows] for name, field in arguments.items()}, **given
-            )
+            lists = {name: [getattr(row, field) for row in rows] for name, field in arguments.items()}
+            returned = function(**lists, **given)
         else:
             returned = [
-                function(**{name: getattr(r, field) for name, field in arguments.items()}, **given) for r in rows
+                for_one(function, {name: getattr(row, field) for name, field in arguments.items()} | given)
+                for row in rows
             ]
         return with_result(returned, lambda scores: lists_by_name(scores, protocol.reward_key))
 
     columns = [Parameter("completions", Parameter.POSITIONAL_OR_KEYWORD)]
     columns += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in READ_COLUMNS]
-    settings = [
-        p.replace(kind=Parameter.KEYWORD_ONLY)
-        for name, p in parameters.items()
-        if name not in {*arguments, *READ_COLUMNS} and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
     functools.update_wrapper(call, function)
     call.__signature__ = inspect.Signature([*columns, *settings])  # type: ignore[attr-defined]
     return call
+
+
+def for_one(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+    """Call a function for one completion. An exception is a fault of this completion alone."""
+    try:
+        returned = function(**arguments)
+    except (Exception, SystemExit) as error:
+        return fault_of(error)
+    return _or_fault(returned) if inspect.isawaitable(returned) else returned
+
+
+def fault_of(error: BaseException) -> Fault:
+    return Fault("exception", f"raised {describe(error)}")
 
 
 def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:
@@ -143,12 +172,22 @@ def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:
     return then(returned)
 
 
+async def _or_fault(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except (Exception, SystemExit) as error:
+        return fault_of(error)
+
+
 async def _then(awaitable: Awaitable[Any], then: Callable[[Any], Any]) -> Any:
     return then(await awaitable)
 
 
-async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables)
+async def _all(values: Sequence[Any]) -> list[Any]:
+    """Await those of the values that are awaitable, concurrently."""
+    waiting = [value for value in values if inspect.isawaitable(value)]
+    awaited = iter(await asyncio.gather(*waiting))
+    return [next(awaited) if inspect.isawaitable(value) else value for value in values]
 
 
 def rows_of(completions: Sequence[Any], columns: Mapping[str, Sequence[Any] | None]) -> list[Row]:
@@ -172,10 +211,15 @@ def rows_of(completions: Sequence[Any], columns: Mapping[str, Sequence[Any] | No
 def lists_by_name(scores: Any, reward_key: str) -> Any:
     """Turn one dict per completion into a dict of lists with the scores under `reward`; return others unchanged.
 
-    Raises KeyError if a dict has no score. A key that a dict lacks is None for its completion.
+    A dict without a score is a fault of its completion. Another key that a dict lacks is None for its completion.
     """
     if not isinstance(scores, Sequence) or not any(isinstance(score, Mapping) for score in scores):
         return scores
     dicts = [score if isinstance(score, Mapping) else {reward_key: score} for score in scores]
     names = dict.fromkeys(name for score in dicts for name in score if name not in (reward_key, "reward"))
-    return {"reward": [score[reward_key] for score in dicts]} | {n: [score.get(n) for score in dicts] for n in names}
+    rewards = [score[reward_key] if reward_key in score else without_score(score, reward_key) for score in dicts]
+    return {"reward": rewards} | {name: [score.get(name) for score in dicts] for name in names}
+
+
+def without_score(score: Mapping[str, Any], reward_key: str) -> Fault:
+    return Fault("type", f"returned a dict without {reward_key!r}, but with {', '.join(map(repr, score)) or 'nothing'}")

@@ -37,6 +37,12 @@ def takes_anything(function: RewardFunction) -> bool:
     return any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
+def is_async(function: RewardFunction) -> bool:
+    """Return whether a function, or the one that it wraps, is declared with `async`."""
+    innermost = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(innermost) or inspect.iscoroutinefunction(type(innermost).__call__)
+
+
 def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the offered arguments that the function declares, or all if it has `**kwargs`."""
     if takes_anything(function):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from numbers import Number
-from typing import Any
+from typing import Any, Literal
 
 from rewards.contract import Fault, plain
+
+TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+MOST_MARKS = 30
 
 Completion = str | list[dict[str, Any]]
 
@@ -25,12 +29,44 @@ def completion_text(completion: Completion) -> str:
 
 
 def answer_text(text: str) -> str:
-    """Return the content of the last closed `<answer>` tag, or the whole text if there is none, stripped."""
+    r"""Return the final text of a completion, or the content of its last closed `\boxed{...}` if it has one.
+
+    Of a box that holds `\text{...}` alone, the content of that.
+    """
+    answer = unboxed(final_text(text))
+    wrapped = TEXT.fullmatch(answer)
+    return wrapped[1].strip() if wrapped else answer
+
+
+def final_text(text: str) -> str:
+    """Return what follows the last `</think>`, stripped, or the content of its last closed `<answer>` tag."""
+    text = text.rpartition("</think>")[2]
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start < 0:
         return text.strip()
     return text[start + len("<answer>") : end].strip()
+
+
+def unboxed(text: str) -> str:
+    r"""Return the content of the last closed `\boxed{...}`, or the whole text if there is none."""
+    spans = boxed_spans(text)
+    return text[slice(*max(spans))].strip() if spans else text
+
+
+def composed(text: str, form: Literal["NFC", "NFKC"] = "NFC") -> str:
+    """Return a text in a normal form of Unicode. A character keeps at most 30 combining marks.
+
+    Sorting the marks takes time that grows with the square of their number (UAX #15, stream-safe text format).
+    """
+    if text.isascii():
+        return text
+    kept, num_marks = [], 0
+    for character in text:
+        num_marks = num_marks + 1 if unicodedata.combining(character) else 0
+        if num_marks <= MOST_MARKS:
+            kept.append(character)
+    return unicodedata.normalize(form, "".join(kept))
 
 
 def boxed_spans(text: str) -> list[tuple[int, int]]:

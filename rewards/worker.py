@@ -24,6 +24,9 @@ from rewards.contract import Answer, Fault, RewardFunction, failed
 LOAD_SECONDS = 300.0
 """Time limit for starting the process before a call; it does not count towards the function's timeout."""
 
+ENDING_SECONDS = 10.0
+"""Time limit for the end of a process whose connection is closed."""
+
 Batch = tuple[Mapping[str, Any], int]
 """The arguments of one call, and its number of completions."""
 
@@ -41,6 +44,7 @@ class Worker:
         self._timeout = timeout
         self._process: BaseProcess | None = None
         self._connection: Connection
+        self._is_closed = False
 
     def call(self, batches: Sequence[Batch]) -> list[Answer]:
         """Call the function once per batch, in order, all within `timeout` seconds from when it is loaded.
@@ -49,6 +53,7 @@ class Worker:
         faults the batch it happened in, and a new process continues with the next.
         """
         answers: list[Answer] = []
+        self._is_closed = False
         try:
             self._ensure_started(time.monotonic() + LOAD_SECONDS)
             deadline = time.monotonic() + self._timeout
@@ -69,11 +74,15 @@ class Worker:
             fault = Fault("timeout", f"took longer than {self._timeout:g} s and was killed")
         except Exception as error:
             fault = Fault("exception", f"its worker process could not be used: {describe(error)}")
-        self.close()
+        self._kill()
         return answers + [failed(fault, count) for _, count in batches[len(answers) :]]
 
     def close(self) -> None:
-        """Kill the process, and those that the function started from it."""
+        """Kill the process, and those that the function started from it. A call in another thread ends."""
+        self._is_closed = True
+        self._kill()
+
+    def _kill(self) -> None:
         if self._process is None:
             return
         assert self._process.pid, "it was started"
@@ -87,11 +96,13 @@ class Worker:
 
     def _ensure_started(self, deadline: float) -> None:
         """Start the process unless it runs. Raises StartError if it has not loaded the function by the deadline."""
+        if self._is_closed:
+            raise StartError("it was closed")
         if self._process is not None:
             return
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, self._load))
+        process = context.Process(target=serve, args=(theirs, pickle.dumps(self._load)))
         process.start()
         theirs.close()
         self._process = process
@@ -101,7 +112,10 @@ class Worker:
         except TimeoutError:
             problem = "it was not ready in time"
         except EOFError:
-            problem = self._ending()
+            problem = (
+                f"{self._ending()} before that. It imports the script that you run: put the calls in it under "
+                '`if __name__ == "__main__":`'
+            )
         if problem:
             raise StartError(problem)
 
@@ -118,18 +132,21 @@ class Worker:
         """Clean up a process that has ended, and return how it ended."""
         process = self._process
         assert process is not None
-        process.join(timeout=1.0)
+        process.join(timeout=ENDING_SECONDS)
         exit_code = process.exitcode
-        self.close()
+        self._kill()
         return f"its worker process ended with exit code {exit_code}"
 
 
-def serve(connection: Connection, load: Callable[[], RewardFunction]) -> None:
-    """Run the worker process: load the function, report a problem or None, then answer calls until the pipe closes."""
+def serve(connection: Connection, load: bytes) -> None:
+    """Run the worker process: load the function, report a problem or None, then answer calls until the pipe closes.
+
+    `load` is pickled, so that an error in reading it is reported as well.
+    """
     os.setsid()  # a group of its own, so that processes which the function starts are killed with it
     guard_process_group(connection)
     try:
-        function = load()
+        function = pickle.loads(load)()
     except Exception as error:
         connection.send_bytes(pickle.dumps(text_of(error)))
         return

@@ -122,8 +122,9 @@ class Parts:
 
 def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     """Build the parts of a run; `opened` closes them. Raises RLVLMError if they cannot be built."""
-    ranks = Ranks()
+    ranks = Ranks(config.train)
     opened.callback(ranks.close)
+    opened.enter_context(ranks.failures_shared())
     strategy = select_strategy(ranks, config)
     plan = plan_batches(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
@@ -154,12 +155,16 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     engine = build_engine(config, policy, data, strategy, ranks)
     of_engine = allocated_bytes() - before
     cost = cost_of_groups(policy, config.memory.prefix_sharing, has_reference=reference is not None)
-    log = CompletionsLog(directory.path, ranks, config.log)
+    num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
+    log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
     collector = Collector(config, ranks, build_loader(config, plan, data, ranks, limit), engine, rewards, log, cost)
     opened.callback(collector.close)
     evaluator = None
     if config.data.eval_dataset_name is not None:
-        evaluator = Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered)
+        evaluator = Evaluator(
+            config, ranks, data.builder, engine.engine, rewards,
+            gathered=engine.gathered, image_folder=log.images.folder if log.images else None,
+        )  # fmt: skip
     budget = Budget(progress, config.memory.micro_batch_tokens, directory.append_budget_change)
     recovery = start.recovery(ranks, budget, policy.vision.tokens, of_engine)
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery)

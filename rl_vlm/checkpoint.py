@@ -19,18 +19,15 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rl_vlm.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rl_vlm.distributed.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +53,16 @@ def file_names(directory: Path) -> list[str]:
     return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
 
 
+def check_space(directory: Path, num_bytes: int, what: str = "a checkpoint") -> None:
+    """Raise CheckpointError if the files of `what`, of this size, do not fit on the disk."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{what} takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: make room, or choose a "
+            "directory on another disk"
+        )
+
+
 def commit(unfinished: Path, written: Iterable[str]) -> Path:
     """Turn the directory of `begin` into a checkpoint: write the manifest, flush every file, rename.
 
@@ -72,7 +79,12 @@ def commit(unfinished: Path, written: Iterable[str]) -> Path:
         for path, digest in zip(files, digests(files), strict=True)
     }
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*files, unfinished / MANIFEST, unfinished]:
+    return put_in_place(unfinished, [*files, unfinished / MANIFEST])
+
+
+def put_in_place(unfinished: Path, files: Iterable[Path]) -> Path:
+    """Flush the files of `unfinished-NAME` to disk, rename it to NAME in place of what is there, and return that."""
+    for path in [*files, unfinished]:
         flush(path)
     final = unfinished.with_name(unfinished.name.removeprefix("unfinished-"))
     shutil.rmtree(final, ignore_errors=True)
@@ -98,32 +110,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write(output_dir: Path, step: int, write_files: Callable[[Path], None], ranks: Ranks) -> None:
-    """Write a checkpoint unless that step has a complete one. All ranks call this together.
-
-    `write_files` writes a rank's share of the files, without communication. Raises CheckpointError on every rank if
-    writing fails on one, for instance on a full disk; earlier checkpoints are kept.
-    """
-    unfinished = unfinished_path(output_dir, step)
-    (exists,) = ranks.gather([is_complete(checkpoint_path(output_dir, step))] if ranks.is_main else [])
-    if exists:
-        return
-    try:
-        with ranks.agree(), named_errors(output_dir, step):
-            if ranks.is_main:
-                begin(unfinished)
-        with ranks.agree(), named_errors(output_dir, step):
-            write_files(unfinished)
-        written = ranks.gather(file_names(unfinished))
-        with ranks.agree(), named_errors(output_dir, step):
-            if ranks.is_main:
-                commit(unfinished, written)
-    except CheckpointError:
-        if ranks.is_main:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 @contextmanager

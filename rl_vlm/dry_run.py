@@ -56,6 +56,12 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
     if plan is not None and num_rows is not None:
         with report.problem():
             report.checked.append(f"length: {total_optimizer_steps(config, plan, num_rows)} optimizer steps")
+    check_around_data(config, report)
+    return report
+
+
+def check_around_data(config: RunConfig, report: Report) -> None:
+    """Check the output directory, the optimizer, the engine and the model of a training run."""
     with report.problem():
         check_output_dir(Path(config.train.output_dir))
         refuse_earlier_run(Path(config.train.output_dir), config.train)
@@ -64,7 +70,6 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
     check_optim(config, report)
     check_engine(config, report)
     check_model(config, report)
-    return report
 
 
 def check_evaluation(config: RunConfig, checkpoints: Sequence[str]) -> Report:

@@ -2,13 +2,15 @@
 
 import difflib
 import importlib.util
+import signal
 import traceback
 from collections.abc import Iterable
 
 
 class RLVLMError(Exception):
-    """Base class. The command line prints the message without a traceback and exits with status 2."""
+    """Base class. The command line prints the message without a traceback and exits with `exit_status`."""
 
+    exit_status = 2
     on_all_ranks = False
     """Whether every rank raises this error at the same place, so that they can save a checkpoint together."""
 
@@ -42,6 +44,23 @@ class CheckpointError(RLVLMError):
 
 class LaunchError(RLVLMError):
     """A mismatch between the processes that were launched and those that the run finds."""
+
+
+class RankLost(LaunchError):
+    """Another rank that has died, failed or hangs. The message names it and shows its traceback or its place."""
+
+    exit_status = 1
+
+
+class Stopped(RLVLMError):
+    """A run that a signal has asked to stop. The status is that of a process which the signal ends."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.exit_status = 128 + signum
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.args[0]).name}"
 
 
 class TrainingError(RLVLMError):

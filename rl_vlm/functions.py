@@ -1,5 +1,7 @@
 """Loading of users' functions: `file.py:function`, `module:function`, or an entry point of an installed package.
 
+Names of objects in memory are those of `live.py`.
+
 Modules are also imported from the working directory, as under `python -m`, but last, so that its files shadow no
 package. While a file is loaded, modules of its folder can be imported too.
 """
@@ -11,17 +13,16 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
 from importlib.metadata import entry_points
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from rl_vlm.errors import RLVLMError, did_you_mean, listed, text_of
+from rl_vlm.live import LIVE, Function, is_live_name
 
-Function = Callable[..., Any]
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -30,8 +31,11 @@ class LoadError(RLVLMError):
 
 
 def names_function(name: str) -> bool:
-    """Return whether a setting has the form of a function's name, `file.py:function` or `module:function`."""
-    return re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None
+    """Return whether a setting has the form of a function's name, `file.py:function` or `module:function`.
+
+    So has the name of an object of a Python session.
+    """
+    return is_live_name(name) or re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None
 
 
 def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
@@ -39,6 +43,8 @@ def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str 
 
     Modules are also searched for in the working directory. Raises LoadError if the function cannot be loaded.
     """
+    if is_live_name(name):
+        return _load_live(name)
     source, colon, attribute = name.rpartition(":")
     if not colon:
         return _load_named(name, built_ins, group)
@@ -74,6 +80,15 @@ def load_callable(name: str, built_ins: Mapping[str, Function] = {}, group: str 
         return found()
     except (Exception, SystemExit) as error:
         raise LoadError(f"the class {found.__name__!r} cannot be constructed: {_cause(error)}") from error
+
+
+def _load_live(name: str) -> Function:
+    if name not in LIVE:
+        raise LoadError(
+            f"{name} was an object in the memory of a Python session and is not in this process: run the Python code "
+            "again that gave it to GRPOTrainer, or write it to a file and name `file.py:function`, or the file of rows"
+        )
+    return LIVE[name]
 
 
 def _load_named(name: str, built_ins: Mapping[str, Function], group: str | None) -> Function:

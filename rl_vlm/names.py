@@ -7,7 +7,7 @@ Columns are written by `log/completions.py` and `evaluation/evaluator.py`. Metri
 COLUMNS = frozenset(
     """
     step group_id sample_id completion_index policy_version prompt completion finish_reason prompt_length
-    completion_length reward advantage row images
+    completion_length image_sizes model_image_sizes reward advantage fault row images
     """.split()
 )
 COLUMN_PREFIX = "data/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,14 @@ from rl_vlm.types import Progress
 logger = logging.getLogger(__name__)
 
 
-def write_states(
-    directory: Path,
+def state_files(
     config: RunConfig,
     progress: Progress,
     record: Record,
     fingerprints: Mapping[str, str],
     own_states: Sequence[Mapping[str, Any]],
-) -> None:
-    """Write what `SavedRun.load` reads. `own_states` are those of all ranks."""
+) -> dict[str, bytes]:
+    """Return the files that `SavedRun.load` reads, by name. `own_states` are those of all ranks."""
     plan = plan_batches(config, len(own_states))
     state = {
         "progress": asdict(progress),
@@ -41,9 +41,12 @@ def write_states(
         "settings": flat_settings(config),
         "fingerprints": dict(fingerprints),
     }
-    (directory / "trainer_state.json").write_text(json.dumps(state, indent=1))
+    files = {"trainer_state.json": json.dumps(state, indent=1).encode()}
     for rank, own_state in enumerate(own_states):
-        torch.save(own_state, directory / f"rank_{rank}.pt")
+        content = io.BytesIO()
+        torch.save(own_state, content)
+        files[f"rank_{rank}.pt"] = content.getvalue()
+    return files
 
 
 @dataclass(frozen=True)

@@ -7,46 +7,55 @@ Run.run         evaluate ─ step ─ step … evaluate ─ save … ─► summ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl_vlm import checkpoint
 from rl_vlm.build import build_parts
+from rl_vlm.checkpoint_writer import CheckpointFiles, CheckpointWriter, Files
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import warn_of_dropped
+from rl_vlm.distributed.launcher import note_short_grace
 from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
+from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError, text_of
 from rl_vlm.evaluation import check_rewarded
 from rl_vlm.log.budget import BUDGET, BudgetLog
+from rl_vlm.log.completions import rollout_table, window_before
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.messages import Hints
 from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
+from rl_vlm.log.starts import append_start
 from rl_vlm.memory.budget import BudgetChange
 from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.profile.profiler import NUM_PROFILED
 from rl_vlm.profile.report import write_profile
-from rl_vlm.resume import SavedRun, write_states
+from rl_vlm.report.build import LiveReport
+from rl_vlm.resume import SavedRun, state_files
 from rl_vlm.types import Measured
 
 logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run a training job, or resume one, and return its summary. Raises RLVLMError for errors that a user can fix."""
+    """Run a training job, or resume one, and return its summary.
+
+    Raises RLVLMError for errors that a user can fix, and Stopped after a signal, if the caller has opened `handled`.
+    """
     check_trainable(config)
     run = Run(config)
-    try:
+    note_short_grace(config.train.stop_grace_seconds)
+    with stop.deferred(config.train.stop_grace_seconds), closing(run), run.ranks.failures_shared():
         return run.run()
-    finally:
-        run.close()
 
 
 class Run:
@@ -70,6 +79,10 @@ class Run:
                 self.prepare_directory(parts.saved, budget_changes)
             if parts.profile:
                 parts.profile.watch(self, "save", "save")
+            self.writer = CheckpointWriter(self.directory.path, self.ranks, config.train.async_save)
+            opened.callback(self.writer.close)
+            self.report = LiveReport(self.directory.path) if config.log.report and self.ranks.is_main else None
+            self.tracked_window: Path | None = None
             self.opened = opened.pop_all()
 
     def replayed_changes(self, saved: SavedRun | None) -> list[BudgetChange]:
@@ -93,10 +106,21 @@ class Run:
             held_out = self.evaluator.usable.dropped if self.evaluator else []
             dropped = [*self.parts.data.usable.dropped, *held_out]
             self.directory.prepare(self.config, step, last_line, next_window, dropped, budget_changes)
+            append_start(self.directory.path, self.ranks.world_size, is_first=saved is None)
             warn_of_dropped(dropped, self.directory.path / DROPPED)
 
     def run(self) -> dict[str, Any]:
         """Take all steps and return the summary. If a step or an evaluation fails, the last complete step is saved."""
+        try:
+            self.take_all_steps()
+        except Exception:
+            if self.report:
+                self.report.refresh(is_last=True)
+            raise
+        return self.finish()
+
+    def take_all_steps(self) -> None:
+        """Take the steps that are left, with what is due before the first and after each."""
         log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
@@ -113,11 +137,14 @@ class Run:
                 bar.show(line["step"], training_figures(line))
                 if self.ranks.is_main:
                     hints.give(line)
-        return self.finish()
+                if self.report:
+                    self.report.refresh()
 
     def next_step(self) -> dict[str, Any]:
         """Take one step with its evaluation and its checkpoint. Returns its line in `metrics.jsonl`."""
         step = self.progress.global_step + 1
+        with self.saved_on_failure(), self.ranks.agree():
+            stop.check()
         try:
             with self.saved_on_failure(), self.collector.undo_on_failure():
                 metrics = self.trainer.step()
@@ -125,6 +152,7 @@ class Run:
             self.write_nonfinite(step)
         line = {"step": step, "epoch": self.collector.loader.epoch} | metrics.reduce(self.ranks.gather)
         line["data_wait_fraction"] = line.get("time/data", 0.0) / line["time/step"]
+        line["time/save"] = self.writer.take_seconds()
         self.record.train_seconds += line["time/step"]
         return self.finish_step(line)
 
@@ -142,6 +170,7 @@ class Run:
                     raise
             self.record.unevaluated = None
         self.write_metrics(line)
+        self.writer.continue_if_ready()
         self.save_if_due(is_last)
         return line
 
@@ -160,14 +189,16 @@ class Run:
 
     def problem_of_saving(self, error: Exception) -> str | None:
         """Save the last complete step after `error`. Returns why it cannot be saved, or None if it is."""
-        if self.progress.global_step == 0:
-            return "no step is complete"
-        if self.trainer.is_updating:
-            return "the error came within the update of the weights"
         if self.ranks.world_size > 1 and not getattr(error, "on_all_ranks", False):
             return "the error came on one rank, and others cannot join"
         try:
+            self.writer.finish()
+            if self.progress.global_step == 0:
+                return "no step is complete"
+            if self.trainer.is_updating:
+                return "the error came within the update of the weights"
             self.save()
+            self.writer.finish()
         except Exception as failure:
             return text_of(failure)
         return None
@@ -183,6 +214,15 @@ class Run:
             self.directory.append_metrics(line)
         if is_due(line["step"], self.config.log.logging_steps):
             self.trackers.report({k: v for k, v in line.items() if k != "step"}, line["step"])
+            if self.ranks.is_main and self.config.log.report_to and self.config.log.log_completions:
+                self.report_rollouts(line["step"])
+
+    def report_rollouts(self, step: int) -> None:
+        """Send some rollouts of a step's window to the trackers, once."""
+        window = window_before(self.directory.path, step)
+        if window is not None and window != self.tracked_window:
+            self.trackers.report_rollouts(rollout_table(window, step, self.rewards.names), step)
+            self.tracked_window = window
 
     def write_profile_if_due(self, step: int) -> None:
         """Write the memory profile after its steps, and once more at the end, with what was saved since."""
@@ -200,7 +240,9 @@ class Run:
         states = checkpoint.random_states()
         try:
             state = self.collector.state_at(self.progress)
-            metrics = self.evaluator.run(state, show_progress=self.ranks.is_main).metrics
+            evaluation = self.evaluator.run(state, show_progress=self.ranks.is_main)
+            self.collector.log.write_held_out(self.progress.global_step, evaluation.rows)
+            metrics = evaluation.metrics
             with self.ranks.agree():
                 check_rewarded(metrics)
                 self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
@@ -217,11 +259,14 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the last complete step. Raises CheckpointError on every rank if that fails.
+        """Begin to write a checkpoint of the last complete step, after the one before is finished.
+
+        Raises CheckpointError on every rank if one of them cannot be written.
 
         A prefetched window is completed first: a resumed run does not have the weights that it is sampled from.
         Older checkpoints are not deleted while steps are skipped because they are not finite.
         """
+        self.writer.finish()
         with self.ranks.agree():
             self.refuse_nonfinite_weights()
         try:
@@ -233,13 +278,17 @@ class Run:
             "collector": self.collector.state_dict(),
             "reward_forms": self.rewards.forms,
         }
-        states, path, best = self.ranks.gather([own_state]), self.directory.path, self.record.best_step
+        states = self.ranks.gather([own_state])
         self.progress.saved_version = self.progress.policy_version
-        checkpoint.write(path, self.progress.global_step, self.checkpoint_files(states), self.ranks)
-        with self.ranks.agree():
-            if self.ranks.is_main and not self.progress.nonfinite_in_a_row:
-                keep = None if best is None else checkpoint.checkpoint_path(path, best)
-                checkpoint.prune(path, self.config.train.save_total_limit, keep)
+        prune = partial(self.prune_checkpoints, self.record.best_step)  # the best step that this checkpoint knows
+        self.writer.write(self.progress.global_step, lambda: self.checkpoint_files(states), prune)
+
+    def prune_checkpoints(self, best_step: int | None) -> None:
+        """Delete old checkpoints beyond `save_total_limit`, but for the best one."""
+        path = self.directory.path
+        if not self.progress.nonfinite_in_a_row:
+            keep = None if best_step is None else checkpoint.checkpoint_path(path, best_step)
+            checkpoint.prune(path, self.config.train.save_total_limit, keep)
 
     def refuse_nonfinite_weights(self) -> None:
         """Raise TrainingError if a trained weight is not finite."""
@@ -250,27 +299,18 @@ class Run:
                 f"({checkpoint.names(self.directory.path)}) with a lower learning_rate."
             )
 
-    def checkpoint_files(self, states: Sequence[dict[str, Any]]) -> Callable[[Path], None]:
-        """Gather this rank's share of a checkpoint's files. Returns the function that writes it.
-
-        `states` are those of all ranks.
-        """
-        reference, in_parts = self.trainer.reference, self.parts.strategy.is_sharded
-        policy_files = PolicyFiles(self.trainer.policy, self.parts.data.processor, self.ranks, in_parts)
-        optimizer_files = OptimizerFiles(self.trainer.optimizer, self.ranks)
-        reference_files = None
-        if self.config.algorithm.sync_ref_model and reference and reference.frozen:
-            reference_files = PolicyFiles(reference.frozen, self.parts.data.processor, self.ranks, in_parts)
-
-        def write_files(directory: Path) -> None:
-            policy_files.write(directory)
-            optimizer_files.write(directory)
-            if reference_files:
-                reference_files.write(directory / "reference")
-            if self.ranks.is_main:
-                write_states(directory, self.config, self.progress, self.record, self.parts.data.fingerprints, states)
-
-        return write_files
+    def checkpoint_files(self, states: Sequence[dict[str, Any]]) -> CheckpointFiles:
+        """Copy this rank's share of a checkpoint to host memory. `states` are those of all ranks."""
+        trainer, data, in_parts = self.trainer, self.parts.data, self.parts.strategy.is_sharded
+        parts: list[tuple[str, Files]] = [
+            ("", PolicyFiles(trainer.policy, data.processor, self.ranks, in_parts)),
+            ("", OptimizerFiles(trainer.optimizer, self.ranks)),
+        ]
+        if self.config.algorithm.sync_ref_model and trainer.reference and trainer.reference.frozen:
+            parts.append(("reference", PolicyFiles(trainer.reference.frozen, data.processor, self.ranks, in_parts)))
+        is_main = self.ranks.is_main
+        own = state_files(self.config, self.progress, self.record, data.fingerprints, states) if is_main else {}
+        return CheckpointFiles(parts, own)
 
     def restore(self, saved: SavedRun) -> None:
         """Restore a checkpoint, which can be within a generation window. The policy's weights are loaded already.
@@ -297,6 +337,7 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""
+        self.writer.finish()
         record, last = self.record, self.progress.global_step
         summary = {
             "optimizer_steps": last,
@@ -318,6 +359,8 @@ class Run:
             summary |= totals(lines)
             self.directory.write_summary(summary)
             draw_curve(lines, self.directory.path / "reward.png")
+        if self.report:
+            self.report.refresh(is_last=True)
         return summary
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import TrainingError
 from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.memory.micro_batches import make_micro_batches, pad_with_dummies
+from rl_vlm.memory.peaks import held_gib
 from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
@@ -84,9 +85,6 @@ class Trainer:
         self.recovery = recovery
         self.engine_checked = config.rollout.engine == "hf"  # hf samples from the policy itself
         self.sharing: Sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
-        # Without gradients hybrid families share prompts by their cache, in one forward per prompt.
-        by_cache = policy.family.hybrid and not optimizer.strategy.equal_calls
-        self.logprob_sharing: Sharing = config.memory.prefix_sharing if by_cache else self.sharing
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
         self.is_updating = False
@@ -137,7 +135,7 @@ class Trainer:
             return
         with metrics.stage(name):
             contributing = self.contributing(groups)
-            for batch, output in self.outputs(name, model, contributing, self.logprob_sharing, spare=groups[0]):
+            for batch, output in self.outputs(name, model, contributing, self.sharing, spare=groups[0]):
                 store_logprobs(batch, output.logprobs_NT, name)
 
     @torch.no_grad()
@@ -178,7 +176,7 @@ class Trainer:
 
     def policy_outputs(self, groups: Sequence[ScoredGroup]) -> list[tuple[MicroBatch, PolicyOutput]]:
         """Compute the policy's outputs for groups that differ between ranks."""
-        return self.outputs("check", self.policy, groups, self.logprob_sharing, spare=groups[0])
+        return self.outputs("check", self.policy, groups, self.sharing, spare=groups[0])
 
     def contributing(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Return the groups that contribute to the loss."""
@@ -357,6 +355,7 @@ class Trainer:
         tokens = torch.tensor([sum(map(self.collector.cost, groups))], dtype=torch.float64)
         metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
         metrics.add_mean("memory/micro_batch_tokens", self.progress.micro_batch_tokens, 1)
+        metrics.add_values(torch.tensor([held_gib()], dtype=torch.float64), max="memory/held_gib")
         for stage, num_events in self.recovery.events.items():
             if num_events and self.ranks.is_main:
                 metrics.add_sum(f"out_of_memory/{stage}", num_events)

@@ -218,6 +218,8 @@ class RewardTable:
     """Number of masked completions by `function/kind`, for instance `slow_judge/timeout`."""
     fault_messages: list[str] = field(default_factory=list)
     """One line per fault: function, sample, completion, what it returned or raised."""
+    faults: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    """The faults of a completion, by prompt and index."""
 
 
 @dataclass

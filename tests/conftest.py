@@ -2,6 +2,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,3 +24,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def path_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take back folders that a test adds to the module path, as loading a user's function does."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(autouse=True)
+def stop_forgotten() -> Iterator[None]:
+    """Let no test leave a request to stop behind."""
+    yield
+    if signals := sys.modules.get("rl_vlm.distributed.signals"):
+        if signals.stop.timer:
+            signals.stop.timer.cancel()
+        vars(signals.stop).update(vars(signals.Stop()))

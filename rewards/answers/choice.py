@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rewards.contract import Fault, Score
+from rewards.contract import Fault, Score, plain
 from rewards.text import Completion, answer_text, completion_text, gold_text
 
-STATEMENT = re.compile(r"(?i)\b(?:answer|option|choice)(?: is:?|:) ?(?:(?:option|choice) )?")
+FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("。、【】", "..[]")
+"""Full-width forms and Chinese punctuation, by what stands for them."""
+STATEMENT = re.compile(
+    r"""(?ix) (?: \b(?:answer|option|choice) (?: [ ](?:is|should[ ]be|must[ ]be|would[ ]be)\b:? | : )
+      | \bI(?:'d|[ ]would)?[ ](?:choose|pick|select)\b | (?:答案|选项)(?:是|为|:) | 选择?项? )
+    \s? (?:(?:clearly|definitely|obviously|probably|likely|therefore|thus)\s)?"""
+)
+PREFIX = re.compile(r"(?i)[#\s]*(?:(?:the )?(?:(?:final|correct|best) )?(?:answer|option|choice)\s)?")
+JOINED = r"[\s,/&.:;|()\[\]+-]|\b(?:or|and|also|maybe|perhaps|then|option|answer|choice)\b"
+EMPHASIS = str.maketrans("", "", "*`")
 NO_TEXTS: Mapping[str, str] = {}
 
 
@@ -20,19 +29,46 @@ def choice(
     choices: Sequence[Any] | None = None,
     *,
     letters: str = "ABCDEFGHIJ",
+    solution_is: Literal["answer", "index"] = "answer",
 ) -> list[Score]:
     """Return 1.0 if the answer names the option that `solution` names, else 0.0; None if `solution` names none.
 
     Options are named by one of `letters`, in either case. If the row has the options' texts in its column `options` or
     `choices`, a list or a dict by letter, they are named by their text as well. An answer that names several options,
-    or none, scores 0.0. A solution that is none of the row's options is a fault.
+    or none, scores 0.0. A solution that is none of the row's options is a fault. With `solution_is="index"`, `solution`
+    is the place of the option, an int from 0. Raises ValueError if `solution_is` is neither `answer` nor `index`.
     """
+    if solution_is not in ("answer", "index"):
+        raise ValueError(f"solution_is={solution_is!r} is neither 'answer' nor 'index'")
     columns = [column for column in (options, choices) if column is not None]
     given = [next((v for v in values if v is not None), None) for values in zip(*columns, strict=True)]
-    return [
-        _chooses(completion_text(completion), gold_text(gold), option_texts(row, letters), letters)
-        for completion, gold, row in zip(completions, solution, given or [None] * len(completions), strict=True)
-    ]
+
+    rows = zip(completions, solution, given or [None] * len(completions), strict=True)
+
+    def chooses(completion: Completion, gold: Any, row: Any) -> Score:
+        texts = option_texts(row, letters)
+        read = _letter_at(plain(gold), letters) if solution_is == "index" else _no_number(plain(gold), texts)
+        return _chooses(completion_text(completion), read, texts, letters)
+
+    return [chooses(*row) for row in rows]
+
+
+def _letter_at(gold: Any, letters: str) -> str | Fault | None:
+    """Return the letter of an option by its place; None if there is no solution; a fault if it is no place."""
+    text = gold_text(gold)
+    if not isinstance(text, str):
+        return text
+    if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(letters):
+        return letters[gold]
+    return Fault("type", f"`solution` is {text[:60]!r}, not the place of an option, an int from 0")
+
+
+def _no_number(gold: Any, texts: dict[str, str] | Fault) -> str | Fault | None:
+    """Return a solution as text; a fault if it is an int beside options, which may be a place or a text."""
+    if isinstance(gold, int) and not isinstance(gold, bool) and texts:
+        advice = "set `solution_is` to 'index' if it counts options from 0, else make it the option's letter or text"
+        return Fault("type", f"`solution` is the int {str(gold)[:20]} in a row with options: {advice}")
+    return gold_text(gold)
 
 
 def _chooses(text: str, gold: str | Fault | None, texts: dict[str, str] | Fault, letters: str) -> Score:
@@ -65,12 +101,14 @@ def option_texts(options: Any, letters: str) -> dict[str, str] | Fault:
     }
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.replace("*", "").replace("`", "").split())
+def _lines(text: str) -> str:
+    """Return a text without emphasis, in half-width characters, with single spaces and without empty lines."""
+    lines = (" ".join(line.split()) for line in text.translate(FULL_WIDTH | EMPHASIS).splitlines())
+    return "\n".join(filter(None, lines))
 
 
 def _comparable(text: str) -> str:
-    return _plain(text).casefold().rstrip(" .,;:!?。")
+    return " ".join(_lines(text).split()).casefold().rstrip(" .,;:!?")
 
 
 def named_option(text: str, letters: str, texts: Mapping[str, str] = NO_TEXTS) -> str | None:
@@ -80,7 +118,7 @@ def named_option(text: str, letters: str, texts: Mapping[str, str] = NO_TEXTS) -
     last closed `<answer>` tag, or the whole text if there is none; in it, only what follows each "answer is", if there
     is one.
     """
-    words = _plain(answer_text(text))
+    words = _lines(answer_text(text))
     if _comparable(words) in texts.values():
         return _option(words, letters, texts)
     before, *statements = STATEMENT.split(words)
@@ -92,19 +130,49 @@ def _option(text: str, letters: str, texts: Mapping[str, str]) -> str | None:
     """Return the option with this text, or the letter at its start. A letter alone names its option, not a text."""
     comparable = _comparable(text)
     named = [letter for letter, option in texts.items() if option == comparable != ""]
-    is_letter = len(comparable) == 1 and comparable.upper() in letters.upper()
-    if named and not is_letter:
+    if named and not _is_letter(comparable, letters):
         return named[0] if len(named) == 1 else None
-    return _leading_option(text, letters)
+    return _leading_option(PREFIX.sub("", text, count=1), letters, texts)
 
 
-def _leading_option(text: str, letters: str) -> str | None:
-    """Return the option at the start of the text, or None if there is none or other options are listed after it."""
+def _is_letter(text: str, letters: str) -> bool:
+    return len(text) == 1 and text.upper() in letters.upper()
+
+
+def _leading_option(text: str, letters: str, texts: Mapping[str, str]) -> str | None:
+    """Return the option at the start of the text, or None if there is none or other options are named after it."""
     letter = f"[{letters}{letters.lower()}]"
-    leading = re.match(rf"[(\[]({letter})[)\]]|({letter})(?=[.):]|,? (?:because|since)\b|$)", text)
+    leading = re.match(
+        rf"[(\[]({letter})[)\]]|({letter})(?:(?=[.):\n]| [-–—] |,? (?:because|since)\b|$)"
+        r"| is (?:the )?(?:correct|right|best|answer)\b)",
+        text,
+    )
     if leading is None:
         return None
-    option = leading[leading.lastindex or 0].upper()
-    rest = text[leading.end() :].lstrip(" .):,").rstrip(" .")
-    listed = re.findall(rf"[(\[]({letter})[)\]]|(?<![\w.])({letter})[.):](?: |$)|^({letter})$", rest)
-    return option if {"".join(groups).upper() for groups in listed} <= {option} else None
+    written = leading[leading.lastindex or 0]
+    option, rest = written.upper(), " ".join(text[leading.end() :].split())
+    listed, end = _listed(rest, letters if written.isupper() else letters + letters.lower(), texts)
+    later = re.findall(rf"[(\[]({letter})[)\]]|(?<![\w.])({letter})[.):](?= )", rest[end:])
+    others = [*listed, *({"".join(groups).upper()} for groups in later)]
+    return option if all(option in names for names in others) else None
+
+
+def _listed(rest: str, letters: str, texts: Mapping[str, str]) -> tuple[list[set[str]], int]:
+    """Return the options that a list at the start of a text names, by letter or by text, and where the list ends.
+
+    A text that several options share names each. The article in "A dog" is no letter, nor is the "I" in "I think".
+    """
+    by_length = sorted(texts.values(), key=len, reverse=True)
+    full_texts = "|".join(re.escape(text) for text in by_length if text and not _is_letter(text, letters))
+    item = re.compile(
+        rf"(?:{JOINED}|\b(?:because|since) (?=[{letters}]\b))*?"
+        rf"(?:(?P<text>(?i:{full_texts or '(?!)'}))(?!\w|[.,:/-]\w)"
+        rf"|(?![AIai] (?!(?:or|and|because|since)\b)\w\w)(?P<letter>[{letters}])(?![\w'’]))"
+    )
+    named: list[set[str]] = []
+    end = 0
+    while match := item.match(rest, end):
+        end = match.end()
+        names = {letter for letter, text in texts.items() if text == _comparable(match["text"] or "")}
+        named.append({match["letter"].upper()} if match["letter"] else names)
+    return named, end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,18 @@ WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
 ).split()
+OTHER_NUMBERS = (
+    "no.one thirty forty fifty sixty seventy eighty ninety hundreds? thousands? millions? billions? trillions? dozens? "
+    "half halves thirds? quarters?"
+).split()
+"""Numbers that are no count. "No one" is no 1."""
 # Digits are spelled [0-9]: \d and int() accept those of every script.
-NUMBER = re.compile(rf"[-−]?\.?[0-9](?:[0-9.,]*[0-9])?|\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
+NUMBER = re.compile(
+    rf"[-−]?\.?[0-9](?:[0-9.,]*[0-9])?(?:(?:k|m|bn?)\b)?|\b(?:{'|'.join(OTHER_NUMBERS + WORDS)})\b", re.IGNORECASE
+)
 INTEGER = re.compile(r"([0-9]{1,15}|[0-9]{1,3}(?:,[0-9]{3}){1,4})(?:\.0{1,15})?")
+NONE = re.compile(r"(?:none|there are no(?: [\w'-]{1,30}){1,8})[.!]?", re.IGNORECASE)
+"""Answers without a number that mean 0."""
 
 
 def counting(completions: Sequence[Completion], solution: Sequence[Any], *, partial: bool = False) -> list[Score]:
@@ -43,10 +53,18 @@ def _score(text: str, gold: str | Fault | None, partial: bool) -> Score:
 
 def read_count(text: str) -> int | None:
     """Return the one number of an answer, in digits or as a word; None if it has none or several, or it is no count."""
-    numbers = NUMBER.findall(answer_text(text))
-    if len(numbers) != 1:
+    answer = answer_text(text)
+    numbers = NUMBER.findall(answer)
+    if not numbers and NONE.fullmatch(answer):
+        return 0
+    if len(numbers) != 1 or _has_other_numerals(answer):
         return None
     if numbers[0].lower() in WORDS:
         return WORDS.index(numbers[0].lower())
     integer = INTEGER.fullmatch(numbers[0])
     return int(integer[1].replace(",", "")) if integer else None
+
+
+def _has_other_numerals(text: str) -> bool:
+    """Return whether a text has numerals that are no ASCII digits, such as `½`, `²`, `Ⅶ` and `٧`."""
+    return any(unicodedata.category(character).startswith("N") for character in text if not character.isascii())

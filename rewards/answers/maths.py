@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score, plain
-from rewards.text import Completion, answer_text, boxed_spans, completion_text, gold_text
+from rewards.text import Completion, completion_text, final_text, gold_text, unboxed
 
 LONGEST_ANSWER = 1_000
 SECONDS_PER_STEP = 1
@@ -16,6 +16,16 @@ SECONDS_PER_STEP = 1
 
 DELIMITERS = re.compile(r"\$[^$]+\$|\\\(|\\\[")
 SCIENTIFIC = re.compile(r"(?<=[0-9.])[eE]([-+]?[0-9]{1,3})(?![0-9])")
+SIGNS = str.maketrans(
+    {"−": "-", "–": "-", "°": r"^\circ", "²": "^2", "³": "^3", "×": r"\times ", "·": r"\cdot ", "÷": "/",
+     "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+)  # fmt: skip
+ROOT = re.compile(r"√(?:([0-9]+|[a-z])|\(([^()]*)\))")
+MIXED = re.compile(r"^([-+]?)([0-9]{1,9}) ([0-9]{1,9})/([0-9]{1,9})$")
+UNIT_POWER = re.compile(
+    r"^([-+0-9.,/ ]+ ?)(?:mm|cm|dm|m|km|in|inch|ft|yd|mi|units?|square units)(?: ?\^ ?\{?[23]\}?)?$"
+)
+NUMBER = re.compile(r"[-+]?[0-9]{1,20}(?:\.[0-9]{1,20})?")
 TOO_LARGE = re.compile(
     r"""\^ [\s{(+-]* [0-9]{5}   # an exponent of five digits or more
     | \^ [\s{(0-9+-]* \^          # a power of numbers in an exponent
@@ -28,7 +38,7 @@ TOO_LARGE = re.compile(
 def maths(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
     r"""Return 1.0 if math-verify finds that the answer equals `solution`, else 0.0; None if `solution` is None.
 
-    The answer is the content of the last closed `<answer>` tag, or what follows the last `</think>`; if that has closed
+    The answer is what follows the last `</think>`, or the content of its last closed `<answer>` tag; if that has closed
     boxes, the content of the last `\boxed{...}`. A solution that cannot be parsed is a fault.
     """
     golds = [_gold_text(gold) for gold in solution]
@@ -60,8 +70,11 @@ def parsed(text: str) -> list[Any]:
     """Return the answer in a text as math-verify's expressions; none if it cannot be parsed, or is too large."""
     from math_verify import LatexExtractionConfig, parse
 
-    answer = SCIENTIFIC.sub(r"\\cdot 10^{\1}", answer_of(text).replace("**", "^"))
-    if not answer or len(answer) > LONGEST_ANSWER or TOO_LARGE.search(answer):
+    answer = answer_of(text)
+    if not answer or len(answer) > LONGEST_ANSWER:
+        return []
+    answer = as_latex(answer)
+    if TOO_LARGE.search(answer) or contradicts_itself(answer):
         return []
     latex = answer if DELIMITERS.search(answer) else rf"\boxed{{{answer}}}"
     return parse(latex, [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=_seconds())
@@ -69,9 +82,21 @@ def parsed(text: str) -> list[Any]:
 
 def answer_of(text: str) -> str:
     """Return what is parsed of a text."""
-    answer = answer_text(text).rpartition("</think>")[2]
-    spans = boxed_spans(answer)
-    return (answer[slice(*max(spans))] if spans else answer).strip("*`. \n")
+    return unboxed(final_text(text)).strip("*`. \n")
+
+
+def as_latex(answer: str) -> str:
+    """Return an answer with plain signs of mathematics as LaTeX. A power of a unit behind a number is left out."""
+    answer = SCIENTIFIC.sub(r"\\cdot 10^{\1}", answer.replace("**", "^").translate(SIGNS))
+    answer = ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", answer)
+    answer = MIXED.sub(r"\1(\2+\3/\4)", answer)
+    return UNIT_POWER.sub(r"\1", answer)
+
+
+def contradicts_itself(answer: str) -> bool:
+    """Return whether an equation has two different numbers as its sides, such as `8 = 7`."""
+    sides = [side.strip("$ ") for side in answer.split("=")]
+    return len({float(side) for side in sides if NUMBER.fullmatch(side)}) > 1
 
 
 def _seconds() -> int:

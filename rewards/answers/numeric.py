@@ -28,6 +28,8 @@ QUANTITY = re.compile(
     re.VERBOSE,
 )
 
+SIGN_INSIDE = re.compile(r"^([$€£¥])([-+])")
+
 
 class Quantity(NamedTuple):
     value: float
@@ -43,14 +45,15 @@ def numeric(
     abs_tol: float = 0.0,
     convert_units: bool = True,
 ) -> list[Score]:
-    """Return 1.0 if the answer is the number `solution` within tolerance, else 0.0; None if `solution` is no number.
+    """Return 1.0 if the answer is the number `solution` within tolerance, else 0.0; None if `solution` has no digit.
 
-    Tolerances are those of `math.isclose`, in the unit of `solution`. If both sides have a unit, the answer is
-    converted into that of `solution`; if `convert_units` is False, both must be equal. `50%` equals both 0.5 and 50.
+    A solution that has digits and is not one number is a fault. Tolerances are those of `math.isclose`, in the unit of
+    `solution`. If both sides have a unit, the answer is converted into that of `solution`; if `convert_units` is False,
+    both must be equal. `50%` equals both 0.5 and 50.
     """
 
     def scored(text: str, gold: str | Fault | None) -> Score:
-        expected = parse_quantity(gold) if isinstance(gold, str) else gold
+        expected = _gold_quantity(gold) if isinstance(gold, str) else gold
         if not isinstance(expected, Quantity):
             return expected
         if convert_units and is_physical(expected.unit) and not _has_pint():
@@ -61,12 +64,23 @@ def numeric(
     return [scored(completion_text(c), gold_text(gold)) for c, gold in zip(completions, solution, strict=True)]
 
 
+def _gold_quantity(gold: str) -> Quantity | Fault | None:
+    """Parse a solution; return None if it has no digit, and a fault if it has digits and is not one number."""
+    expected = parse_quantity(gold)
+    if expected is None and any(map(str.isdigit, gold)):
+        return Fault("type", f"`solution` is {gold[:60]!r}, which cannot be read as one number")
+    return expected
+
+
 def parse_quantity(text: str) -> Quantity | None:
     """Parse a number such as `-1,234.5`, `3/4`, `1 1/2`, `50%`, `1e-3`, `2 x 10^5`, `$7` or `7 km/h`; else return None.
 
-    Only the number may stand in the last closed `<answer>` tag, or in the whole text if there is none.
+    Only the number may stand in the last closed `<answer>` tag, or in the whole text if there is none; in it, only what
+    follows the last `####` counts.
     """
-    written = answer_text(text).strip("*` ").rstrip(".").replace("−", "-")
+    answer = answer_text(text).rpartition("####")[2]
+    written = answer.strip("*` \n").rstrip(".").replace("−", "-").replace("–", "-")
+    written = SIGN_INSIDE.sub(r"\2\1", written)
     match = QUANTITY.fullmatch(written) if len(written) <= LONGEST_NUMBER else None
     if match is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,7 +14,9 @@ from rewards.overlap.references import best_scores
 from rewards.text import Completion
 
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
-NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+IN_NUMBER = re.compile(r"(?<=[0-9])[.,:/-](?=[0-9])|(?<![\w-])-(?=\.?[0-9])|(?<![\w.])\.(?=[0-9])")
+"""Marks that are part of a number: in `1.5` or `12:30`, a minus, and the point of `.5`."""
 
 
 def short_answer(
@@ -29,8 +32,18 @@ def short_answer(
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text as SQuAD compares them: in lower case, without ASCII punctuation and articles."""
-    return ARTICLE.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
+    """Return the words of a text as SQuAD compares them: in lower case, without punctuation and articles.
+
+    Unlike there, punctuation is that of all scripts, marks of a number are kept, and so is a text of articles alone.
+    """
+    text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text.lower().replace("−", "-").replace("–", "-"))
+    in_number = {mark.start() for mark in IN_NUMBER.finditer(text)}
+    text = "".join(c for place, c in enumerate(text) if place in in_number or not _is_punctuation(c))
+    return ARTICLE.sub(" ", text).split() or text.split()
+
+
+def _is_punctuation(character: str) -> bool:
+    return character in string.punctuation or unicodedata.category(character).startswith("P")
 
 
 def exact(answer: list[str], gold: list[str]) -> float:

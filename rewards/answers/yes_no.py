@@ -9,8 +9,16 @@ from typing import Any
 from rewards.contract import Fault, Score
 from rewards.text import Completion, answer_text, completion_text, gold_text
 
-FIRST_WORD = re.compile(r"(yes|no|true|false)\s*(?:$|[.,;:!()\n–—]|- )(.*)", re.DOTALL | re.IGNORECASE)
-SECOND_ANSWER = re.compile(r"\W*(?:(?:and|or|but|also|maybe|perhaps|then)\b\W*)*(?:yes|no|true|false)\b", re.IGNORECASE)
+MARKS = str.maketrans("", "", "*_`\"'“”‘’")
+STATEMENT = r"answer(?: is)?(?:\s*:|\s)"
+FIRST_WORD = re.compile(
+    rf"(?:(?:the |my )?(?:final |correct )?{STATEMENT}\s*)?(yes|no|true|false)\s*(?:$|[.,;:!()\n–—]|- )(.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+SECOND_ANSWER = re.compile(
+    r"\W*(?:(?:and|or|but|also|maybe|perhaps|then|actually|wait|rather)\b\W*)*(?:yes|no|true|false)\b", re.IGNORECASE
+)
+STATED = re.compile(rf"\b{STATEMENT}\s*(yes|no|true|false)\b", re.IGNORECASE)
 
 
 def yes_no(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
@@ -36,10 +44,12 @@ def _agrees(text: str, gold: str | Fault | None) -> Score:
 def says_yes(text: str) -> bool | None:
     """Return True for yes, False for no, and None for an answer that is neither, or both.
 
-    The first word decides. It stands alone or before a punctuation mark: "No idea" is no answer. So is a word that is
-    followed by a second one, as in "Yes, or no".
+    The first word decides, behind "The answer is" if that is there. It stands alone or before a punctuation mark: "No
+    idea" is no answer. So is a word that is followed by a second one, as in "Yes, or no", or by a statement of the
+    contrary, as in "Yes. The answer is no".
     """
-    match = FIRST_WORD.match(answer_text(text).replace("*", "").strip("` \n"))
+    match = FIRST_WORD.match(answer_text(text).translate(MARKS).strip())
     if match is None or SECOND_ANSWER.match(match[2]):
         return None
-    return match[1].lower() in ("yes", "true")
+    said = {word.lower() in ("yes", "true") for word in (match[1], *STATED.findall(match[2]))}
+    return said.pop() if len(said) == 1 else None

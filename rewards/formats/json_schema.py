@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rewards.contract import Score
-from rewards.text import Completion, answer_text, completion_text
+from rewards.text import Completion, completion_text, final_text
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 LONGEST_TEXT = 100_000
@@ -62,7 +62,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _is_valid(text: str, validator: Any) -> float:
-    answer = answer_text(text)
+    answer = final_text(text)
     if len(answer) > LONGEST_TEXT:
         return 0.0
     block = BLOCK.fullmatch(answer)

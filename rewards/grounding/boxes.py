@@ -6,7 +6,8 @@ A text is read in the first of these forms that it has:
   label before it in `<|object_ref_start|>` or `<ref>` tags;
 - Qwen2.5-VL and Qwen3-VL, and any other JSON: `{"bbox_2d": [x1, y1, x2, y2], "label": "dog"}`, `[x1, y1, x2, y2]`,
   `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`, points as `{"point_2d": [x, y]}` or `[x, y]`, and lists of all these;
-- what is left of the first form without special tokens: `(x1,y1),(x2,y2)`.
+- what is left of the first form without special tokens: `(x1,y1),(x2,y2)`;
+- four numbers and nothing else: `x1, y1, x2, y2` and `(x1, y1, x2, y2)`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ LONGEST_REPAIR = 1000
 LONGEST_GOLD_REPAIR = 100_000
 DEEPEST_LIST = 4
 
-REGION_KEYS = ("bbox_2d", "bbox", "box", "point_2d", "point")
-CORNER_KEYS = (("x1", "y1", "x2", "y2"), ("x", "y"))
-LABEL_KEYS = ("label", "name", "category")
+REGION_KEYS = ("bbox_2d", "bbox", "box", "bounding_box", "point_2d", "point", "coordinate")
+CORNER_KEYS = (("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax"), ("x", "y"))
+LABEL_KEYS = ("label", "name", "category", "category_id", "labels", "categories")
 CONFIDENCE_KEYS = ("score", "confidence")
 
 # The quantifiers are bounded or stop at `<`, so that no text takes more than linear time.
@@ -41,6 +42,7 @@ TAGGED = re.compile(
 )
 NUMBER = r"\s?([-+]?[0-9]{1,12}(?:\.[0-9]{0,20})?)\s?"
 PAIRS = re.compile(rf"\({NUMBER},{NUMBER}\)(?:\s?,\s?\({NUMBER},{NUMBER}\))?")
+FOUR = re.compile(rf"\(?{NUMBER},{NUMBER},{NUMBER},{NUMBER}\)?\.?")
 BRACKET = re.compile(r"[\[{]")
 DECODER = json.JSONDecoder(parse_int=float)
 
@@ -89,7 +91,7 @@ def _of_tags(text: str) -> Iterator[Region]:
     label = None
     for tag in TAGGED.finditer(text):
         if tag["label"] is not None:
-            label = _label(tag["label"])
+            label = _label(tag["label"]) or None
         else:
             yield from (region._replace(label=label) for region in _of_text(tag["box"], 0) or [Region(None)])
 
@@ -99,6 +101,8 @@ def _of_text(text: str, longest_repair: int) -> Iterator[Region] | None:
     values = _json_values(text, longest_repair)
     if values:
         return (region for value in values for region in _regions(value))
+    if four := FOUR.fullmatch(text.strip()):
+        return iter([_region([float(number) for number in four.groups()])])
     return _of_pairs(text) if PAIRS.search(text) and not BRACKET.search(text) else None
 
 
@@ -151,16 +155,31 @@ def _is_array(value: Any) -> bool:
 
 
 def _of_mapping(value: Mapping[Any, Any], depth: int) -> Iterator[Region]:
-    """Yield the box, the point or the list of them that an object holds, with its label and confidence."""
-    label = next((_label(value[key]) for key in LABEL_KEYS if key in value), None)
+    """Yield the box, the point or the list of them that an object holds, with its label and confidence.
+
+    A list of labels has one for each region; labels of another number, and those that are none, make regions invalid.
+    So does a `bbox_format` other than xyxy.
+    """
+    given: Any = next((value[key] for key in LABEL_KEYS if key in value), None)
     confidence = next((_number(value[key]) for key in CONFIDENCE_KEYS if key in value), None)
+    regions = list(islice(_held(value, depth), MOST_REGIONS + 1))
+    given = given.tolist() if hasattr(given, "tolist") else given  # numpy arrays
+    labels = [_label(each) for each in (given if isinstance(given, list | tuple) else [given] * len(regions))]
+    if len(labels) != len(regions) or None in labels or value.get("bbox_format", "xyxy") != "xyxy":
+        yield Region(None)
+        return
+    for region, label in zip(regions, labels, strict=True):
+        yield Region(region.numbers, label or None, confidence)
+
+
+def _held(value: Mapping[Any, Any], depth: int) -> Iterator[Region]:
+    """Yield the box, the point or the list of them that an object holds."""
     for key in REGION_KEYS:
         if key in value and depth <= DEEPEST_LIST:
-            regions = _regions(value[key], depth + 1)
-            yield from (Region(region.numbers, label, confidence) for region in regions)
+            yield from _regions(value[key], depth + 1)
             return
     corners = next((keys for keys in CORNER_KEYS if all(key in value for key in keys)), ())
-    yield Region(_region([value[key] for key in corners]).numbers, label, confidence)
+    yield _region([value[key] for key in corners])
 
 
 def _region(values: Sequence[Any]) -> Region:
@@ -180,4 +199,9 @@ def _number(value: Any) -> float | None:
 
 
 def _label(value: Any) -> str | None:
-    return (" ".join(value.casefold().split()) or None) if isinstance(value, str) else None
+    """Return a label for comparison, "" if there is none, and None for a value that is no label. Numbers are labels."""
+    if value is None:
+        return ""
+    if (number := _number(value)) is not None:
+        return str(int(number)) if number.is_integer() else repr(number)
+    return " ".join(value.casefold().split()) if isinstance(value, str) else None

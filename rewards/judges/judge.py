@@ -21,12 +21,14 @@ from rewards.judges.messages import (
 )
 from rewards.judges.replies import request_key
 from rewards.judges.reply import read_reply
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.text import Completion, completion_text, final_text, gold_text
 
 if TYPE_CHECKING:
     from rewards.judges.endpoint import Endpoint, Limits
 
 DEFAULT_BODY = {"temperature": 0}
+
+NO_TEXT = "the judge's answer is no chat completion with a text"
 
 RULES = {
     "base_url": "the address of a server, such as http://localhost:8000, without a password",
@@ -114,7 +116,7 @@ def question(
     values = {
         "question": prompt_in("text", conversation),
         "completion": delimited(text),
-        "solution": answer_text(gold or ""),
+        "solution": final_text(gold or ""),
         "scale": f"{scale:g}",
     }
     return user_message(fill(template, values), urls)
@@ -131,16 +133,18 @@ async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: floa
     if kept is not None:
         return kept
     try:
-        answer = await server.post(body)
-        reply = answer["choices"][0]["message"]["content"]
+        choice = (await server.post(body))["choices"][0]
+        reply, is_cut_off = choice["message"]["content"], choice.get("finish_reason") == "length"
     except BudgetError as error:
         return Fault("budget", str(error))
     except RequestError as error:
         return Fault("request", str(error))
-    except (LookupError, TypeError):
-        reply = None
+    except (LookupError, TypeError, AttributeError):
+        return Fault("reply", NO_TEXT)
     if not isinstance(reply, str):
-        return Fault("reply", "the judge's answer is no chat completion with a text")
+        return Fault("reply", NO_TEXT)
+    if is_cut_off:
+        return Fault("reply", "the judge's reply is cut off: raise max_tokens in extra_body")
     if server.cache and not isinstance(read_reply(reply, scale), Fault):
         server.cache.put(key, reply)
     return reply

@@ -17,12 +17,14 @@ LONGEST_SHOWN = 80
 def read_reply(reply: str, scale: float) -> float | Fault:
     """Return the score in a reply, divided by `scale`; a fault if there is none between 0 and `scale`.
 
-    The score is the number behind the last `"score"` of JSON. Without one, it is the only number of the last line, or
-    the x of its `x/scale` or `x out of scale`.
+    What stands before the last `</think>` does not count. The score is the number behind the last `"score"` of JSON.
+    Without one, it is the only number of the last line, or the x of its `x/scale` or `x out of scale`. A reply that has
+    both has no score.
     """
+    reply = reply.rpartition("</think>")[2]
     if (start := reply.rfind('"score"')) >= 0:
         match = JSON_SCORE.match(reply, start)
-        scores = [match[1]] if match else []
+        scores = [match[1], *_last_number(reply[match.end() :], scale)] if match else []
     else:
         scores = _numbers(reply.strip().rpartition("\n")[2], scale)
     if len(scores) != 1:
@@ -32,6 +34,13 @@ def read_reply(reply: str, scale: float) -> float | Fault:
     if not 0 <= score <= scale:
         return Fault("reply", f"the judge's score {score:g} is not between 0 and scale={scale:g}: {_end(reply)}")
     return score / scale
+
+
+def _last_number(rest: str, scale: float) -> list[str]:
+    """Return the number of the last line, if it has one and the line stands below the JSON."""
+    line = rest.strip().rpartition("\n")[2] if "\n" in rest else ""
+    numbers = _numbers(line, scale)
+    return numbers if len(numbers) == 1 else []
 
 
 def _numbers(line: str, scale: float) -> list[str]:

@@ -81,8 +81,11 @@ def conversation(prompt: Any, completion: Completion) -> list[dict[str, str]]:
 
 
 def tokenize(tokenizer: Any, messages: list[dict[str, str]], max_length: int) -> list[int]:
-    """Return the last `max_length` tokens of a conversation: a model reads its logit at the end."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    """Return the last `max_length` tokens of a conversation: a model reads its logit at the end.
+
+    Lone surrogates, which no tokenizer takes, become question marks.
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False).encode("utf-8", "replace").decode()
     return tokenizer(text, add_special_tokens=False)["input_ids"][-max_length:]
 
 

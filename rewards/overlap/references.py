@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rewards.contract import Fault, Score
-from rewards.text import Completion, answer_text, completion_text, gold_text
+from rewards.text import Completion, completion_text, composed, final_text, gold_text
 
 
 def best_scores(
@@ -27,7 +26,7 @@ def best_scores(
         if isinstance(texts, Fault):
             return texts
         references = [reference for reference in map(prepare, texts) if reference]
-        answer = prepare(answer_text(completion_text(completion)))
+        answer = prepare(final_text(completion_text(completion)))
         return max((score(answer, reference) for reference in references), default=None)
 
     return [scored(completion, gold) for completion, gold in zip(completions, solution, strict=True)]
@@ -38,11 +37,11 @@ def gold_texts(solution: Any) -> list[str] | Fault:
     solution = solution.tolist() if hasattr(solution, "tolist") else solution  # NumPy arrays
     texts = [gold_text(gold) for gold in (solution if isinstance(solution, list | tuple) else [solution])]
     fault = next((text for text in texts if isinstance(text, Fault)), None)
-    return fault or [answer_text(text) for text in texts if isinstance(text, str)]
+    return fault or [final_text(text) for text in texts if isinstance(text, str)]
 
 
 def normalized(text: str, ignore_case: bool, normalize_whitespace: bool) -> str:
     """Return the text in Unicode's form NFC, if wanted in lower case and with runs of whitespace as one space."""
     text = " ".join(text.split()) if normalize_whitespace else text.strip()
-    text = unicodedata.normalize("NFC", text)
+    text = composed(text)
     return text.lower() if ignore_case else text

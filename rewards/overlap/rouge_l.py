@@ -9,7 +9,7 @@ from typing import Any
 
 from rewards.contract import Score
 from rewards.overlap.references import best_scores
-from rewards.text import Completion
+from rewards.text import Completion, composed
 
 LONGEST_RATIO = 20
 """An answer of more than this many times as many words as the gold text scores 0.0 instead of at most 2 / 21."""
@@ -31,7 +31,7 @@ def words(text: str) -> list[str]:
 
     A word is a run of letters, digits and their marks. In scripts without spaces between words, each character is one.
     """
-    text = unicodedata.normalize("NFC", text.lower())
+    text = composed(text.lower())
     spaced = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text)
     return UNSPACED.sub(r" \1 ", spaced).split()
 

@@ -129,7 +129,7 @@ def _reward_conflicts(config: RunConfig) -> Iterator[str]:
     funcs, weights = config.rewards.reward_funcs, config.rewards.reward_weights
     if weights is not None and len(weights) != len(funcs):
         yield f"`reward_weights` has {len(weights)} entries for {len(funcs)} `reward_funcs`; give one per function"
-    if weights is not None and any(not isinstance(spec, str) and spec.weight != 1.0 for spec in funcs):
+    if weights is not None and any(spec.weight != 1.0 for spec in config.rewards.specs):
         yield "`reward_weights` and a `weight` in `reward_funcs` are both given; keep one of them"
     if config.rollout.num_generations_eval > 1 and config.rollout.eval_temperature == 0:
         yield "`num_generations_eval` > 1 repeats the same greedy completion; set `eval_temperature` above 0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig, DataSource
@@ -38,17 +38,17 @@ def with_split(entry: DataSource) -> DataSource:
 
 def data_sources(data: DataConfig, which: Which) -> list[DataSource]:
     """Return the entries with the settings of the section in place of those that they leave out, except `split`."""
-    return [
-        entry.model_copy(
-            update={
-                "dataset_config": entry.dataset_config or data.dataset_config,
-                "columns": entry.columns or data.columns,
-                "ignore_columns": entry.ignore_columns or data.ignore_columns,
-                "image_root": entry.image_root or data.image_root,
-            }
-        )
-        for entry in data.entries(which)
-    ]
+    shared = {
+        "dataset_config": data.dataset_config,
+        "columns": data.columns,
+        "ignore_columns": data.ignore_columns,
+        "image_root": data.image_root,
+    }
+
+    def of_section(entry: DataSource) -> dict[str, Any]:
+        return {name: value for name, value in shared.items() if name not in entry.model_fields_set}
+
+    return [entry.model_copy(update=of_section(entry)) for entry in data.entries(which)]
 
 
 def common_split(data: DataConfig, which: Which) -> str:

@@ -1,6 +1,7 @@
 """Names of settings in other systems, and what to write here instead.
 
-TRL's names are in `trl_fields.py`. These are the usual names of VLM-R1, EasyR1, verl and ms-swift.
+TRL's names are in `trl_fields.py`, but for arguments of its trainer, which are here. The others are the usual names of
+VLM-R1, EasyR1, verl and ms-swift.
 """
 
 NESTED = ("worker", "trainer", "actor_rollout_ref", "reward_model", "custom_reward_function")
@@ -8,6 +9,14 @@ NESTED = ("worker", "trainer", "actor_rollout_ref", "reward_model", "custom_rewa
 
 # fmt: off
 WRITE: dict[str, str] = {
+    # TRL's GRPOTrainer
+    "peft_config": "write `use_peft=True`, with `lora_r`, `lora_alpha` and `lora_target_modules`",
+    "processing_class": "leave it out: the processor is the checkpoint's, with `min_pixels` and `max_pixels`",
+    "reward_processing_classes": "leave it out: a reward is a function, and `reward_model` is a built-in one",
+    "optimizers": "leave it out: see `optim` and `lr_scheduler_type`",
+    "callbacks": "leave it out: `metrics.jsonl` has a line for every step, and `report_to` names trackers",
+    "rollout_func": "leave it out: `rollout.engine` samples",
+    "environment_factory": "leave it out: multi-turn is not in this project",
     # VLM-R1; a single path in `data_file_paths` and `image_folders` is converted
     "is_reward_customized_from_vlm_module": "name the functions in `reward_funcs`",
     "reward_method": "name a function for each kind of answer in `reward_funcs`, such as choice or numeric",

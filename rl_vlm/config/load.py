@@ -21,6 +21,7 @@ from rl_vlm.config import trl_fields, yaml_text
 from rl_vlm.config.elsewhere import NESTED, instead_of
 from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec, RunConfig
 from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
+from rl_vlm.config.trl_objects import given_fields, is_trl_object, plain
 from rl_vlm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,50 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     `fixed` holds settings by full name that take precedence over both.
     Raises ConfigError with one line per problem: source, key, value, and what would be valid.
     """
+    in_file, (typed, problems) = _read_file(path), _parse_overrides(overrides)
+    return _merge((str(path), in_file), ("command line", typed), fixed, problems)
+
+
+def config_with(settings: Mapping[str, Any], source: str, overrides: Iterable[str]) -> RunConfig:
+    """Return the config with `settings` by full name, which come from `source`, and with `overrides`.
+
+    Raises ConfigError like `load_config`.
+    """
+    typed, problems = _parse_overrides(overrides)
+    return _merge((source, dict(settings)), ("command line", typed), {}, problems)
+
+
+def config_from(args: Any, keywords: Mapping[str, Any]) -> RunConfig:
+    """Return the settings of `GRPOTrainer`, with `keywords` as overrides of `args`.
+
+    `args` is a YAML file, a dict of what such a file holds, a GRPOConfig of TRL, or None.
+    Raises ConfigError like `load_config`, and if `args` is something else.
+    """
+    if isinstance(args, str | os.PathLike):
+        base = (os.fspath(args), _read_file(os.fspath(args)))
+    elif is_trl_object(args):
+        base = (type(args).__name__, _flatten(type(args).__name__, plain(given_fields(args))))
+    elif args is None or isinstance(args, Mapping):
+        base = ("args", _flatten("args", plain(dict(args or {}))))
+    else:
+        raise ConfigError(f"args is a {type(args).__name__}: give a YAML file, a dict, or a GRPOConfig of TRL")
+    return _merge(base, ("GRPOTrainer", _flatten("GRPOTrainer", plain(dict(keywords)))), {}, [])
+
+
+def _merge(
+    base: tuple[str, dict[str, Any]],
+    over: tuple[str, dict[str, Any]],
+    fixed: Mapping[str, Any],
+    problems: list[str],
+) -> RunConfig:
+    """Resolve the keys of two sources, which have a name for messages; those of `over` take precedence."""
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     disabled: set[str] = set()
-    in_file, (typed, problems) = _read_file(path), _parse_overrides(overrides)
+    (path, in_file), (overrides, typed) = base, over
     flat = is_flat(in_file)
     in_file = without_defaults(in_file) if flat else in_file
-    for source, keys, given in ((str(path), in_file, in_file), ("command line", typed, in_file | typed)):
+    for source, keys, given in ((path, in_file, in_file), (overrides, typed, in_file | typed)):
         found, refused = _resolve(keys, given)
         settings |= found
         disabled -= found.keys()
@@ -56,18 +94,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     if settings.get("rollout.engine") in (None, "hf"):
         settings = {name: value for name, value in settings.items() if name not in disabled}
     notes: list[str] = []
-    if flat and sources.get("log.logging_steps") == str(path) and not has_trackers(settings):
+    if flat and sources.get("log.logging_steps") == path and not has_trackers(settings):
         notes.append(f"`logging_steps` {settings.pop('log.logging_steps')} is left out: `metrics.jsonl` has every step")
     defaults = trl_defaults(settings) if flat else {}
 
     try:
         config = RunConfig.model_validate(_nest(settings | defaults))
     except ValidationError as error:
-        problems += _validation_problems(error, sources, str(path))
+        problems += _validation_problems(error, sources, path)
     if problems:
         raise ConfigError("\n".join(problems))
     if flat and os.environ.get("RANK", "0") == "0":
-        _log_defaults(str(path), defaults, [*notes, *missing_defaults(settings, in_file)])
+        _log_defaults(path, defaults, [*notes, *missing_defaults(settings, in_file)])
     return config
 
 
@@ -126,12 +164,16 @@ def _flatten(source: str, content: Any) -> dict[str, Any]:
         raise ConfigError(f"{source}: expected `key: value` settings, found {content!r}")
     flat: dict[str, Any] = {}
     for key, value in content.items():
+        found: dict[str, Any] = {}
         if isinstance(value, dict) and key in SECTIONS:
-            flat |= {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()}
+            found = {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()}
         elif isinstance(value, dict) and key.partition(".")[0] in NESTED:
-            flat |= _flatten(source, {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()})
+            found = _flatten(source, {f"{key}.{leaf}": leaf_value for leaf, leaf_value in value.items()})
         elif key not in SECTIONS or value is not None:
-            flat[str(key)] = value
+            found = {str(key): value}
+        if twice := [name for name in found if name in flat and flat[name] != found[name]]:
+            raise ConfigError(f"{source}: `{twice[0]}` is set to {flat[twice[0]]!r} and {found[twice[0]]!r}; keep one")
+        flat |= found
     return flat
 
 

@@ -228,6 +228,8 @@ class RewardSpec(Section):
     """Name in metrics. Default: the name of the function."""
     weight: float = 1.0
     """Weight of this reward in the sum."""
+    solved_from: float = 1.0
+    """Score from which a completion counts as solved: for pass@k, difficulty filtering and the report."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments passed to every call."""
     completions: Literal["auto", "messages", "text"] = "auto"
@@ -246,13 +248,18 @@ class RewardSpec(Section):
 
 class RewardsConfig(Section):
     reward_funcs: Annotated[list[str | RewardSpec], BeforeValidator(_as_list)] = []
-    """Reward functions: names, or mappings with `function`, `name`, `weight`, `kwargs`, `completions`, `timeout`,
-    `calls`, `applies_to` and `on_error`."""
+    """Reward functions: names, or mappings with `function`, `name`, `weight`, `solved_from`, `kwargs`,
+    `completions`, `timeout`, `calls`, `applies_to` and `on_error`."""
     reward_weights: list[float] | None = None
     """One weight per function, instead of a `weight` in each entry of `reward_funcs`."""
     max_fault_fraction: float = Field(default=1.0, ge=0, le=1)
     """Largest fraction of a generation window's completions that reward functions may fail on; above it the run stops.
     0 stops at the first fault. A window without any reward always stops the run."""
+
+    @property
+    def specs(self) -> list[RewardSpec]:
+        """Return the entries of `reward_funcs`, where a name alone has the defaults of an entry."""
+        return [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in self.reward_funcs]
 
 
 class AlgorithmConfig(Section):
@@ -363,6 +370,9 @@ class TrainConfig(Section):
     """Optimizer steps between checkpoints; 0 saves only at the end."""
     save_total_limit: int | None = Field(default=None, ge=1)
     """Maximum number of checkpoints to keep, including the best one with `load_best_model_at_end`. Default: all."""
+    async_save: bool = True
+    """Write checkpoints while training goes on, from a copy in host memory. A save waits for the one before, and the
+    end of the run for the last one."""
     eval_steps: int = Field(default=0, ge=0)
     """Optimizer steps between evaluations; 0 evaluates only before and after training, if there is held-out data."""
     eval_on_start: bool = True
@@ -373,6 +383,13 @@ class TrainConfig(Section):
     """Evaluation metric that selects the best checkpoint, such as `rewards/exact_match/mean`."""
     greater_is_better: bool = True
     """Whether a larger value of `metric_for_best_model` is better."""
+    stop_grace_seconds: float = Field(default=600.0, gt=0)
+    """Seconds after SIGTERM or Ctrl-C in which the run stops at a safe point and saves. Then it ends without."""
+    lost_rank_seconds: float = Field(default=60.0, gt=0)
+    """Seconds without a sign of life after which a process of the run is lost, and the others end."""
+    ddp_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds after which a process that makes no progress counts as hanging, and the others end: the time limit of
+    collectives. A process that waits for a slow reward function makes progress."""
 
 
 class EvaluationConfig(Section):
@@ -408,13 +425,16 @@ class LogConfig(Section):
     logging_steps: int = Field(default=1, ge=1)
     """Optimizer steps between reports to `report_to`; `metrics.jsonl` has every step."""
     report_to: Annotated[list[str], BeforeValidator(_as_list)] = []
-    """Trackers of accelerate: `tensorboard`, `wandb`, `mlflow`, …."""
+    """Trackers of accelerate: `tensorboard`, `wandb`, `trackio`, `mlflow`, …. The first three get some rollouts too."""
     run_name: str | None = None
     """Name of the run in trackers. Default: the last part of `output_dir`."""
     log_completions: bool = True
     """Write every completion with its rewards to `completions/*.parquet`."""
     num_completions_to_print: int = Field(default=0, ge=0)
     """Completions to print after each generation."""
+    report: bool = True
+    """Write `report.html`, during the run and at its end, and for it small copies of some prompts' images beside the
+    completions."""
     disable_tqdm: bool = False
     """Print plain lines instead of a progress bar."""
     memory_profile: bool = False

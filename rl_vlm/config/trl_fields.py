@@ -38,6 +38,7 @@ SAME = frozenset(
     output_dir seed per_device_train_batch_size gradient_accumulation_steps steps_per_generation num_train_epochs
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon
     max_grad_norm save_steps save_total_limit eval_steps eval_on_start load_best_model_at_end greater_is_better
+    ddp_timeout
 
     gradient_checkpointing logging_steps report_to run_name log_completions num_completions_to_print disable_tqdm
     """.split()

@@ -94,7 +94,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "deepspeed": None, "fsdp": (None, "", []), "fsdp_config": None, "parallelism_config": None,
     },
     "`accelerate launch` starts the processes and chooses their devices": {
-        "use_cpu": False, "local_rank": -1, "accelerator_config": None, "ddp_backend": None, "ddp_timeout": 1800,
+        "use_cpu": False, "local_rank": -1, "accelerator_config": None, "ddp_backend": None,
     },
     "the run decides how gradients are exchanged": {
         "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None, "ddp_broadcast_buffers": None,

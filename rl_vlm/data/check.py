@@ -6,15 +6,14 @@ load_rows ─► Rows ─ check_rows: columns, then every row and image header �
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import refuse_unread_images
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_THREADS = 16
 """Images whose headers are read at once: what takes time is to find and open their files."""
@@ -87,12 +88,14 @@ class UsableRows:
 
         Raises DataError if one of them has no row that can be used.
         """
-        parts = self.rows.parts
-        counts = Counter(bisect_right([part.start for part in parts], row) - 1 for row in self.indices)
-        shares = [Share(counts[i], part.entry.weight) for i, part in enumerate(parts) if part.entry.weight is not None]
-        for part, share in zip(parts, shares, strict=False):
-            if share.num_rows == 0:
-                raise DataError(f"{part.label}: none of its rows can be used, and it has weight {share.weight:g}.")
+        shares = []
+        for part in self.rows.parts:
+            if (weight := part.entry.weight) is None:
+                return []
+            first, end = (bisect_left(self.indices, row) for row in (part.start, part.start + len(part.rows)))
+            if first == end:
+                raise DataError(f"{part.label}: none of its rows can be used, and it has weight {weight:g}.")
+            shares.append(Share(end - first, weight))
         return shares
 
     def largest(self, count: int) -> list[int]:
@@ -142,21 +145,24 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
 
 def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
     """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
+    return filter(is_notable, over_rows(rows, share, partial(check_row, rows)))
+
+
+def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Iterator[T]:
+    """Yield what `inspect` returns for each row of a share, in order, from several threads.
+
+    Rows have the columns that checks read.
+    """
     columns = columns_to_check(rows.config.prompt_template)
     start = share.start
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for batch in rows.source.batches(share, columns):
             numbered = list(enumerate(batch, start))
-            parts = [numbered[i::NUM_THREADS] for i in range(NUM_THREADS)]
-            for findings in pool.map(partial(check_part, rows), parts):
-                yield from findings
+            size = -(-len(batch) // NUM_THREADS)
+            parts = [numbered[i : i + size] for i in range(0, len(batch), size)]
+            for inspected in pool.map(lambda part: [inspect(index, row) for index, row in part], parts):
+                yield from inspected
             start += len(batch)
-
-
-def check_part(rows: Rows, numbered: Sequence[tuple[int, Row]]) -> list[Finding]:
-    """Check some rows, and return what is noted."""
-    findings = [check_row(rows, index, row) for index, row in numbered]
-    return [finding for finding in findings if is_notable(finding)]
 
 
 def is_notable(finding: Finding) -> bool:

@@ -1,4 +1,4 @@
-"""A fingerprint of the training rows, by which a resumed run notices that its data has changed."""
+"""Fingerprints of rows, by which a resumed run notices that its data has changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_vlm.data.images import image_path
 from rl_vlm.data.samples import Rows
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row
+from rl_vlm.data.tables import IMAGE_COLUMNS, Row, Table
 
 
 def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
@@ -18,9 +18,27 @@ def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
     batches = rows.source.batches(range(len(rows)), rows.source.columns)
     for index, row in enumerate(row for batch in batches for row in batch):
         if index in used:
-            content = [rows.sample_ids[index], with_text_keys(without_pixels(row))]
-            digest.update(json.dumps(content, sort_keys=True, default=lambda value: type(value).__name__).encode())
+            digest.update(as_json([rows.sample_ids[index], comparable(row)]).encode())
     return f"{len(row_indices)} rows, {digest.hexdigest()[:16]}"
+
+
+def contents(table: Table) -> str:
+    """Return a digest of the contents of all rows, of which the paths of images count."""
+    digest = hashlib.sha256()
+    for batch in table.batches(range(len(table)), table.columns):
+        for row in batch:
+            digest.update(as_json(comparable(row)).encode())
+    return digest.hexdigest()
+
+
+def comparable(row: Row) -> Any:
+    """Return what is compared of a row."""
+    return with_text_keys(without_pixels(row))
+
+
+def as_json(content: Any) -> str:
+    """Return JSON in which a value that has none is represented by its type."""
+    return json.dumps(content, sort_keys=True, default=lambda value: type(value).__name__)
 
 
 def without_pixels(row: Row) -> Row:

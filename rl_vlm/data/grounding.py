@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from rl_vlm.data.tables import Row
@@ -17,19 +18,22 @@ MARKS = {"<ref-object>": "ref", "<bbox>": "bbox"}
 BOX_TYPES = (None, "real", "norm1")
 
 
-def fill_objects(messages: Any, objects: Row | None, where: str) -> Any:
+def fill_objects(messages: Any, objects: Any, where: str) -> Any:
     """Return the messages with the marks `<ref-object>` and `<bbox>` filled in, in order.
 
     A box becomes JSON text, `[x1, y1, x2, y2]`, with the numbers of the row: pixels of the image, or fractions of its
-    size if `bbox_type` is `norm1`. Messages without marks are returned as they are. Raises DataError if marks and
-    values differ in number, or if a value is no text or no box.
+    size if `bbox_type` is `norm1`. Messages without marks are returned as they are. `objects` may be JSON text. Raises
+    DataError if marks and values differ in number, or if a value is no text or no box.
     """
-    if not isinstance(messages, list) or not isinstance(objects, dict):
+    if not isinstance(messages, list):
         return messages
+    content = [message.get("content") for message in messages if isinstance(message, dict)]
+    if not any(mark in text for text in texts_in(content) for mark in MARKS):
+        return messages
+    objects = read_objects(objects, where)
     if objects.get("bbox_type") not in BOX_TYPES:
         raise DataError(f"{where}: objects.bbox_type is {objects['bbox_type']!r}; it should be real or norm1.")
     texts = {mark: written(objects.get(key) or [], key, where) for mark, key in MARKS.items()}
-    content = [message.get("content") for message in messages if isinstance(message, dict)]
     for mark, values in texts.items():
         num_marks = sum(text.count(mark) for text in texts_in(content))
         if num_marks not in (0, len(values)):
@@ -39,6 +43,19 @@ def fill_objects(messages: Any, objects: Row | None, where: str) -> Any:
             )
     left = {mark: iter(values) for mark, values in texts.items()}
     return [fill_message(message, lambda mark: next(left[mark[0]])) for message in messages]
+
+
+def read_objects(objects: Any, where: str) -> Row:
+    """Return `objects` as a dict, which is empty for None. Raises DataError if it is no object."""
+    found: Any = {} if objects is None else objects
+    if isinstance(found, str):
+        with suppress(ValueError):
+            found = json.loads(found)
+    if not isinstance(found, dict):
+        raise DataError(
+            f"{where}: found {shorten(repr(objects), 200)} for objects, expected an object with ref and bbox."
+        )
+    return found
 
 
 def written(values: list[Any], key: str, where: str) -> list[str]:

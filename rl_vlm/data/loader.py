@@ -31,6 +31,7 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.prompts import SampleRenderer, build_prompt
 from rl_vlm.data.sampler import Draw, PromptSampler
 from rl_vlm.data.samples import Rows
+from rl_vlm.distributed.signals import stop, wait_for
 from rl_vlm.errors import ConfigError, TrainingError
 from rl_vlm.types import Prompt
 
@@ -122,15 +123,15 @@ class PromptLoader:
         If workers have not been given this window, as at the start, build it here while they begin with the next one.
         """
         if not self.num_workers:
-            return [self.source.build(draw) for draw in draws]
+            return [self.source.build(draw) for draw in stop.checked(draws)]
         try:
             if self.ahead and self.ahead[0][0] == list(draws):
                 _, window = self.ahead.popleft()
                 self.send_ahead()
-                return [prompt.result() for prompt in window]
+                return [wait_for(prompt) for prompt in window]
             self.start()
             self.send_ahead()
-            return [self.source.build(draw) for draw in draws]
+            return [self.source.build(draw) for draw in stop.checked(draws)]
         except BrokenExecutor as error:
             self.close()
             raise TrainingError(

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from numbers import Number
 from pathlib import Path
@@ -132,7 +133,7 @@ class Rows:
         """Return the entry of the data that a row is from."""
         return self.parts[bisect_right(self.parts, index, key=lambda part: part.start) - 1]
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """Return the columns of all rows that reward functions can ask for."""
         of_parts = [reward_columns(part.rows, self.config.prompt_template) for part in self.parts]

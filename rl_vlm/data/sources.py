@@ -11,7 +11,7 @@ from typing import Any
 from rl_vlm.config.data_sources import is_file
 from rl_vlm.data.mixture import MixedRows
 from rl_vlm.data.tables import ArrowRows, ListRows, Table
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, RLVLMError
 from rl_vlm.functions import LoadError, load_function
 
 Source = Table | MixedRows
@@ -39,8 +39,13 @@ def open_source(name: str, split: str, subset: str | None, asked_by: str | None 
             function = load_function(name)
         except LoadError as error:
             raise DataError(f"Dataset {name!r}: {error}") from error
-        with chdir("."):  # the function may change the working directory
-            data = function()
+        try:
+            with chdir("."):  # the function may change the working directory
+                data = function()
+        except RLVLMError:
+            raise
+        except Exception as error:
+            raise DataError(f"Dataset {name!r}: the function raised {type(error).__name__}: {error}") from error
         return choose_split(data, name, split, asked_by), Path()
     return load_with_datasets(name, subset, split), Path()
 

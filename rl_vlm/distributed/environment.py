@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ FSDP_KEYS = {
 }
 """Keys of `fsdp_config` that are not read: the values that describe what happens anyway, and the reason."""
 READ_BY_FSDP2 = "fsdp_version, fsdp_reshard_after_forward, fsdp_transformer_layer_cls_to_wrap"
+TAKEN = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 OTHER_ENGINES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config (tensor, context or sequence parallelism)",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -66,14 +68,25 @@ def take_launch() -> Launch:
     """
     mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     refuse_other_engines()
-    if _take("ACCELERATE_USE_DEEPSPEED"):
+    for_deepspeed, for_fsdp = TAKEN
+    if _take(for_deepspeed):
         return Launch("deepspeed", mixed_precision, deepspeed=deepspeed_config(os.environ))
-    if _take("ACCELERATE_USE_FSDP"):
+    if _take(for_fsdp):
         check_fsdp(os.environ)
         reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
         layers = tuple(filter(None, os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").replace(" ", "").split(",")))
         return Launch("fsdp2", mixed_precision, reshard_after_forward=reshard, layers=layers)
     return Launch("ddp", mixed_precision)
+
+
+@contextmanager
+def kept_request() -> Iterator[None]:
+    """Restore after the block the launcher's request that `take_launch` has removed in it."""
+    request = {name: os.environ[name] for name in TAKEN if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(request)
 
 
 def _is_true(name: str) -> bool:

@@ -24,10 +24,10 @@ FOLDER = "optimizer"  # loaders of models may read every tensor file beside the 
 
 
 class OptimizerFiles:
-    """The optimizer's state, gathered when this is made."""
+    """The optimizer's state as it is when this is made."""
 
     def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
-        """Gather this rank's share of the state in host memory. All ranks must call this together."""
+        """Copy this rank's share of the state to host memory. All ranks must call this together."""
         num_files = ranks.world_size if optimizer.strategy.is_sharded else 1
         self.name = f"state-{ranks.rank + 1:05d}-of-{num_files:05d}.safetensors"
         self.is_written = ranks.rank < num_files
@@ -36,7 +36,13 @@ class OptimizerFiles:
         for writer, (name, parameter) in zip(writers, optimizer.trainable.items(), strict=True):
             state = optimizer.strategy.optimizer_state(parameter)
             if writer == ranks.rank:
-                self.tensors |= {f"{name}/{key}": value.cpu().contiguous() for key, value in state.items()}
+                copies = {key: value.to("cpu", copy=True).contiguous() for key, value in state.items()}
+                self.tensors |= {f"{name}/{key}": copy for key, copy in copies.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensors that this rank writes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, directory: Path) -> None:
         """Write this rank's share to a directory, without communication."""

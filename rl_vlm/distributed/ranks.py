@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
-from rl_vlm.distributed.environment import take_launch
+from rl_vlm.config.schema import TrainConfig
+from rl_vlm.distributed.environment import kept_request, take_launch
+from rl_vlm.distributed.meeting_point import init_method
+from rl_vlm.distributed.progress import mark_progress
+from rl_vlm.distributed.watch import Watch, watch_ranks
 from rl_vlm.errors import LaunchError, RLVLMError
 
 T = TypeVar("T")
-
-TIMEOUT = timedelta(minutes=30)
-"""Longest time that a rank waits for another one, which may still generate or write a checkpoint."""
 
 SECONDS_TO_FREE = 0.2
 """Time for gloo's threads to free the tensors of the last collective, for which they need Python's lock.
@@ -29,23 +31,36 @@ If the interpreter ends before they have it, the process is aborted: "terminate 
 class Ranks:
     """One process's view of all processes, which are numbered by rank. A run on one process has a single rank."""
 
-    def __init__(self) -> None:
-        """Join the processes that the launcher started.
+    stays_joined = False
+    """Whether the process group outlives this object."""
+    num_joined = 0
+    """Number of times that these processes have been joined."""
+    watch: Watch | None = None
+    """Watches the other ranks, if there are any."""
+
+    def __init__(self, train: TrainConfig | None = None) -> None:
+        """Join the processes that the launcher started, with the time limits of `train`, or the defaults.
 
         Raises LaunchError if accelerate sees another number of them, or if the launcher asks for something that has no
         effect.
         """
         from accelerate import Accelerator, InitProcessGroupKwargs
 
+        train = train or TrainConfig()
         self.launch = take_launch()
         check_devices(torch.accelerator.device_count())
 
+        limit = timedelta(seconds=train.ddp_timeout)
         self.accelerator: Any = Accelerator(
             cpu=not torch.accelerator.is_available(),
             mixed_precision="no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)],
+            kwargs_handlers=[InitProcessGroupKwargs(init_method=init_method(), timeout=limit)],
         )
         check_launch(self.world_size)
+        Ranks.num_joined += 1
+        if self.world_size > 1:
+            limits = (train.lost_rank_seconds, train.ddp_timeout)
+            self.watch = watch_ranks(self.rank, self.world_size, Ranks.num_joined, *limits)
 
     @property
     def rank(self) -> int:
@@ -65,11 +80,13 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return element-wise sums over all ranks, computed in float64."""
+        mark_progress()
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(tensor, reduction="sum").tolist()
 
     def max(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise maximum over all ranks."""
+        mark_progress()
         ranks = self.accelerator.gather(torch.tensor([values], device=self.device))  # (ranks, values)
         return ranks.amax(dim=0).tolist()
 
@@ -77,19 +94,22 @@ class Ranks:
         """Return the lists of all ranks, concatenated by rank, on every rank."""
         from accelerate.utils import gather_object
 
+        mark_progress()
         return gather_object(values)
 
     @contextmanager
     def agree(self) -> Iterator[None]:
         """Raise on every rank the RLVLMError that the block raises on any rank, so that no rank waits forever.
 
-        All ranks must enter the block.
+        All ranks must enter the block. Those that have left it wait for as long as others make progress in it.
         """
         error = None
         try:
             yield
         except RLVLMError as failure:
             error = failure
+        if self.watch:
+            self.watch.meet()
         for failure in self.gather([error]):
             if failure is not None:
                 failure.on_all_ranks = True
@@ -105,11 +125,40 @@ class Ranks:
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
 
+    def failures_shared(self) -> AbstractContextManager[None]:
+        """Show the other ranks an error that ends the block on this one alone. Raises RankLost if another is lost."""
+        return self.watch.failures_shared() if self.watch else nullcontext()
+
     def close(self) -> None:
-        """Leave the process group, whose threads may outlive it."""
-        self.accelerator.end_training()
-        if self.world_size > 1:
-            time.sleep(SECONDS_TO_FREE)
+        """Leave the process group, whose threads may outlive it. Within `stay_joined`, leave it at exit."""
+        if self.watch:
+            self.watch.leave()
+        if not Ranks.stays_joined:
+            leave_group()
+        elif torch.distributed.is_initialized():
+            atexit.unregister(leave_group)
+            atexit.register(leave_group)
+
+
+@contextmanager
+def stay_joined() -> Iterator[None]:
+    """Keep the process group and the launcher's request after the block, for another run in the same processes."""
+    with kept_request():
+        Ranks.stays_joined = True
+        try:
+            yield
+        finally:
+            Ranks.stays_joined = False
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one."""
+    from accelerate import PartialState
+
+    is_alone = PartialState().num_processes == 1
+    PartialState().destroy_process_group()
+    if not is_alone:
+        time.sleep(SECONDS_TO_FREE)
 
 
 def check_launch(seen: int) -> None:

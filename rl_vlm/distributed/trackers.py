@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,15 @@ from rl_vlm.config.schema import LogConfig
 from rl_vlm.errors import ConfigError, text_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RolloutTable:
+    """Rollouts with a path to an image each, or None."""
+
+    columns: list[str]
+    """Names of the values in a row, of which the first is the image."""
+    rows: list[list[Any]]
 
 
 class Trackers:
@@ -43,7 +55,48 @@ class Trackers:
         except Exception as error:
             logger.warning("the metrics of step %d were not sent to all trackers: %s", step, text_of(error))
 
+    def report_rollouts(self, table: RolloutTable, step: int) -> None:
+        """Send rollouts to the trackers that take tables or images. Called by the main process alone.
+
+        An error of a tracker is logged, and does not end the run.
+        """
+        for tracker in self.accelerator.trackers:
+            try:
+                if send := SENDERS.get(tracker.name):
+                    send(tracker, table, step)
+            except Exception as error:
+                logger.warning("rollouts of step %d were not sent to %s: %s", step, tracker.name, text_of(error))
+
     def close(self) -> None:
         """Flush and close the trackers."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+
+def send_table(tracker: Any, table: RolloutTable, step: int) -> None:
+    """Send a table with images. The packages wandb and trackio have the same classes."""
+    package: Any = import_module(tracker.name)
+    data = [[package.Image(str(path)) if path else None, *values] for path, *values in table.rows]
+    tracker.log({"rollouts": package.Table(columns=table.columns, data=data)}, step=step)
+
+
+def send_to_tensorboard(tracker: Any, table: RolloutTable, step: int) -> None:
+    """Send the values as text with the names of the images, and each image once."""
+    import numpy
+    from PIL import Image
+
+    paths: dict[Path, None] = dict.fromkeys(path for path, *_ in table.rows if path)
+    names = {path: f"rollouts/{i}" for i, path in enumerate(paths)}
+    rows = [[names.get(path), *values] for path, *values in table.rows]
+    lines = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in rows]
+    header = [table.columns, ["---"] * len(table.columns)]
+    tracker.writer.add_text("rollouts", "\n".join(f"| {' | '.join(line)} |" for line in [*header, *lines]), step)
+    for path, name in names.items():
+        with Image.open(path) as image:
+            tracker.writer.add_image(name, numpy.asarray(image), step, dataformats="HWC")
+
+
+SENDERS: dict[str, Callable[[Any, RolloutTable, int], None]] = {
+    "wandb": send_table, "trackio": send_table, "tensorboard": send_to_tensorboard,
+}  # fmt: skip
+"""What sends rollouts, by the name of the tracker."""

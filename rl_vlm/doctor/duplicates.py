@@ -105,7 +105,7 @@ def repeats(splits: Sequence[Split], golds: Sequence[str], places: Sequence[Plac
 
 def duplicate(rows: Rows, golds: Sequence[str], first: int, row: int) -> Finding:
     """Return the finding for a row that repeats an earlier one."""
-    one, other = ([rows.parse(index).columns.get(name) for name in golds] for index in (first, row))
+    one, other = ([repr(rows.parse(index).columns.get(name)) for name in golds] for index in (first, row))
     what = f"{rows.place(row)}: {rows.place(first)} has the same prompt and images"
     if one == other:
         return Finding("warning", "duplicate", what, DUPLICATE, rows.name, row)

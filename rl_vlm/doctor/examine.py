@@ -14,7 +14,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.doctor.duplicates import find_duplicates
 from rl_vlm.doctor.environment import check_disk, check_environment
 from rl_vlm.doctor.findings import Diagnosis
-from rl_vlm.doctor.golds import check_golds, gold_columns
+from rl_vlm.doctor.golds import check_golds
 from rl_vlm.doctor.model import check_budget, check_family, find_checkpoint, fitting, make_builder, too_large
 from rl_vlm.doctor.pixels import check_pixels
 from rl_vlm.doctor.rows import Split, load_split
@@ -22,6 +22,7 @@ from rl_vlm.doctor.settings import REMEDY, check_settings
 from rl_vlm.doctor.smoke import run_two_steps
 from rl_vlm.model.loading import load_policy
 from rl_vlm.plan.weights import Weights, count_weights
+from rl_vlm.reward.golds import gold_columns
 from rl_vlm.reward.suite import RewardSuite
 
 
@@ -60,7 +61,9 @@ def examine_data(
     train, held_out = (load_split(config, split, suites, diagnosis) for split in ("train", "eval"))
     splits = [split for split in (train, held_out) if split is not None]
     if splits:
-        golds = list(dict.fromkeys(name for split in splits for name in gold_columns(split.rows, suites)))
+        functions = [reward for suite in suites for reward in suite.functions]
+        columns = list(dict.fromkeys(name for split in splits for name in split.rows.columns))
+        golds = gold_columns(columns, functions)
         diagnosis.findings += find_duplicates(splits, golds, decode)
         diagnosis.checked.append(f"duplicates by prompt and {'pixels' if decode else 'encoded bytes'} of images")
     for split in splits:

@@ -47,5 +47,5 @@ class Diagnosis:
 
     @property
     def status(self) -> int:
-        """The exit status of the command: 0 if there is nothing but infos, 1 with warnings, 2 with errors."""
+        """Return the exit status: 0 if there is nothing but infos, 1 with warnings, 2 with errors."""
         return max((STATUS[finding.severity] for finding in self.findings), default=0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_vlm.data.samples import ParsedRow, Rows
 from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.doctor.rows import Split
-from rl_vlm.errors import shorten
+from rl_vlm.errors import listed, shorten
 from rl_vlm.reward.function import Reward
-from rl_vlm.reward.golds import GoldScore, gold_scores, reads_images, why_not_scored
+from rl_vlm.reward.golds import GoldScore, gives_less_than_zero, gold_columns, gold_scores, reads_images, why_not_scored
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Sample
 
@@ -26,35 +26,36 @@ NO_GOLD = "Fill the column, leave the row out, or add a reward function that app
 FAILS = "Correct the gold answer or the function: completions on which it fails are masked."
 BELOW = "Correct the gold answer, or its form: the model cannot learn an answer that its reward refuses."
 CONSTANT = "Check data.columns: a model that always gives this answer has every reward."
+UNREAD = "Write the file again, or leave the row out: the other rows were not scored."
 GIVEN = "Leave the answer out of the prompt."
-
-
-def gold_columns(rows: Rows, suites: Iterable[RewardSuite]) -> list[str]:
-    """Return the columns of the data that reward functions name."""
-    named = {name for suite in suites for name in suite.columns}
-    return [name for name in rows.columns if name in named and name != "id"]
 
 
 def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosis) -> None:
     """Check the gold answers of the rows that can be used."""
     rows, used = split.rows, split.usable.indices
-    golds = gold_columns(rows, suites)
+    golds = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
     if not golds or not used:
         return
     scored: dict[str, list[GoldScore]] = {}
+    subtracts: dict[str, bool] = {}
     all_scored = True
     for suite in suites:
-        (reward,), columns = suite.functions, gold_columns(rows, [suite])
+        (reward,), columns = suite.functions, gold_columns(rows.columns, suite.functions)
         if not columns:
             continue
         if reason := why_not_scored(reward):
             diagnosis.not_checked.append(f"gold answers of {rows.name} under {reward.name}: {reason}")
             all_scored = False
             continue
-        scored[reward.name] = scores_of_rows(rows, used, reward, columns)
+        with diagnosis.noting("gold answers", UNREAD):
+            scored[reward.name] = scores_of_rows(rows, used, reward, columns)
+            subtracts[reward.name] = gives_less_than_zero(reward, example_of(rows, used[0], reward))
+        if reward.name not in scored:
+            all_scored = False
+            continue
         diagnosis.checked.append(f"gold answers of {rows.name} under {reward.name}")
     for name, scores in scored.items():
-        diagnosis.findings += score_findings(rows, used, golds, name, scores)
+        diagnosis.findings += score_findings(rows, used, golds, name, scores, subtracts[name])
     if all_scored and scored:
         diagnosis.findings += missing_golds(rows, used, golds, list(scored.values()))
     diagnosis.findings += column_findings(rows, used, golds)
@@ -62,9 +63,8 @@ def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosi
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
     """Return the score of each row's gold answer. Images are decoded for functions that read them."""
-    with_images = reads_images(reward)
-    samples = (rows[row] if with_images else without_images(rows, row) for row in used)
-    reward.form = reward.find_form(rows[used[0]] if with_images else without_images(rows, used[0]))
+    samples = (example_of(rows, row, reward) for row in used)
+    reward.form = reward.find_form(example_of(rows, used[0], reward))
     return [score for part in in_parts(samples) for score in gold_scores(reward, part, columns)]
 
 
@@ -80,16 +80,21 @@ def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
         yield part
 
 
-def without_images(rows: Rows, row: int) -> Sample:
-    """Return a row as a sample whose images are not read."""
+def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
+    """Return a row as a sample. Its images are read if the function reads them."""
+    if reads_images(reward):
+        return rows[row]
     parsed = rows.parse(row)
     return Sample(rows.sample_ids[row], parsed.messages, [], parsed.columns, parsed.prompt)
 
 
 def score_findings(
-    rows: Rows, used: Sequence[int], golds: Sequence[str], name: str, scores: Sequence[GoldScore]
+    rows: Rows, used: Sequence[int], golds: Sequence[str], name: str, scores: Sequence[GoldScore], subtracts: bool
 ) -> list[Finding]:
-    """Return the findings of one function: gold answers on which it fails, or that it scores below its maximum."""
+    """Return the findings of one function: gold answers on which it fails, or that it scores below its maximum.
+
+    With `subtracts`, 0 may be its maximum.
+    """
     numbers = [found.score for found in scores if found.score is not None]
     highest = max(numbers, default=0.0)
     is_usual = sum(number == highest for number in numbers) >= USUAL * len(numbers)
@@ -98,8 +103,13 @@ def score_findings(
         if fault is not None:
             what = f"{rows.place(row)}: {name} fails on its gold answer: {fault}"
             findings.append(Finding("warning", "gold answer that a reward fails on", what, FAILS, rows.name, row))
-        elif score is not None and (score <= 0 or (is_usual and score < highest)):
-            shown = described(rows.parse(row).columns, golds)
+        elif score is not None and ((score <= 0 and not (subtracts and score == 0)) or (is_usual and score < highest)):
+            found = rows.parse(row).columns
+            if all(found.get(gold) is None for gold in golds):
+                what = f"{rows.place(row)}: {name} scores a row without a value for {listed(golds)}"
+                findings.append(Finding("warning", "row without a gold answer", what, NO_GOLD, rows.name, row))
+                continue
+            shown = described(found, golds)
             what = f"{rows.place(row)}: {name} gives its gold answer {score:g}, and others {highest:g}: {shown}"
             findings.append(
                 Finding("warning", "gold answer below the maximum of its reward", what, BELOW, rows.name, row)
@@ -133,8 +143,9 @@ def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> li
             if gives_away(parsed, gold):
                 what = f"{rows.place(row)}: the prompt ends with the answer of column {name}: {shorten(gold, 80)}"
                 findings.append(Finding("warning", "prompt that ends with its answer", what, GIVEN, rows.name, row))
+    all_constant = all(len(found) == 1 for found in values.values())
     for name, found in values.items():
-        if len(found) == 1 and len(used) > 1:
+        if len(found) == 1 and len(used) > 1 and (all_constant or name == "solution"):
             what = f"{rows.name}: column {name} is {shorten(next(iter(found)), 80)} in all {len(used)} rows"
             findings.append(Finding("warning", "constant gold answer", what, CONSTANT, rows.name))
     return findings

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import NUM_THREADS, UsableRows
+from rl_vlm.data.check import UsableRows, over_rows
 from rl_vlm.data.columns import refuse_unread_images
-from rl_vlm.data.samples import Rows, columns_to_check, load_rows
+from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.data.tables import Row
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.errors import DataError
@@ -90,21 +89,7 @@ def load_split(
 
 def inspect_rows(rows: Rows) -> Iterator[RowFacts]:
     """Yield what is noted of every row, in order. Images are read as far as their headers."""
-    columns = columns_to_check(rows.config.prompt_template)
-    start = 0
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for batch in rows.source.batches(range(len(rows)), columns):
-            size = -(-len(batch) // NUM_THREADS)
-            parts = [(start + i, batch[i : i + size]) for i in range(0, len(batch), size)]
-            for facts in pool.map(partial(inspect_part, rows), parts):
-                yield from facts
-            start += len(batch)
-
-
-def inspect_part(rows: Rows, part: tuple[int, Sequence[Row]]) -> list[RowFacts]:
-    """Inspect consecutive rows, of which the first has the given index."""
-    start, batch = part
-    return [inspect_row(rows, index, row) for index, row in enumerate(batch, start)]
+    return over_rows(rows, range(len(rows)), partial(inspect_row, rows))
 
 
 def inspect_row(rows: Rows, index: int, row: Row) -> RowFacts:

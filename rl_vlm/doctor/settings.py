@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rl_vlm.config.batches import BatchPlan, plan_batches
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.doctor.findings import Diagnosis, Finding
-from rl_vlm.dry_run import (
-    Report,
-    check_engine,
-    check_model,
-    check_optim,
-    check_output_dir,
-    check_resumed,
-    check_rewards,
-)
-from rl_vlm.log.files import refuse_earlier_run
+from rl_vlm.dry_run import Report, check_around_data, check_rewards
 from rl_vlm.reward.suite import RewardSuite
 
 REMEDY = "Change the setting that the message names."
@@ -31,14 +20,7 @@ def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[Reward
     with report.problem():
         plan = plan_batches(config, 1)
     suites = check_rewards(config.rewards, report)
-    with report.problem():
-        check_output_dir(Path(config.train.output_dir))
-        refuse_earlier_run(Path(config.train.output_dir), config.train)
-        check_resumed(config)
-        report.checked.append(f"output directory {config.train.output_dir}")
-    check_optim(config, report)
-    check_engine(config, report)
-    check_model(config, report)
+    check_around_data(config, report)
     diagnosis.checked += report.checked
     diagnosis.findings += [Finding("error", "settings", problem, REMEDY) for problem in report.problems]
     return suites, plan

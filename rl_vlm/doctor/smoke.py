@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,19 @@ def run_two_steps(
 
 
 def few_rows(usable: UsableRows) -> list[Row]:
-    """Return the rows with the largest images and longest texts, and the first ones."""
-    chosen = list(dict.fromkeys([*usable.largest(NUM_LARGEST), *usable.indices[:NUM_ROWS]]))
-    return [with_absolute_paths(usable.rows.source[row], usable.rows.part(row).image_folder) for row in chosen]
+    """Return the rows with the largest images and longest texts, and the first ones of each source.
+
+    They have all columns of the data, and ids that differ between sources.
+    """
+    rows, indices = usable.rows, usable.indices
+    firsts = [bisect_left(indices, part.start) for part in rows.parts]
+    of_parts = [row for first in firsts for row in indices[first : first + NUM_LARGEST]]
+    chosen = dict.fromkeys([*usable.largest(NUM_LARGEST), *indices[:NUM_ROWS], *of_parts])
+    columns = dict.fromkeys(rows.source.columns)
+    return [
+        columns | with_absolute_paths(rows.source[row], rows.part(row).image_folder) | {"id": rows.sample_ids[row]}
+        for row in chosen
+    ]
 
 
 def with_absolute_paths(row: Row, folder: Path) -> Row:
@@ -103,5 +114,6 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConf
         "gradient_accumulation_steps": None, "steps_per_generation": None, "save_steps": 0, "eval_steps": 0,
         "load_best_model_at_end": False,
     }  # fmt: skip
-    values["log"] |= {"report_to": [], "disable_tqdm": True, "memory_profile": False, "num_completions_to_print": 0}
+    values["log"] |= {"report_to": [], "disable_tqdm": True, "num_completions_to_print": 0}
+    values["log"] |= {"memory_profile": False, "report": False}
     return RunConfig.model_validate(values)

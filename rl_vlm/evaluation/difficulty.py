@@ -1,7 +1,7 @@
 """Difficulty filtering: a training dataset of the prompts whose success rate lies in a range.
 
-A completion succeeds if a reward function scores it 1 or more, as in pass@k. A prompt's success rate is the share of
-its scored completions that succeed.
+A completion succeeds if a reward function scores it `solved_from` or more, as in pass@k. A prompt's success rate is the
+share of its scored completions that succeed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class SuccessRange:
     low: float
     high: float
     function: str
+    solved_from: float = 1.0
+    """Score from which a completion succeeds."""
 
 
 def success_range(
@@ -52,15 +54,18 @@ def success_range(
             f"--keep {low:g}..{high:g}: with rollout.num_generations_eval {num_generations} a success rate is one of "
             f"{rates}; sample more completions per prompt"
         )
-    return SuccessRange(low, high, name or largest[0])
+    function = name or largest[0]
+    return SuccessRange(low, high, function, rewards.solved_from[function])
 
 
-def success_rates(completions: Sequence[Mapping[str, Any]], function: str) -> dict[int, float]:
+def success_rates(
+    completions: Sequence[Mapping[str, Any]], function: str, solved_from: float = 1.0
+) -> dict[int, float]:
     """Compute the success rate of each row of the data that has a scored completion."""
     successes: dict[int, list[bool]] = {}
     for completion in completions:
         if completion[function] is not None:
-            successes.setdefault(completion["row"], []).append(completion[function] >= 1)
+            successes.setdefault(completion["row"], []).append(completion[function] >= solved_from)
     return {row: sum(found) / len(found) for row, found in successes.items()}
 
 
@@ -74,7 +79,8 @@ def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[st
     import pyarrow
 
     path.unlink(missing_ok=True)
-    rates = {row: r for row, r in success_rates(completions, kept.function).items() if kept.low <= r <= kept.high}
+    rates = success_rates(completions, kept.function, kept.solved_from)
+    rates = {row: rate for row, rate in rates.items() if kept.low <= rate <= kept.high}
     if not rates:
         return 0
     chosen = sorted(rates)

@@ -3,6 +3,9 @@
 evaluation/
     completions.parquet     one row per completion, in order of the data
     summary.json            the figures
+    config.yaml             every setting; of a comparison, those of the first checkpoint
+    starts.jsonl            the command, versions, the device
+    report.html             all of it, to look at; see rl_vlm/report/
     dropped_prompts.jsonl   the rows of the data that were left out, each with the reason
     kept.parquet            the rows of the data whose success rate is in the range of `--keep`
     images/                 images that the data holds as pixels, each once; others stay where they are
@@ -11,7 +14,6 @@ evaluation/
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +28,7 @@ from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.log.completions import write_rows
 from rl_vlm.log.directory import DROPPED, write_dropped
 from rl_vlm.log.files import atomic_write, write_file
+from rl_vlm.log.images import image_digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -85,8 +88,7 @@ class EvaluationDirectory:
 
     def write_image(self, image: Image) -> Path:
         """Write an image as a PNG named by a hash of its pixels, unless it exists, and return the path."""
-        digest = hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
-        path = self.image_folder / f"{digest[:32]}.png"
+        path = self.image_folder / f"{image_digest(image)}.png"
         if not path.exists():
             self.image_folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as unfinished:
@@ -102,6 +104,12 @@ class EvaluationDirectory:
         if dropped:
             write_dropped(self.path / DROPPED, dropped)
         write_file(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+
+    def discard_unfinished(self, why: str) -> None:
+        """Delete the chunks that an earlier evaluation has finished, and warn if there are any."""
+        if num_chunks := len(list(self.unfinished.glob("row_*.json"))):
+            logger.warning("%s has %d finished chunks, which are evaluated again: %s", self.unfinished, num_chunks, why)
+        self.delete_unfinished()
 
     def delete_unfinished(self) -> None:
         """Delete the chunks, so that the next evaluation does not resume from them."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -16,10 +17,13 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import RewardError
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
-from rl_vlm.log.completions import completion_rows
+from rl_vlm.log.completions import completion_rows, data_columns
+from rl_vlm.log.files import disk_errors
+from rl_vlm.log.images import MOST_HELD_OUT, PromptImages
 from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.progress_bar import ProgressBar
 from rl_vlm.reward.suite import NOT_APPLICABLE, RewardSuite
@@ -55,10 +59,12 @@ class Evaluator:
         rewards: RewardSuite,
         usable: UsableRows | None = None,
         gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
+        image_folder: Path | None = None,
     ) -> None:
         """`usable` are the held-out rows, if they are loaded and checked already.
 
-        The engine generates in the context `gathered()`, which all ranks open together.
+        The engine generates in the context `gathered()`, which all ranks open together. Images of some prompts are
+        kept in `image_folder`, if given.
         """
         self.gathered = gathered
         self.config = config
@@ -71,6 +77,8 @@ class Evaluator:
         self.usable = fitting_rows(usable, builder, limit) if isinstance(builder, PromptBuilder) else usable
         self.rows = usable.rows
         self.sampling = evaluation_sampling(config)
+        num_prompts = len(self.usable.indices)
+        self.images = PromptImages(image_folder, num_prompts, MOST_HELD_OUT) if image_folder else None
 
     def run(
         self,
@@ -87,7 +95,7 @@ class Evaluator:
         chunks = [*finished, *self.ranks.gather(mine)]
         rows = sorted((row for chunk in chunks for row in chunk.rows), key=lambda r: (r["row"], r["completion_index"]))
         faults = sum((Counter(chunk.fault_counts) for chunk in chunks), Counter())
-        metrics = summarise(rows, self.rewards.names, self.sampling.num_generations)
+        metrics = summarise(rows, self.rewards.solved_from, self.sampling.num_generations)
         metrics |= {f"reward_faults/{name}": float(faults[name]) for name in sorted(faults)}
         return Evaluation(metrics, rows, self.usable.dropped)
 
@@ -122,7 +130,7 @@ class Evaluator:
 
     def prompts(self, indices: Sequence[int]) -> list[Prompt]:
         """Build the prompts of dataset rows. Raises DataError, naming the row, if one cannot be used."""
-        return [build_prompt(self.rows, index, self.builder) for index in indices]
+        return [build_prompt(self.rows, index, self.builder) for index in stop.checked(indices)]
 
     def evaluate_rows(
         self,
@@ -147,11 +155,14 @@ class Evaluator:
         return chunk if directory is None else directory.write_chunk(chunk)
 
     def data_columns(self, index: int, sample: Sample, directory: EvaluationDirectory | None) -> dict[str, Any]:
-        """Return the sample's columns of text and numbers, as `data/<column>`, and the paths of its images."""
-        columns = {f"data/{name}": value for name, value in sample.columns.items() if is_plain(value)}
+        """Return the sample's columns as `data/<column>`, and the paths of its images."""
+        columns = data_columns(sample.columns)
         if directory is not None:
             folder = self.rows.part(index).image_folder
             columns["images"] = directory.image_references(self.rows.source[index], sample.images, folder)
+        elif self.images is not None:
+            with disk_errors(self.images.folder):
+                columns["images"] = self.images.write(sample)
         return columns
 
 
@@ -164,11 +175,6 @@ def check_rewarded(metrics: Mapping[str, float]) -> None:
             f"none of the {metrics['num_completions']:.0f} completions of the evaluation has a reward, because reward "
             f"functions failed: {counts}. The log has the first fault of each kind with its place."
         )
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a column's value is text, a number or None."""
-    return value is None or isinstance(value, str | int | float)
 
 
 def evaluation_sampling(config: RunConfig) -> Sampling:

@@ -16,18 +16,20 @@ ANSWER = re.compile(r"(?s).*<answer>(.*)</answer>")
 """The last closed tag, as the built-in reward functions read it."""
 
 
-def summarise(rows: Sequence[Row], names: Sequence[str], num_generations: int) -> dict[str, float]:
+def summarise(rows: Sequence[Row], solved_from: Mapping[str, float], num_generations: int) -> dict[str, float]:
     """Compute mean, 95% interval, pass@k and majority@k of each reward function, and lengths of the completions.
 
-    Completions that a function does not apply to, or failed on, do not count in its figures.
+    `solved_from` has the score of each function from which a completion is solved. Completions that a function does not
+    apply to, or failed on, do not count in its figures.
     """
     metrics = {"num_samples": float(len({row["sample_id"] for row in rows})), "num_completions": float(len(rows))}
-    for column, name in [("reward", "reward"), *((name, f"rewards/{name}/mean") for name in names)]:
+    for column, name in [("reward", "reward"), *((name, f"rewards/{name}/mean") for name in solved_from)]:
         values = [row[column] for row in rows if row[column] is not None]
         if values:
             metrics[name] = float(np.mean(values))
-    for name in names:
-        metrics |= {f"rewards/{name}/{figure}": value for figure, value in figures(rows, name, num_generations).items()}
+    for name, score in solved_from.items():
+        found = figures(rows, name, score, num_generations)
+        metrics |= {f"rewards/{name}/{figure}": value for figure, value in found.items()}
     lengths = [row["completion_length"] for row in rows if row["completion_length"] is not None]
     if lengths:
         metrics["completions/mean_length"] = float(np.mean(lengths))
@@ -36,16 +38,16 @@ def summarise(rows: Sequence[Row], names: Sequence[str], num_generations: int) -
 
 
 def summarise_by(
-    rows: Sequence[Row], column: str, names: Sequence[str], num_generations: int
+    rows: Sequence[Row], column: str, solved_from: Mapping[str, float], num_generations: int
 ) -> dict[str, dict[str, float]]:
     """Run `summarise` on the rows of each value of a column of the data, in order of the values as text."""
     by_value: dict[str, list[Row]] = {}
     for row in rows:
         by_value.setdefault(str(row.get(f"data/{column}")), []).append(row)
-    return {value: summarise(by_value[value], names, num_generations) for value in sorted(by_value)}
+    return {value: summarise(by_value[value], solved_from, num_generations) for value in sorted(by_value)}
 
 
-def figures(rows: Sequence[Row], name: str, num_generations: int) -> dict[str, float]:
+def figures(rows: Sequence[Row], name: str, solved_from: float, num_generations: int) -> dict[str, float]:
     """Compute interval, pass@k and majority@k of one reward function; empty if it scored nothing."""
     by_sample: dict[str, list[Row]] = {}
     for row in rows:
@@ -58,7 +60,7 @@ def figures(rows: Sequence[Row], name: str, num_generations: int) -> dict[str, f
     low, high = bootstrap_interval([float(np.mean(values)) for values in scores.values()])
     return (
         {"ci_low": low, "ci_high": high}
-        | {f"pass@{k}": value for k, value in pass_at(scores, num_generations).items()}
+        | {f"pass@{k}": value for k, value in pass_at(scores, num_generations, solved_from).items()}
         | {f"majority@{k}": value for k, value in majority_at(answers, scores, num_generations).items()}
     )
 
@@ -77,8 +79,8 @@ def powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
 
 
-def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int) -> dict[int, float]:
-    """Compute pass@k for k = 1, 2, 4, … up to the completions per sample; a score of 1 or more passes.
+def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int, solved_from: float = 1.0) -> dict[int, float]:
+    """Compute pass@k for k = 1, 2, 4, … up to the completions per sample; a score of `solved_from` or more passes.
 
     The unbiased estimate 1 - C(n - c, k) / C(n, k) for c of n that pass (Chen et al., arXiv:2107.03374, equation 1),
     averaged over samples that have k scores.
@@ -86,7 +88,7 @@ def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int) -> dict
     result = {}
     for k in powers_of_two(num_generations):
         estimates = [
-            1.0 - np.prod(1.0 - k / np.arange(len(v) - sum(s >= 1 for s in v) + 1, len(v) + 1))
+            1.0 - np.prod(1.0 - k / np.arange(len(v) - sum(s >= solved_from for s in v) + 1, len(v) + 1))
             for v in scores.values()
             if len(v) >= k
         ]

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config.data_sources import data_sources
+from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.load import check_evaluable
-from rl_vlm.config.schema import RewardSpec, RunConfig
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
@@ -28,12 +29,14 @@ from rl_vlm.evaluation.evaluator import (
     Evaluator,
     check_rewarded,
     evaluation_sampling,
-    is_plain,
 )
 from rl_vlm.evaluation.figures import summarise_by
-from rl_vlm.log.directory import DROPPED
+from rl_vlm.live import is_live_name
+from rl_vlm.log.completions import is_plain
+from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, REPORT, SUMMARY
 from rl_vlm.log.files import lock_directory, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
+from rl_vlm.log.starts import append_start
 from rl_vlm.model.loading import initial_checkpoint
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
@@ -92,12 +95,14 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
 
     Raises RewardError if reward functions failed and an evaluation has no reward. Its files are written before that.
     """
-    config, ranks = next(iter(configs.values())), Ranks()
+    config = next(iter(configs.values()))
     check_evaluable(config)
+    ranks = Ranks(config.train)
     check_evaluation_launch(ranks.launch, config.model.dtype)
     root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
     with ExitStack() as opened:
         opened.callback(ranks.close)
+        opened.enter_context(ranks.failures_shared())
         with ranks.agree():
             if ranks.is_main:
                 opened.enter_context(lock_directory(root))
@@ -112,6 +117,13 @@ def evaluate_in(
     folders = {name: root / name if len(configs) > 1 else root for name in configs}
     directories = {name: EvaluationDirectory(folder, root / "images") for name, folder in folders.items()}
     summaries = {}
+    if ranks.is_main:
+        for name in (CONFIG, REPORT, COMPARISON, SUMMARY, EVALUATED):  # of an earlier evaluation, with other settings
+            (root / name).unlink(missing_ok=True)
+        append_start(root, ranks.world_size, is_first=True)
+        for name, folder in folders.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / CONFIG, to_yaml(configs[name]).encode())
     with RewardSuite(config.rewards) as rewards:
         usable = checked_rows(config, "eval", rewards, ranks)
         kept = check_options(options, usable.rows, rewards, config.rollout.num_generations_eval)
@@ -125,7 +137,7 @@ def evaluate_in(
             gc.collect()  # before the next model is loaded
     if ranks.is_main:
         if len(summaries) > 1:
-            write_file(root / "comparison.json", (json.dumps(summaries, indent=2) + "\n").encode())
+            write_file(root / COMPARISON, (json.dumps(summaries, indent=2) + "\n").encode())
         for directory in directories.values():
             directory.delete_unfinished()
     return summaries
@@ -162,10 +174,11 @@ class EvaluatedModel:
 
     def summarise_and_write(self, evaluation: Evaluation, by: Sequence[str], kept: SuccessRange | None) -> Summary:
         """Summarise on every rank, and write on the main one."""
-        names, num_generations = self.rewards.names, self.config.rollout.num_generations_eval
+        solved_from, num_generations = self.rewards.solved_from, self.config.rollout.num_generations_eval
         summary: Summary = dict(evaluation.metrics)
         if by:
-            summary["by"] = {column: summarise_by(evaluation.rows, column, names, num_generations) for column in by}
+            rows = evaluation.rows
+            summary["by"] = {column: summarise_by(rows, column, solved_from, num_generations) for column in by}
         if not self.ranks.is_main:
             return summary
         if kept is not None:
@@ -185,6 +198,8 @@ class EvaluatedModel:
         checkpoint = config.model.model_name_or_path if served else initial_checkpoint(config, ranks)
         settings = what_matters(config, checkpoint, self.usable)
         with ranks.agree():
+            if ranks.is_main and has_live_names(config):
+                self.directory.discard_unfinished("functions and rows in memory may have changed since")
             finished = self.directory.resume(settings) if ranks.is_main else []
         finished = ranks.gather(finished)
         num_finished = len({row["row"] for chunk in finished for row in chunk.rows})
@@ -200,16 +215,22 @@ class EvaluatedModel:
             engine.close()
 
 
+def has_live_names(config: RunConfig) -> bool:
+    """Return whether a reward function or the rows are objects in memory, of which a digest does not tell all."""
+    functions = [spec.function for spec in config.rewards.specs]
+    return any(map(is_live_name, [*functions, *(entry.name for entry in config.data.entries("eval"))]))
+
+
 def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict[str, Any]:
     """Return the fingerprint of an evaluation. One resumes another only if their fingerprints are equal."""
-    specs = [RewardSpec(function=s) if isinstance(s, str) else s for s in config.rewards.reward_funcs]
     files = [file_stamps(entry.name.split(":")[0]) for entry in data_sources(config.data, "eval")]
     sample_ids = [usable.rows.sample_ids[index] for index in usable.indices]
     return {
         "model": config.model.model_dump() | {"files": file_stamps(checkpoint)},
         "data": config.data.model_dump() | {"files": files},
         "samples": hashlib.sha256("\n".join(sample_ids).encode()).hexdigest(),
-        "rewards": config.rewards.model_dump() | {"files": [file_stamps(s.function.split(":")[0]) for s in specs]},
+        "rewards": config.rewards.model_dump()
+        | {"files": [file_stamps(s.function.split(":")[0]) for s in config.rewards.specs]},
         "sampling": asdict(evaluation_sampling(config)),
         "engine": config.evaluation.endpoint_url or config.rollout.engine,
     }

@@ -1,47 +1,86 @@
-"""`completions/completions_00000.parquet`: every completion of a generation window, with its rewards.
+"""Every completion with its rewards.
 
-The number is the optimizer step, from 0, that the window was generated for.
+completions/completions_00000.parquet   of the generation window for this optimizer step, from 0
+completions/held_out_00000.parquet      of the evaluation after this many optimizer steps
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.schema import LogConfig
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
+from rl_vlm.log.images import PromptImages
 from rl_vlm.types import Completion, Prompt, RewardTable, ScoredGroup, ServedCompletion
 
 if TYPE_CHECKING:
     import pyarrow
 
+FOLDER = "completions"
+MOST_TRACKED_GROUPS, MOST_TRACKED_COMPLETIONS = 4, 8
+"""Groups of a window, and completions of a group, that are sent to trackers."""
+LONGEST_VALUE = 10_000
+"""Characters of a list or a mapping of the data that are written as JSON."""
+
 
 class CompletionsLog:
     """Writes and prints the completions of each generation window."""
 
-    def __init__(self, output_dir: Path, ranks: Ranks, log: LogConfig) -> None:
+    def __init__(self, output_dir: Path, ranks: Ranks, log: LogConfig, num_prompts: int = 0) -> None:
+        """`num_prompts` is the number of different prompts of the run, of which some keep their images."""
         self.output_dir = output_dir
         self.ranks = ranks
         self.writes = log.log_completions
         self.num_to_print = log.num_completions_to_print
+        self.images = PromptImages(output_dir / FOLDER / "images", num_prompts) if log.report else None
 
     def write(self, step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> None:
         """Write the groups of all ranks, generated for optimizer step `step`. Raises CheckpointError on disk errors."""
         if not self.writes and not self.num_to_print:
             return
-        rows = self.ranks.gather(completion_rows(step, groups, table))
+        own_rows = completion_rows(step, groups, table)
+        with self.ranks.agree(), disk_errors(self.output_dir):
+            if self.writes:
+                self.add_data(own_rows, groups)
+        rows = self.ranks.gather(own_rows)
         with self.ranks.agree(), disk_errors(self.output_dir):
             if self.ranks.is_main:
                 print_rows(rows[: self.num_to_print])
                 if self.writes:
                     write_rows(window_path(self.output_dir, step), rows)
 
+    def write_held_out(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the completions of an evaluation after `step` optimizer steps. All ranks have the same rows.
+
+        Raises CheckpointError on disk errors.
+        """
+        with self.ranks.agree(), disk_errors(self.output_dir):
+            if self.ranks.is_main and self.writes and rows:
+                write_rows(self.output_dir / FOLDER / f"held_out_{step:05d}.parquet", rows)
+
+    def add_data(self, rows: Sequence[dict[str, Any]], groups: Sequence[ScoredGroup]) -> None:
+        """Add the columns of the data to rows, and write the images that are kept."""
+        position = iter(rows)
+        for scored in groups:
+            sample = scored.group.prompt.sample
+            columns = data_columns(sample.columns)
+            if self.images is not None and (paths := self.images.write(sample)) is not None:
+                columns["images"] = paths
+            for _ in scored.group.completions:
+                next(position).update(columns)
+
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
-    """Build a row per completion. A reward is None if it does not apply or failed, a length if it is not known."""
+    """Build a row per completion. A reward is None if it does not apply or failed, a length if it is not known, a fault
+    if there is none.
+    """
     return [
         {
             "step": step,
@@ -54,14 +93,45 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
             "finish_reason": completion.finish_reason,
             "prompt_length": len(scored.group.prompt.token_ids) or None,
             "completion_length": num_tokens(completion),
+            "image_sizes": [list(image.size) for image in scored.group.prompt.sample.images],
+            "model_image_sizes": [list(size) for size in scored.group.prompt.image_sizes or []],
             **{name: number(scored.scores_GF[g, f].item()) for f, name in enumerate(table.names)},
             "reward": number(scored.rewards_G[g].item()),
             "advantage": scored.advantages_G[g].item(),
+            "fault": "\n".join(table.faults.get((p, g), [])) or None,
             **{name: column[p][g] for name, column in table.breakdown.items()},
         }
         for p, scored in enumerate(groups)
         for g, completion in enumerate(scored.group.completions)
     ]
+
+
+def data_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row of the data as `data/<column>`: texts and numbers, and lists and mappings as JSON.
+
+    Values that JSON does not have, and long lists and mappings, are left out.
+    """
+    found: dict[str, Any] = {}
+    for name, value in columns.items():
+        if is_plain(value):
+            found[f"data/{name}"] = value
+        elif isinstance(value, list | tuple | dict) and (text := short_json(value)) is not None:
+            found[f"data/{name}"] = text
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a column's value is text, a number or None."""
+    return value is None or isinstance(value, str | int | float)
+
+
+def short_json(value: Any) -> str | None:
+    """Return a value as JSON, or None if JSON does not have it or it is too long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return None
+    return text if len(text) <= LONGEST_VALUE else None
 
 
 def num_tokens(completion: Completion) -> int | None:
@@ -71,6 +141,33 @@ def num_tokens(completion: Completion) -> int | None:
 def number(value: float) -> float | None:
     """Return the value, or None for NaN."""
     return None if value != value else value
+
+
+def rollout_table(path: Path, step: int, functions: Sequence[str]) -> RolloutTable:
+    """Return a few groups of a window for trackers: those whose images are kept, then the first ones.
+
+    `step` is the step of the metrics that the rollouts are sent with.
+    """
+    import pyarrow.parquet
+
+    windows = windows_of(pyarrow.parquet.read_table(path).to_pylist()).values()
+    groups = [group for window in windows for group in window]
+    chosen = sorted(groups, key=lambda group: not group[0].get("images"))[:MOST_TRACKED_GROUPS]
+    columns = ["sample_id", "prompt", "completion", *functions, "reward", "advantage", "finish_reason"]
+    rows = [
+        [path.parent / row["images"][0] if row.get("images") else None, step, *(row.get(name) for name in columns)]
+        for group in chosen
+        for row in group[:MOST_TRACKED_COMPLETIONS]
+    ]
+    return RolloutTable(["image", "step", *columns], rows)
+
+
+def windows_of(rows: Sequence[dict[str, Any]]) -> dict[int, list[list[dict[str, Any]]]]:
+    """Return the groups of rows by step."""
+    windows: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        windows.setdefault(row["step"], {}).setdefault(row["group_id"], []).append(row)
+    return {step: list(groups.values()) for step, groups in windows.items()}
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -116,11 +213,39 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def window_path(output_dir: Path, step: int) -> Path:
-    return output_dir / "completions" / f"completions_{step:05d}.parquet"
+    return output_dir / FOLDER / f"completions_{step:05d}.parquet"
 
 
-def drop_windows_from(output_dir: Path, step: int) -> None:
-    """Delete windows generated for `step` or later: a run that resumes from `step` generates them again."""
-    for path in (output_dir / "completions").glob("completions_*.parquet"):
-        if int(re.sub(r"\D", "", path.stem)) >= step:
-            path.unlink()
+def drop_after(output_dir: Path, step: int | None, next_window: int) -> None:
+    """Delete what a run that resumes from `step` writes again: windows from `next_window` on, and later evaluations.
+
+    If `step` is None, the run starts anew, and all files are deleted.
+    """
+    if step is None:
+        shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
+        return
+    windows = [path for path in window_paths(output_dir) if step_of(path) >= next_window]
+    evaluations = [path for path in held_out_paths(output_dir) if step_of(path) > step]
+    for path in windows + evaluations:
+        path.unlink()
+
+
+def window_paths(output_dir: Path) -> list[Path]:
+    """Return the files of all windows, in order of their steps."""
+    return sorted((output_dir / FOLDER).glob("completions_*.parquet"), key=step_of)
+
+
+def held_out_paths(output_dir: Path) -> list[Path]:
+    """Return the files of all evaluations within the run, in order of their steps."""
+    return sorted((output_dir / FOLDER).glob("held_out_*.parquet"), key=step_of)
+
+
+def window_before(output_dir: Path, step: int) -> Path | None:
+    """Return the file of the window that an optimizer step, from 1, has trained on."""
+    paths = [path for path in window_paths(output_dir) if step_of(path) < step]
+    return paths[-1] if paths else None
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer step in the name of a file."""
+    return int(re.sub(r"\D", "", path.stem))

@@ -5,6 +5,10 @@ output_dir/
     metrics.jsonl                            one line per optimizer step; step 0 is the evaluation before training
     micro_batch_tokens.jsonl                 one line per change of the token budget, see rl_vlm/memory/budget.py
     completions/completions_00000.parquet    one row per completion, one file per generation window
+    completions/held_out_00000.parquet       the same, one file per evaluation within the run
+    completions/images/                      small copies of the images of some prompts, for the report
+    starts.jsonl                             one line per start: the command, versions, the device
+    report.html                              everything above, to look at; see rl_vlm/report/
     checkpoint-N/                            see rl_vlm/checkpoint.py
     summary.json, reward.png                 the outcome
     memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/profile/report.py
@@ -25,18 +29,25 @@ from typing import Any
 
 import torch
 
+from rl_vlm import checkpoint
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import CheckpointError, ConfigError
 from rl_vlm.log.budget import BUDGET, BudgetLog
-from rl_vlm.log.completions import drop_windows_from
+from rl_vlm.log.completions import drop_after
 from rl_vlm.log.files import LOCK, METRICS, disk_errors, refuse_earlier_run
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.memory.budget import BudgetChange
+from rl_vlm.model.files import read_json
 from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+EVALUATED, COMPARISON = "completions.parquet", "comparison.json"
+"""Of an evaluation, and of several."""
+REPORT = "report.html"
 DROPPED = "dropped_prompts.jsonl"
 MEMORY_PROFILE = ("memory_profile.json", "memory_profile.png")
 
@@ -82,17 +93,17 @@ class RunDirectory:
         """
         self.metrics.truncate_after(last_line)
         self.budget.write(budget_changes)
-        drop_windows_from(self.path, next_window)
+        drop_after(self.path, step, next_window)
         for directory in self.path.iterdir():
             match = re.fullmatch(r"(unfinished-)?checkpoint-(\d+)", directory.name)
             if match and (match[1] or step is None or int(match[2]) > step):
                 logger.warning("deleting %s, which this run will write again", directory)
                 shutil.rmtree(directory)
-        for name in ("summary.json", "reward.png", *MEMORY_PROFILE, DROPPED):
+        for name in (SUMMARY, REPORT, "reward.png", *MEMORY_PROFILE, DROPPED):
             (self.path / name).unlink(missing_ok=True)
         if dropped:
             write_dropped(self.path / DROPPED, dropped)
-        (self.path / "config.yaml").write_text(to_yaml(config))
+        (self.path / CONFIG).write_text(to_yaml(config))
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         with disk_errors(self.path):
@@ -114,7 +125,20 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         with disk_errors(self.path):
-            (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            (self.path / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def checkpoint_of_run(run: Path) -> Path:
+    """Return the checkpoint that the run's summary names, or the newest complete one if there is no summary yet.
+
+    Raises CheckpointError if there is none. A run that was moved keeps its checkpoints.
+    """
+    if (run / SUMMARY).is_file():
+        return run / Path(read_json(run / SUMMARY)["checkpoint"]).name
+    found = checkpoint.complete(run)
+    if not found:
+        raise CheckpointError(f"{run} has no complete checkpoint yet; train.save_steps says when one is written")
+    return found[-1]
 
 
 def write_dropped(path: Path, dropped: Sequence[dict[str, Any]]) -> None:

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.checkpoint import complete
+from rl_vlm.log.directory import REPORT
 from rl_vlm.log.metrics import function_name, is_score, reward_faults
 
 
 def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
-    """Describe the change in held-out scores, reward faults, skipped updates, and where the files are."""
+    """Describe the change in held-out scores, reward faults, skipped updates, and where the files are.
+
+    The last line names the report, if there is one.
+    """
     before, after = summary["eval_before"] or {}, summary["eval_after"] or {}
     changes = [
         f"{function_name(metric)} from {before[metric]:.2f} to {after[metric]:.2f}"
@@ -28,7 +32,12 @@ def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
         *fault_lines(summary.get("reward_faults", {})),
         *fault_lines(reward_faults(after), "held-out completions"),
     ]
-    return "\n".join([files, *skipped_lines(summary), *faults])
+    return "\n".join([files, *skipped_lines(summary), *faults, *report_lines(directory)])
+
+
+def report_lines(directory: Path) -> list[str]:
+    """Return a line that names the report, if there is one."""
+    return [f"To see all of it, open {directory / REPORT} in a browser."] if (directory / REPORT).is_file() else []
 
 
 def interrupted_training(output_dir: str) -> str:
@@ -58,7 +67,7 @@ def evaluation_outcome(summary: dict[str, Any], output_dir: str) -> str:
         lines.append(scores_table(column, by_value))
     if "kept" in summary:
         lines.append(kept_line(summary["kept"], directory / "kept.parquet"))
-    return "\n".join(lines)
+    return "\n".join([*lines, *report_lines(directory)])
 
 
 def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) -> str:
@@ -74,7 +83,7 @@ def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) ->
     lines.append(
         f"The table is in {directory / 'comparison.json'}, completions are in a folder per checkpoint beside it."
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, *report_lines(directory)])
 
 
 def functions(metrics: dict[str, Any]) -> list[str]:

@@ -1,20 +1,24 @@
-"""The progress of a run or an evaluation: figures and time left, on a bar or on plain lines."""
+"""The progress of a run or an evaluation: figures and time left, on a bar or on plain lines.
+
+A notebook shows a bar of its own, or the terminal's if ipywidgets is not installed.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from time import monotonic
 from typing import Any
 
-from tqdm import tqdm
+import tqdm
 
 from rl_vlm.log.metrics import function_name, is_score, reward_faults, skipped_updates
 
 
 class ProgressBar:
-    """Shows progress on standard error: plain lines if `plain` or if no bar can be drawn there, else a bar.
+    """Shows progress on standard error or in a notebook: plain lines if `plain` or if no bar can be drawn, else a bar.
 
     A bar within another one, as that of an evaluation during training, disappears when it is complete. `title` stands
     before it. `silent` prints nothing.
@@ -27,9 +31,10 @@ class ProgressBar:
         self.start = monotonic()
         is_bar = not (silent or plain) and can_draw_bar()
         self.prints_lines = not (silent or is_bar)
-        self.bar = tqdm(
-            initial=done, total=total, unit=unit, desc=title or None, disable=not is_bar, dynamic_ncols=True, leave=None
+        self.bar = bar_class()(
+            initial=done, total=total, unit=unit, desc=title or None, disable=not is_bar, dynamic_ncols=True
         )
+        self.bar.leave = self.bar.pos == 0
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -49,8 +54,30 @@ class ProgressBar:
         self.bar.update(done - self.bar.n)
 
 
+def bar_class() -> type[tqdm.tqdm]:
+    """Return the bar of a notebook with ipywidgets, or that of terminals."""
+    if in_notebook() and find_spec("ipywidgets"):
+        from tqdm.notebook import tqdm_notebook
+
+        return tqdm_notebook
+    return tqdm.tqdm
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    if "IPython" not in sys.modules:
+        return False
+    shell = sys.modules["IPython"].get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
 def can_draw_bar() -> bool:
-    """Return whether standard error is a terminal of known width. In one that reports 0 columns no bar can be drawn."""
+    """Return whether this is a notebook, or standard error a terminal of known width.
+
+    In a terminal that reports 0 columns no bar can be drawn.
+    """
+    if in_notebook():
+        return True
     try:
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except OSError:  # a terminal without a file descriptor

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rl_vlm.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of the variable: since PyTorch 2.9, and before."""
@@ -21,3 +27,19 @@ def configure_allocator(config: RunConfig) -> None:
         wanted = config.rollout.engine == "hf"
     if wanted and not any(name in os.environ for name in VARIABLES):
         os.environ |= dict.fromkeys(VARIABLES, EXPANDABLE)
+
+
+@contextmanager
+def allocator_configured(config: RunConfig) -> Iterator[None]:
+    """Configure the allocator while the block runs, so that a later run of the process does so by its own settings."""
+    own = any(name in os.environ for name in VARIABLES)
+    configure_allocator(config)
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        logger.info("a CUDA device is in use: its allocator keeps the `memory.expandable_segments` of its first use")
+    try:
+        yield
+    finally:
+        if not own:
+            for name in VARIABLES:
+                os.environ.pop(name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +72,13 @@ class ResidentPeak:
 def peak_of(device: torch.device) -> Peak:
     """Return the counter for a rank's device."""
     return CudaPeak(device) if device.type == "cuda" else ResidentPeak()
+
+
+def held_gib() -> float:
+    """Return the GiB that this process holds: PyTorch's reserve on a GPU, else its largest resident memory so far."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def allocated_bytes() -> int:

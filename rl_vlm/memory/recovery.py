@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from rl_vlm.distributed.progress import mark_progress
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OutOfMemory, shorten
 from rl_vlm.memory.budget import Budget
@@ -96,6 +97,7 @@ class Recovery:
     @contextmanager
     def watch(self, batch: MicroBatch) -> Iterator[None]:
         """Run one micro-batch in this context, which raises MicroBatchOutOfMemory if it runs out of memory."""
+        mark_progress()
         try:
             yield
         except RuntimeError as error:

@@ -80,8 +80,6 @@ class Family:
     cross_attends: bool = False
     """Whether images enter through cross-attention layers, not as tokens of the row (Mllama). Text before an image
     attends to all images of a forward, so a forward holds one prompt."""
-    hybrid: bool = False
-    """Whether some layers carry a state from token to token, so that completions in one row would affect each other."""
     unshardable: str | None = None
     """Why ranks cannot shard its weights, if some rows call other modules than others."""
     since: str | None = None
@@ -169,15 +167,15 @@ FAMILIES: dict[str, Family] = {
             unshardable="rows without images skip its cross-attention layers",
             since="5.19",  # 5.17 needs cross-attention masks of all tokens
         ),
-        Family("qwen3_5", ("model.visual",), hybrid=True, **MROPE),
-        Family("qwen3_5_moe", ("model.visual",), hybrid=True, **MROPE),
-        Family("lfm2_vl", TOWER, hybrid=True, unshardable=PROJECTOR_PER_IMAGE),
+        Family("qwen3_5", ("model.visual",), **MROPE),
+        Family("qwen3_5_moe", ("model.visual",), **MROPE),
+        Family("lfm2_vl", TOWER, unshardable=PROJECTOR_PER_IMAGE),
         Family(
-            "minicpmv4_6", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE,
+            "minicpmv4_6", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
             since="5.19",  # before, all images of a prompt must have one size
         ),
         Family(
-            "minicpmv4_7", ("model.vision_tower", "model.merger"), hybrid=True, unshardable=PROJECTOR_PER_IMAGE,
+            "minicpmv4_7", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
             prompt_positions=canvas_positions, since="5.19",
         ),
     )

@@ -29,6 +29,7 @@ from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
 from rl_vlm.model.recomputation import enable_recomputation
 from rl_vlm.model.shared_prefix import enable_shared_rows
+from rl_vlm.model.shared_state import STATE_LAYERS, cannot_share_states, enable_shared_states
 from rl_vlm.model.trainable import freeze_untrained
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
 from rl_vlm.types import Prompt, Sharing
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INITIAL_ADAPTER = "initial"
-SHAREABLE_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types that compute a softmax over keys, masked by relative positions."""
+SHAREABLE_LAYERS = {"full_attention", "sliding_attention", *STATE_LAYERS}
+"""Layer types that compute a softmax over keys, masked by relative positions, or carry a state that can be shared."""
 
 
 def load_policy(
@@ -63,8 +64,9 @@ def load_policy(
     transformer = base_model(model)
     family = family_of(transformer.config)
     freeze_untrained(model, transformer, family, config.model)
-    if config.model.attn_implementation == "sdpa" and not family.hybrid:
+    if config.model.attn_implementation == "sdpa":
         enable_shared_rows(transformer)
+        enable_shared_states(transformer)
     use_linear_patches(transformer)
     enable_recomputation(transformer, family, config.memory.gradient_checkpointing)
     refuse_unshareable(transformer, config.memory, config.model)
@@ -79,9 +81,14 @@ def load_policy(
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
     """Return the most tokens that a prompt can have beside a completion, or None if the model's config has no limit."""
-    found = checkpoint_config(base_of(checkpoint), config.model)
-    context = getattr(found.get_text_config(), "max_position_embeddings", None)
+    context = context_length(config.model, checkpoint)
     return None if context is None else context - config.rollout.max_completion_length
+
+
+def context_length(config: ModelConfig, checkpoint: str) -> int | None:
+    """Return the most tokens of a prompt with its completion, or None if the model's config has no limit."""
+    found = checkpoint_config(base_of(checkpoint), config)
+    return getattr(found.get_text_config(), "max_position_embeddings", None)
 
 
 def load_model(
@@ -229,14 +236,14 @@ def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
 
 def why_not_shared(model: PreTrainedModel) -> str | None:
     """Return why this model cannot share prefixes exactly, or None if it can."""
-    if family_of(model.config).hybrid:
-        return "some layers carry a state from token to token, which would cross completions"
     text = model.config.get_text_config()
     if text._attn_implementation != "group_shared":
         return "model.attn_implementation is not sdpa"
     unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
     if unknown:
         return f"the checkpoint has {', '.join(sorted(unknown))} layers, which nobody has checked"
+    if cannot_share_states(model):
+        return "the installed transformers computes layers with a state in a new way, which nobody has checked"
     return None
 
 

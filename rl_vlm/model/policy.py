@@ -1,7 +1,6 @@
 """The policy as a function from micro-batches to log-probs and entropies of N completions.
 
 MicroBatch ─ shared_inputs | dense_inputs, image features ─► forward of the language model ─► hidden states
-           ─ hybrid families, without gradients ─► prompt, then completions on copies of its cache ─► hidden states
            ─ those that predict completion tokens ─► LM head in chunks ─► PolicyOutput
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,13 +125,12 @@ class Policy(nn.Module):
         ModelError if a completion is invalid (`check_completions`), or if images and placeholder tokens do not match.
         """
         check_completions(batch, self.banned_token_ids)
-        by_cache = batch.shared and self.family.hybrid
         with self.autocast(keeps_casts=False), self.offloading():
             # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
             self.vision.keep(batch, runs.before)
             num_idle = runs.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
             idle = self.vision.idle(num_idle)
-            hidden = (self.hidden_behind_cache(batch) if by_cache else self.hidden_of_rows(batch)) + idle
+            hidden = self.hidden_of_rows(batch) + idle
         self.count(batch)
         targets = to_device(torch.cat([c.token_ids for c in batch.completions]), self.device)
         logprobs, entropies = self.logprobs(hidden, targets)
@@ -150,31 +147,6 @@ class Policy(nn.Module):
         self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
         self.counters["prefix_tokens"] += sum(len(prompt.token_ids) for prompt in rows.prompts)
         return output.last_hidden_state.flatten(0, 1)[rows.predictor_index]
-
-    def hidden_behind_cache(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
-        """Return the same states for hybrid families: run each prompt once, then completions on copies of its cache.
-
-        Works without gradients only: the backward pass does not go through a cache.
-        """
-        assert not torch.is_grad_enabled()
-        features, hidden = self.vision.encode([subgroup.prompt for subgroup in batch.subgroups]), []
-        for subgroup in batch.subgroups:
-            rows = dense_inputs(replace(batch, subgroups=[subgroup]), self.family, self.transformer)
-            num_prompt, num_rows = len(subgroup.prompt.token_ids), len(subgroup.members)
-            prefix = {name: value[..., :1, :num_prompt] for name, value in rows.kwargs.items()}
-            images = [features[subgroup.prompt]] if subgroup.prompt in features else []
-            with self.vision.given(images) as image_inputs:
-                output = self.transformer.base_model(**prefix, **image_inputs, use_cache=True)
-            prompt_states, cache = output.last_hidden_state.expand(num_rows, -1, -1), output.past_key_values
-            cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=self.device))
-            behind = {name: value[..., num_prompt:] for name, value in rows.kwargs.items()}
-            behind["attention_mask"] = rows.kwargs["attention_mask"]
-            output = self.transformer.base_model(**behind, past_key_values=cache, use_cache=True)
-            states = torch.cat([prompt_states, output.last_hidden_state], dim=1)
-            hidden.append(states.flatten(0, 1)[rows.predictor_index])
-            self.counters["computed_tokens"] += num_prompt + behind["input_ids"].numel()
-            self.counters["prefix_tokens"] += num_prompt
-        return torch.cat(hidden)
 
     def logprobs(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]

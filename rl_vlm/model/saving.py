@@ -1,8 +1,7 @@
 """The files of a model in a checkpoint, in the format of `from_pretrained`.
 
-whole       `save_pretrained`, on the main process
-in parts    an adapter: gathered by all ranks, written by the main process
-            a model: each rank gathers and writes some blocks, as files of one checkpoint
+an adapter  copied to host memory, gathered by all ranks if they hold shards; written by the main process
+a model     block after block, alike; written as files of one checkpoint, some by each rank if ranks hold shards
 """
 
 from __future__ import annotations
@@ -30,34 +29,37 @@ INDEX = "model.safetensors.index.json"
 
 
 class PolicyFiles:
-    """The model, or only the trained adapter, with its processor. Shards are gathered when this is made."""
+    """The model, or only the trained adapter, with its processor, as they are when this is made."""
 
     def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks, in_parts: bool = False) -> None:
-        """Gather this rank's share of the files in host memory. All ranks must call this together.
+        """Copy this rank's share of the weights to host memory. All ranks must call this together.
 
         With `in_parts` every rank writes some files of a model. Otherwise the main process, which has it whole, does.
         """
         self.policy = policy
         self.processor = processor
         self.ranks = ranks
-        self.in_parts = in_parts
         self.adapter: dict[str, Tensor] | None = None
-        """The weights of an adapter, if they had to be gathered."""
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """The tensors of each file of a sharded model that this rank writes."""
-        if not in_parts:
-            return
+        """The tensors of each file of a model that this rank writes."""
         if policy.model is not policy.transformer:
-            self.adapter = gathered_adapter(policy)
+            self.adapter = adapter_weights(policy)
             return
-        self.tensors = gathered_files(policy, ranks)
+        if in_parts or ranks.is_main:
+            self.tensors = model_files(policy, ranks.rank, ranks.world_size if in_parts else 1)
         self.file_of = {
             name: file
             for files in ranks.gather([{file: list(named) for file, named in self.tensors.items()}])
             for file, names in files.items()
             for name in names
         }
-        self.num_bytes = int(ranks.sum([sum(t.nbytes for named in self.tensors.values() for t in named.values())])[0])
+        self.num_bytes_of_model = int(ranks.sum([float(self.num_bytes)])[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensors that this rank writes."""
+        adapter = self.adapter if self.adapter and self.ranks.is_main else {}
+        return sum(tensor.nbytes for named in (adapter, *self.tensors.values()) for tensor in named.values())
 
     def write(self, directory: Path) -> None:
         """Write this rank's share to a directory, without communication."""
@@ -66,48 +68,49 @@ class PolicyFiles:
             save_file(tensors, directory / file, metadata={"format": "pt"})
         if not self.ranks.is_main:
             return
-        model: Any = self.policy.model
-        if model is not self.policy.transformer:
+        if self.adapter is None:
+            self.write_configs(directory)
+        else:
+            model: Any = self.policy.model
             model.save_pretrained(
                 directory, selected_adapters=["default"], state_dict=self.adapter, save_embedding_layers=False
             )
-        elif self.in_parts:
-            self.write_configs(directory)
-        else:
-            model.save_pretrained(directory)
         self.processor.save_pretrained(directory)
 
     def write_configs(self, directory: Path) -> None:
-        """Write what `save_pretrained` writes beside a sharded model's tensors."""
+        """Write what `save_pretrained` writes beside a model's tensors."""
         model = self.policy.transformer
         model.config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
         if len(set(self.file_of.values())) > 1:
-            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(self.file_of.items()))}
+            index = {
+                "metadata": {"total_size": self.num_bytes_of_model},
+                "weight_map": dict(sorted(self.file_of.items())),
+            }
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def gathered_adapter(policy: Policy) -> dict[str, Tensor]:
-    """Return the trained adapter's weights by name, gathered in host memory."""
+def adapter_weights(policy: Policy) -> dict[str, Tensor]:
+    """Return the trained adapter's weights by name, in host memory. All ranks must call this together."""
     trained = ((name, p) for name, p in policy.model.named_parameters() if p.requires_grad)
-    return {name: whole(parameter).cpu() for name, parameter in trained}
+    return {name: whole(parameter).to("cpu", copy=True) for name, parameter in trained}
 
 
-def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """Return the files of a sharded model that this rank writes, with their tensors in host memory.
+def model_files(policy: Policy, writer: int, num_writers: int) -> dict[str, dict[str, Tensor]]:
+    """Return the files of a model that one of `num_writers` ranks writes, with their tensors in host memory.
 
-    All ranks gather one weight after the other, and file i is kept by rank i modulo the number of ranks. Each rank
+    If ranks hold shards, all gather one weight after the other, and writer i modulo their number keeps file i. Each
     gets about as many bytes, since a file ends with the block that reaches its size.
     """
     model: Any = policy.transformer
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
-    share = sum(map(num_bytes, blocks)) / ranks.world_size
+    share = sum(map(num_bytes, blocks)) / num_writers
     files = split_into_files(blocks, share / math.ceil(share / MAX_FILE_BYTES))
     kept: dict[str, dict[str, Tensor]] = {}
     for i, blocks in enumerate(files):
         name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        is_mine = i % ranks.world_size == ranks.rank
+        is_mine = i % num_writers == writer
         if is_mine:
             kept[name] = {}
         for block in blocks:
@@ -115,7 +118,7 @@ def gathered_files(policy: Policy, ranks: Ranks) -> dict[str, dict[str, Tensor]]
             for weight_name, weight in block:
                 tensor = whole(weight)  # by all ranks
                 if is_mine:
-                    gathered[weight_name] = tensor.cpu()
+                    gathered[weight_name] = tensor.to("cpu", copy=True)
             if is_mine:
                 kept[name] |= {n: t.contiguous() for n, t in as_in_checkpoints(model, gathered).items()}
     return kept

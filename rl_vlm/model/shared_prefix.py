@@ -73,6 +73,14 @@ class RowLayout:
     """0 for tokens of prefixes, and 1 + the index of its completion for others."""
     row_logical: Int[Tensor, " row"]
     """`logical_index` of completion tokens, and the row position of others."""
+    packed_index: Int[Tensor, " row"]
+    """For each token of the row, its index if all prefixes came first, and then all completions."""
+    num_tokens: tuple[int, int]
+    """Of all prefixes, and of all completions."""
+    prefix_bounds: Int[Tensor, " prompts+1"]
+    """Starts of prefixes among the tokens of prefixes, and their number (`cu_seqlens` of variable-length kernels)."""
+    completion_bounds: Int[Tensor, " completions+1"]
+    """The same of completions."""
     masks: RowMasks | BlockMask | None = None
     """Attention masks for the layers of one type; set on the layout that is passed to them."""
     ndim = 4
@@ -126,6 +134,10 @@ class RowLayout:
             row_owner=sent(along_row(prompts[:, None], owner_N[:, None])),
             row_part=sent(along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])),
             row_logical=sent(along_row(prefix_index, logical_index)),
+            packed_index=sent(row_index.argsort()),
+            num_tokens=(int(lengths[is_prefix].sum()), int(lengths[~is_prefix].sum())),
+            prefix_bounds=sent(F.pad(lengths[is_prefix].cumsum(0), (1, 0))),
+            completion_bounds=sent(F.pad(lengths[~is_prefix].cumsum(0), (1, 0))),
         )
 
     def with_masks(self, mask_function: MaskFunction) -> RowLayout:
@@ -186,17 +198,17 @@ def _ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid, starts[:, None] + offsets, 0), valid
 
 
-_active_layout: ContextVar[RowLayout | None] = ContextVar("active_layout", default=None)
+active_layout: ContextVar[RowLayout | None] = ContextVar("active_layout", default=None)
 
 
 @contextmanager
 def shared_row(layout: RowLayout | None) -> Iterator[None]:
     """Run the forwards inside on one packed row of this layout; None keeps the stock attention."""
-    token = _active_layout.set(layout)
+    token = active_layout.set(layout)
     try:
         yield
     finally:
-        _active_layout.reset(token)
+        active_layout.reset(token)
 
 
 def enable_shared_rows(model: PreTrainedModel) -> None:
@@ -206,7 +218,7 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
     from transformers.masking_utils import sdpa_mask
 
     def mask(*args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
-        layout = _active_layout.get()
+        layout = active_layout.get()
         if layout is None:
             return sdpa_mask(*args, **kwargs)
         made = kwargs["attention_mask"]  # PaliGemma makes it, and its language model asks again

@@ -6,16 +6,15 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.optim import refuse_shards
 from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization
-from rl_vlm.plan.build import Hardware
+from rl_vlm.plan.engines import Engine
 from rl_vlm.rollout.build import beside_ranks
 
 
-def check_setup(config: RunConfig, hardware: Hardware) -> None:
-    """Raise the error with which a run ends if its settings cannot be used on this hardware.
+def check_setup(config: RunConfig, engine: Engine, num_ranks: int) -> None:
+    """Raise the error with which a run ends if its settings cannot be used with this engine and number of ranks.
 
     Whether packages are installed here does not matter.
     """
-    engine, num_ranks = hardware.engine, hardware.num_ranks
     plan_batches(config, num_ranks)
     if config.rollout.engine == "vllm":
         beside_ranks(config, num_ranks)

@@ -45,9 +45,9 @@ def offloaded(engine: Engine, weights: Weights, optim: str) -> int:
 
 
 def saved(plan: MemoryPlan, gpus: int) -> int:
-    """Return the bytes of a checkpoint that a node's ranks hold before they write them."""
-    state = state_bytes(plan.weights, plan.optim)
-    if not plan.engine.shards_state:
-        return state
-    whole = state + (plan.weights.trained_bytes if plan.engine.shards_weights else 0)
-    return whole * gpus // plan.num_ranks
+    """Return the bytes of a checkpoint that a node's ranks hold until it is written. The main process holds what ranks
+    do not shard.
+    """
+    share = gpus / plan.num_ranks
+    model = plan.weights.trained_bytes * (share if plan.engine.shards_weights else 1)
+    return int(model + state_bytes(plan.weights, plan.optim) * (share if plan.engine.shards_state else 1))

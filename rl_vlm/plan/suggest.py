@@ -117,7 +117,7 @@ def with_engines(config: RunConfig, changes: Changes, hardware: Hardware, models
 def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> Setup | None:
     """Plan a run with other settings, adapted if that makes it fit. Returns None if the run refuses them."""
     try:
-        check_setup(with_changes(config, changes), hardware)
+        check_setup(with_changes(config, changes), hardware.engine, hardware.num_ranks)
     except (ValidationError, RLVLMError):
         return None
     model = models.of(with_changes(config, changes))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from inspect import Parameter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,12 @@ from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
 from rewards.stand_ins import stand_ins
 from rewards.worker import Worker
 from rl_vlm.config.schema import RewardSpec
+from rl_vlm.distributed.signals import stop, wait_for, wait_until_done
 from rl_vlm.errors import RewardError, did_you_mean, listed
 from rl_vlm.functions import LoadError, load_callable
+from rl_vlm.live import LIVE, label_of, live
 from rl_vlm.reward.arguments import arguments
+from rl_vlm.reward.made_up import made_up_group, state_outside
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample, TrainerState
@@ -40,31 +44,40 @@ class Reward:
     def __init__(self, spec: RewardSpec) -> None:
         """Load the function. Raises RewardError if that fails, or if it does not have one of the settings."""
         require_packages(spec.function)
-        load = partial(load_reward, spec.function)
         try:
             with chdir("."):
-                adapted = load()
+                adapted = load_reward(spec.function, list(spec.kwargs))
         except LoadError as error:
             raise RewardError(f"reward function {spec.function!r}: {error}") from error
         self.function = adapted.function
-        self.name = spec.name or getattr(self.function, "__name__", type(self.function).__name__)
+        self.system = adapted.system
+        self.name = spec.name or label_of(self.function)
         self.weight = spec.weight
-        self.settings = self.checked_settings(spec)
+        self.solved_from = spec.solved_from
+        is_built_in = spec.function in BUILT_INS
+        self.settings = self.checked_settings(spec, no_columns=is_built_in or adapted.is_wrapped)
         self.applies_to = {column: as_list(values) for column, values in spec.applies_to.items()}
         self.calls = spec.calls
         self.must_not_fail = spec.on_error == "raise"
-        is_built_in = spec.function in BUILT_INS
         self.asks_a_model = spec.function in ASKS_A_MODEL
         timeout = spec.timeout or TIMEOUTS.get(spec.function)
-        self.worker = Worker(partial(load_function_alone, spec.function), timeout) if timeout else None
+        objects = {spec.function: LIVE[spec.function]} if spec.function in LIVE else {}
+        self.worker = (
+            Worker(partial(load_function_alone, spec.function, list(spec.kwargs), objects), timeout)
+            if timeout
+            else None
+        )
         self.form: Form | None = adapted.form if spec.completions == "auto" else spec.completions
         reads_form = {"prompts", "completions"} & parameters(self.function).keys() or takes_anything(self.function)
         self.probes_form = spec.completions == "auto" and not adapted.form and bool(reads_form) and not is_built_in
         if adapted.system:
             logger.info("reward function %r has the protocol of %s", self.name, adapted.system)
 
-    def checked_settings(self, spec: RewardSpec) -> dict[str, Any]:
-        """Return the settings that every call gets. Raises RewardError if the function does not have one of them."""
+    def checked_settings(self, spec: RewardSpec, no_columns: bool) -> dict[str, Any]:
+        """Return the settings that every call gets. With `no_columns`, keyword-only parameters are settings alone.
+
+        Raises RewardError if the function does not have one of the settings, or needs one more.
+        """
         try:
             known = parameters(self.function)
         except ValueError as error:
@@ -75,10 +88,12 @@ class Reward:
                 raise RewardError(
                     f"reward function {self.name!r} has no argument {key!r}{hint}; it takes {listed(known)}"
                 )
-        # Defaults of built-ins are passed as well, so that a column called `tags` does not become a setting.
-        is_built_in = spec.function in BUILT_INS
-        defaults = {key: p.default for key, p in known.items() if is_built_in and p.kind is p.KEYWORD_ONLY}
-        return defaults | spec.kwargs
+        # Defaults are passed as well, so that a column called `tags` does not become a setting.
+        defaults = {key: p.default for key, p in known.items() if no_columns and p.kind is p.KEYWORD_ONLY}
+        settings = defaults | spec.kwargs
+        if missing := [key for key, value in settings.items() if value is Parameter.empty]:
+            raise RewardError(f"reward function {self.name!r} needs {listed(missing)}: set its `kwargs`")
+        return settings
 
     def applies(self, columns: Mapping[str, Any]) -> bool:
         """Return whether the function is called for a row with these columns."""
@@ -120,15 +135,8 @@ class Reward:
 
     def probe(self, example: Sample, form: Form) -> Fault | None:
         """Call the function on two made-up completions in this form, and return the fault, if there is one."""
-        import torch
-
-        from rl_vlm.types import Completion, Group, Prompt, TrainerState
-
-        text = made_up_completion(example.columns)
-        completion = Completion(torch.arange(len(text)), torch.zeros(len(text)), "stop", text)
-        group = Group("made-up", Prompt(example, torch.empty(0, dtype=torch.int64), {}, {}), [completion] * 2, 0)
-        state = TrainerState(global_step=0, max_steps=1, epoch=0.0)
-        answer = self.start([group], state, form, example.columns)()
+        group = made_up_group(example, [made_up_completion(example.columns)] * 2)
+        answer = self.start([group], state_outside(), form, example.columns)()
         return next((score for score in answer.scores if isinstance(score, Fault)), None)
 
     def start(
@@ -158,10 +166,18 @@ class Reward:
         if self.worker is not None:
             answers = asyncio.to_thread(self.worker.call, [batch([group]) for group in groups])
             waiting = asyncio.run_coroutine_threadsafe(answers, background_loop())
-            return lambda: join(waiting.result())
-        parts = [groups] if self.calls == "window" else [[group] for group in groups]
-        calls = [Call(self.function, *batch(part)) for part in parts]
-        return lambda: join([call.answer() for call in calls])
+            return lambda: join(wait_for(waiting))
+        calls = []
+        for part in [groups] if self.calls == "window" else [[group] for group in groups]:
+            stop.check()
+            calls.append(Call(self.function, *batch(part)))
+
+        def wait_for_calls() -> list[Answer]:
+            for call in calls:
+                wait_until_done(call.returned)
+            return [call.answer() for call in calls]
+
+        return lambda: join(wait_for_calls())
 
 
 def require_packages(name: str) -> None:
@@ -173,15 +189,19 @@ def require_packages(name: str) -> None:
         raise RewardError(f"reward function {name!r} is one of TRL: pip install 'rl-vlm[trl]'")
 
 
-def load_reward(name: str) -> Adapted:
-    """Load a function by its name, as one that is called as in TRL. Raises LoadError if it cannot be loaded."""
+def load_reward(name: str, kwargs: Sequence[str]) -> Adapted:
+    """Load a function by its name, as one that is called as in TRL. Raises LoadError if it cannot be loaded.
+
+    `kwargs` names the settings that it will be given.
+    """
     with stand_ins():
-        return adapt(load_callable(name, BUILT_INS, ENTRY_POINT_GROUP))
+        return adapt(load_callable(name, BUILT_INS, ENTRY_POINT_GROUP), kwargs)
 
 
-def load_function_alone(name: str) -> RewardFunction:
-    """Load what a worker process calls."""
-    return load_reward(name).function
+def load_function_alone(name: str, kwargs: Sequence[str], objects: Mapping[str, RewardFunction]) -> RewardFunction:
+    """Load what a worker process calls. `objects` are those of the main process that the name may refer to."""
+    with live(objects):
+        return load_reward(name, kwargs).function
 
 
 def as_list(value: Any) -> list[Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rewards.adapters import ROW_COLUMNS
+from rewards.calling import is_async, parameters
 from rewards.contract import Fault, Score
 from rewards.forms import gold_forms
 from rl_vlm.reward.function import Reward, random_states_kept
+from rl_vlm.reward.made_up import made_up_group, state_outside
 
 if TYPE_CHECKING:
-    from rl_vlm.types import Group, Sample
+    from rl_vlm.types import Sample
 
 
 class GoldScore(NamedTuple):
@@ -25,7 +28,7 @@ class GoldScore(NamedTuple):
 
 def why_not_scored(reward: Reward) -> str | None:
     """Return why a function is not called on gold answers, or None."""
-    if reward.worker or inspect.iscoroutinefunction(reward.function) or reward.asks_a_model:
+    if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
     if "model_image_sizes" in inspect.signature(reward.function).parameters:
         return "it reads coordinates in the images of the model, and gold answers may have others"
@@ -37,9 +40,16 @@ def reads_images(reward: Reward) -> bool:
     return bool({"images", "image_sizes"} & inspect.signature(reward.function).parameters.keys())
 
 
+def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
+    """Return those of the columns that functions name, without those that tell kinds of rows apart."""
+    named = {name for reward in functions for name in parameters(reward.function) if name not in reward.settings}
+    kinds = {"id", *ROW_COLUMNS, *(column for reward in functions for column in reward.applies_to)}
+    return [name for name in columns if name in named - kinds]
+
+
 def gold_completions(golds: Sequence[Any]) -> list[str]:
     """Return completions that give a gold answer: alone, in `<answer>` tags, and in tags after a thought."""
-    texts = [gold if isinstance(gold, str) else json.dumps(gold, default=str) for gold in golds if gold is not None]
+    texts = [text for gold in golds if (text := gold_text(gold)) is not None]
     return [completion for text in texts or [""] for completion in gold_forms(text).values()]
 
 
@@ -48,25 +58,34 @@ def gold_scores(reward: Reward, samples: Sequence[Sample], columns: Sequence[str
 
     Global random states stay as they are.
     """
-    from rl_vlm.types import TrainerState
-
-    groups = [gold_group(sample, columns) for sample in samples]
+    groups = [
+        made_up_group(sample, gold_completions([sample.columns.get(name) for name in columns])) for sample in samples
+    ]
     names = {name for sample in samples for name in sample.columns}
     with random_states_kept(), chdir("."):
-        answer = reward.start(groups, TrainerState(global_step=0, max_steps=1, epoch=0.0), reward.form, names)()
+        answer = reward.start(groups, state_outside(), reward.form, names)()
     scores = iter(answer.scores)
     return [best([next(scores) for _ in group.completions]) for group in groups]
 
 
-def gold_group(sample: Sample, columns: Sequence[str]) -> Group:
-    """Return the completions that give a row's gold answers, as a group."""
-    import torch
+def gold_text(gold: Any) -> str | None:
+    """Return a gold answer as text, or None if it is missing. Lists and objects are written as JSON.
 
-    from rl_vlm.types import Completion, Group, Prompt
+    Of an object with `ground_truth`, as verl's data has in `reward_model`, that counts.
+    """
+    gold = gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold
+    gold = gold.tolist() if hasattr(gold, "tolist") else gold  # NumPy arrays
+    if gold is None or gold != gold:
+        return None
+    return gold if isinstance(gold, str) else json.dumps(gold, default=str)
 
-    texts = gold_completions([sample.columns.get(name) for name in columns])
-    completions = [Completion(torch.arange(len(text)), torch.zeros(len(text)), "stop", text) for text in texts]
-    return Group(sample.sample_id, Prompt(sample, torch.empty(0, dtype=torch.int64), {}, {}), completions, 0)
+
+def gives_less_than_zero(reward: Reward, sample: Sample) -> bool:
+    """Return whether a function gives an empty completion of a row less than 0, as penalties do."""
+    with random_states_kept(), chdir("."):
+        group = made_up_group(sample, [""])
+        (score,) = reward.start([group], state_outside(), reward.form, sample.columns)().scores
+    return isinstance(score, float) and score < 0
 
 
 def best(scores: Sequence[Score]) -> GoldScore:

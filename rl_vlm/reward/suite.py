@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rewards.calling import parameters
 from rewards.contract import Answer, Fault, Score, failed
 from rewards.forms import Form
-from rl_vlm.config.schema import RewardsConfig, RewardSpec
+from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.errors import RewardError, shorten
 from rl_vlm.names import is_column, is_metric
 from rl_vlm.reward.function import Reward, random_states_kept
@@ -33,12 +33,12 @@ class RewardSuite:
 
     def __init__(self, config: RewardsConfig) -> None:
         """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs or another's name."""
-        specs = [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in config.reward_funcs]
-        self._rewards = [Reward(spec) for spec in specs]
+        self._rewards = [Reward(spec) for spec in config.specs]
         self._warned: set[str] = set()
         self.data_columns: set[str] = set()
         self.names = [reward.name for reward in self._rewards]
         self.weights = config.reward_weights or [reward.weight for reward in self._rewards]
+        self.solved_from = {reward.name: reward.solved_from for reward in self._rewards}
         check_names(self.names)
 
     @property
@@ -140,11 +140,12 @@ class RewardSuite:
 
     def _count_faults(self, name: str, scores: Sequence[Score], groups: Sequence[Group], table: RewardTable) -> None:
         """Add the faults among the scores to the table, and log the first of each function and kind."""
-        rows = [(group.prompt.sample.sample_id, i) for group in groups for i in range(len(group.completions))]
+        rows = [(p, i) for p, group in enumerate(groups) for i in range(len(group.completions))]
         places: dict[Fault, dict[str, list[int]]] = {}
-        for (sample_id, i), score in zip(rows, scores, strict=True):
+        for (p, i), score in zip(rows, scores, strict=True):
             if isinstance(score, Fault):
-                places.setdefault(score, {}).setdefault(sample_id, []).append(i)
+                places.setdefault(score, {}).setdefault(groups[p].prompt.sample.sample_id, []).append(i)
+                table.faults.setdefault((p, i), []).append(shorten(f"{name}/{score.kind}: {score.message}"))
         for fault, masked in places.items():
             key = f"{name}/{fault.kind}"
             table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))

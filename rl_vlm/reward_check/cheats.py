@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rewards.adapters import GOLD_COLUMNS
 from rewards.forms import gold_forms, tagged
-
-GOLD_COLUMNS = ("solution", "ground_truth", "answer", "reward_model")
-"""Columns that may hold the gold answer; the first that is not None counts."""
+from rl_vlm.reward.golds import gold_text
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,12 @@ def completions(texts: Texts) -> dict[str, str]:
     return gold_forms(texts.gold) | {name: make(texts) for name, make in CHEATS.items()}
 
 
-def gold_of(columns: Mapping[str, Any]) -> str | None:
-    """Return a row's gold answer as text, or None if it has none. Lists and objects are written as JSON."""
-    value: Any = next((columns[name] for name in GOLD_COLUMNS if columns.get(name) is not None), None)
-    value = value.get("ground_truth", value) if isinstance(value, dict) else value
-    value = value.tolist() if hasattr(value, "tolist") else value  # NumPy arrays
-    if value is None or value != value:
-        return None
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text.removeprefix("<answer>").removesuffix("</answer>").strip()
+def gold_of(columns: Mapping[str, Any], named: Collection[str]) -> str | None:
+    """Return a row's gold answer as text without tags, or None if it has none.
+
+    Columns that the function names come before others that may hold the gold answer.
+    """
+    ordered = sorted(GOLD_COLUMNS, key=lambda name: name not in named)
+    value = next((columns[name] for name in ordered if columns.get(name) is not None), None)
+    text = gold_text(value)
+    return text and text.removeprefix("<answer>").removesuffix("</answer>").strip()

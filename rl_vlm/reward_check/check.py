@@ -11,7 +11,7 @@ from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.errors import DataError
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.reward_check.findings import Finding, findings_of, unlike_scales
-from rl_vlm.reward_check.measure import Measured, make_rows, measure
+from rl_vlm.reward_check.measure import Measured, measure
 
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
@@ -40,13 +40,12 @@ def check_rewards(data_config: DataConfig, rewards: RewardsConfig, num_rows: int
     with RewardSuite(rewards) as suite:
         suite.check_columns(data.columns)
         indices, samples = read_samples(data, num_rows)
-        rows = make_rows(indices, samples)
         suite.use_forms(suite.find_forms(lambda applies: next((s for s in samples if applies(s.columns)), samples[0])))
         checked = [reward for reward in suite.functions if not reward.asks_a_model]
         for reward in suite.functions:
             if reward.asks_a_model:
                 logger.warning("%s asks a model for each completion, and is left out", reward.name)
-        functions = [measure(reward, rows, data.columns) for reward in checked]
+        functions = [measure(reward, indices, samples, data.columns) for reward in checked]
     findings = [finding for each in functions for finding in findings_of(each)]
     return RewardCheck(functions, [*findings, *unlike_scales(functions)])
 

@@ -132,7 +132,8 @@ def low_golds(measured: Measured) -> Iterator[Finding]:
 def paying_cheats(measured: Measured) -> Iterator[Finding]:
     """Yield a finding per cheat that gets as much as the gold answer of its row on many rows.
 
-    A penalty, whose scores are 0 at most, may leave completions that say nothing alone.
+    It is a warning if the function reads no gold answer, since a format may well hold nothing. A penalty, whose scores
+    are 0 at most, may leave completions that say nothing alone.
     """
     if not measured.reads_gold and max(measured.numbers()) <= 0:
         return
@@ -145,12 +146,13 @@ def paying_cheats(measured: Measured) -> Iterator[Finding]:
         ]
         paid = [row for row, score, gold in pairs if score >= gold - 1e-6]  # type: ignore[operator]
         if len(paid) > MANY_ROWS * len(pairs):
-            is_worse = name in WORTHLESS or name in ("long text", "instruction", "question", "answer of another row")
+            is_wrong = name in WORTHLESS or name in ("long text", "instruction", "question", "answer of another row")
             message = (
                 f"the completion {name!r} gets as much as the gold answer on {len(paid)} of {len(pairs)} rows: a "
                 "policy will find it. Compare the whole answer, and give nothing for text that is not it"
             )
-            yield Finding(measured.name, f"cheat: {name}", "error" if is_worse else "warning", message, tuple(paid))
+            severity = "error" if is_wrong and measured.reads_gold else "warning"
+            yield Finding(measured.name, f"cheat: {name}", severity, message, tuple(paid))
 
 
 def unlike_scales(functions: Sequence[Measured]) -> Iterator[Finding]:

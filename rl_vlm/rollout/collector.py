@@ -11,7 +11,7 @@ With `max_staleness` the next window is generated while the current one is train
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.loader import PromptLoader
 from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.signals import wait_for, wait_until_done
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.reward.suite import RewardSuite
@@ -167,7 +168,7 @@ class Collector:
             return
         with self.restored_on_failure(prefetched.position):
             with self.ranks.agree():
-                rollout = prefetched.rollout.result()
+                rollout = wait_for(prefetched.rollout)
             window = self.make_window(rollout, prefetched.state, prefetched.metrics)
             self.next_window = NextWindow(window, prefetched.metrics)
 
@@ -175,7 +176,7 @@ class Collector:
         """Wait until the engine is idle, and send it the policy's latest weights."""
         with self.ranks.agree():
             if self.prefetched is not None:
-                wait([self.prefetched.rollout])
+                wait_until_done(self.prefetched.rollout)
         self.sync(progress, 1, StepMetrics())
 
     def step_of_next_generation(self, global_step: int) -> int:

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.signals import stop
 from rl_vlm.types import Group, RolloutRequest, Sampling
 
 
@@ -91,7 +92,7 @@ class SyncedEngine:
 
     def sync(self, version: int) -> int:
         """Send the policy's weights after `version` updates. Returns the number of bytes sent."""
-        with self.ranks.agree():
+        with self.ranks.agree(), stop.postponed():
             num_bytes = self.engine.sync(self.weights, version)
         self.sent_version = version
         return num_bytes

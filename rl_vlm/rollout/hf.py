@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import OutOfMemory
 from rl_vlm.memory.recovery import first_line, free_memory, is_out_of_memory
 from rl_vlm.model.families import stop_token_ids
@@ -193,6 +194,7 @@ class HFEngine:
 
     def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate the groups of one batch. A group of more than `max_num_seqs` completions is decoded in slices."""
+        stop.check()
         device, num_generations = self.model.device, sampling.num_generations
         prefix = self.prefill([request.prompt for request in requests])
         paused = [request.paused(num_generations) for request in requests]
@@ -232,7 +234,7 @@ class HFEngine:
         """Continue N completions of N prefix rows, one token of each per forward."""
         num, start, device = len(keys_N), len(to_continue[0].token_ids), keys_N.device
         end = sampling.end(start)
-        stop = torch.tensor(self.stop_token_ids, device=device)
+        stop_ids = torch.tensor(self.stop_token_ids, device=device)
         tokens_NT = torch.zeros(num, end, dtype=torch.int64, device=device)
         logprobs_NT = torch.zeros(num, end, device=device)
         tokens_NT[:, :start] = torch.stack([completion.token_ids for completion in to_continue])
@@ -241,9 +243,10 @@ class HFEngine:
         logits = self.forward(prefix, rows, tokens_NT[:, :start], 0) if start else prefix.logits_NV
 
         for step in range(start, end):
+            stop.check()
             tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, self.banned_token_ids)
             tokens_NT[rows, step], logprobs_NT[rows, step] = tokens, logprobs
-            finished = finished | torch.isin(tokens, stop)
+            finished = finished | torch.isin(tokens, stop_ids)
             if finished.all() or step + 1 == end:
                 break
             if finished.float().mean() >= COMPACT_FRACTION:

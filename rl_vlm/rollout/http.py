@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from rl_vlm.distributed.signals import wait_for
+
 T = TypeVar("T")
 
 CONNECT_SECONDS = 30.0
@@ -33,8 +35,8 @@ class Refused(Exception):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a request of this module from any thread, and return its result."""
-    return asyncio.run_coroutine_threadsafe(coroutine, background_loop()).result()
+    """Run a request of this module from any thread, and return its result. A stop of the run cancels it."""
+    return wait_for(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
 
 
 async def send(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import RLVLMError
+from rl_vlm.distributed.signals import stop
+from rl_vlm.errors import RLVLMError, Stopped
 
 
 class Lockstep:
@@ -27,8 +28,13 @@ class Lockstep:
 
     @contextmanager
     def forward(self, num_vision_calls: int) -> Iterator[None]:
-        """Run a forward with this many vision calls, after idle ones up to the most calls of any rank."""
-        _, most_calls = self.ranks.max([1, num_vision_calls])
+        """Run a forward with this many vision calls, after idle ones up to the most calls of any rank.
+
+        Raises Stopped instead if any rank is asked to stop.
+        """
+        _, most_calls, signum = self.ranks.max([1, num_vision_calls, stop.signum or 0])
+        if signum:
+            raise Stopped(signum)
         self.in_forward = True  # still so after an error
         if most_calls > num_vision_calls:
             self.idle_vision(most_calls - num_vision_calls)
@@ -54,9 +60,11 @@ class Lockstep:
     def wait_for_all(self) -> None:
         """Run forwards without effect until no rank needs one."""
         while True:
-            any_runs, num_vision_calls = self.ranks.max([0, 0])
+            any_runs, num_vision_calls, signum = self.ranks.max([0, 0, stop.signum or 0])
             if not any_runs:
                 return
+            if signum:  # the others have not begun the forward
+                continue
             if num_vision_calls:
                 self.idle_vision(num_vision_calls)
             self.idle_forward()

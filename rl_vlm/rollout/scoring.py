@@ -105,6 +105,10 @@ def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) 
         table.scores_PGF[p] = new.scores_PGF[i]
         table.valid_PG[p] = new.valid_PG[i]
         table.faulted_PG[p] = new.faulted_PG[i]
+        for g in range(table.valid_PG.shape[1]):
+            table.faults.pop((p, g), None)
+            if (i, g) in new.faults:
+                table.faults[p, g] = new.faults[i, g]
     num_groups, group_size = table.valid_PG.shape
     for column in dict.fromkeys([*table.breakdown, *new.breakdown]) if rows else ():
         values = table.breakdown.setdefault(column, [[None] * group_size for _ in range(num_groups)])

@@ -9,7 +9,7 @@ If ranks hold shards (ZeRO-3, FSDP2), all ranks join an all-gather of one weight
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,13 @@ class PolicyWeights:
         """Return the rank r of the adapter that is sent, or None. Raises ConfigError if vLLM cannot load it."""
         if not self.sends_adapter:
             return None
-        reason = why_not_an_adapter(self.policy)
+        adapter = self.policy.model.peft_config["default"]
+        parameters = self.policy.transformer.named_parameters()
+        trained = (name for name, p in parameters if "lora_" in name and p.requires_grad)
+        reason = why_not_an_adapter(adapter, trained, self.policy.family.vision_prefixes)
         if reason:
             raise ConfigError(f"vLLM cannot load this adapter: {reason}. Set rollout.lora_sync: merge")
-        return self.policy.model.peft_config["default"].r
+        return adapter.r
 
     @property
     def is_sharded(self) -> bool:
@@ -127,9 +130,11 @@ def merged_weights(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
         yield f"{prefix}{name}", parameter
 
 
-def why_not_an_adapter(policy: Policy) -> str | None:
-    """Return the reason why vLLM cannot load the policy's adapter, or None if it can."""
-    adapter = policy.model.peft_config["default"]
+def why_not_an_adapter(adapter: Any, trained: Iterable[str], vision_prefixes: tuple[str, ...]) -> str | None:
+    """Return the reason why vLLM cannot load an adapter, or None if it can.
+
+    `adapter` has the attributes of PEFT's `LoraConfig`, and `trained` are the names of its weights in the model.
+    """
     if adapter.use_dora:
         return "it uses DoRA"
     if adapter.modules_to_save:
@@ -138,8 +143,7 @@ def why_not_an_adapter(policy: Policy) -> str | None:
         return f"it trains biases (bias: {adapter.bias})"
     if adapter.init_lora_weights in ("pissa", "olora"):
         return f"its initialisation ({adapter.init_lora_weights}) has changed the base weights"
-    names = (name for name, p in policy.transformer.named_parameters() if "lora_" in name and p.requires_grad)
-    on_vision = [name for name in names if name.startswith(policy.family.vision_prefixes)]
+    on_vision = [name for name in trained if name.startswith(vision_prefixes)]
     if on_vision:
         return f"it is on the vision tower ({on_vision[0]})"
     return None

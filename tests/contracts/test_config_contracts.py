@@ -64,9 +64,10 @@ READ_BY_EVERY_RUN = set(
     top_entropy_quantile
     output_dir overwrite_output_dir resume_from_checkpoint seed prompts_per_step per_device_train_batch_size
     gradient_accumulation_steps steps_per_generation num_train_epochs max_steps learning_rate lr_scheduler_type
-    optim weight_decay max_grad_norm save_steps save_total_limit eval_on_start
+    optim weight_decay max_grad_norm save_steps save_total_limit async_save eval_on_start
+    stop_grace_seconds lost_rank_seconds ddp_timeout
     endpoint_url micro_batch_tokens prefix_sharing activation_offloading expandable_segments
-    report_to log_completions num_completions_to_print disable_tqdm memory_profile
+    report_to log_completions num_completions_to_print report disable_tqdm memory_profile
     """.split()
 )
 """Settings that always have an effect, or ask for what holds anyway, such as a frozen tower without an adapter."""

@@ -1,33 +1,19 @@
 """Every file in `configs/` is a run: it says how to start it, loads, and its batches have a solution."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from launch.dry_run import dry_run_training
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.plan.packaged import packaged_config
+from tests.helpers.dry_runs import CONFIGS, KEPT, ROOT, TINY, dry_run, kept_file, num_processes, opening_comment
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-
-
-FROM_HUB = [path for path in CONFIGS if path.name.startswith("qwen")]
+READY = [path for path in CONFIGS if path.stem not in TINY]
 """Configs whose model and data are on the hub, which tests cannot reach."""
 
-
-def opening_comment(path: Path) -> str:
-    lines = path.read_text().splitlines()
-    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    return "\n".join(lines[:end])
-
-
-def num_processes(path: Path) -> int:
-    """Number of processes that a config's own command starts."""
-    named = re.search(r"--num_processes (\d+)", opening_comment(path))
-    return int(named[1]) if named else 1
+WITHOUT_PLAN = {"OpenGVLab/InternVL3-2B-hf", "openbmb/MiniCPM-V-4.6"}
+"""Models whose config.json does not ship with the package."""
 
 
 def test_there_are_configs():
@@ -40,7 +26,7 @@ def test_a_config_loads_and_its_batches_have_a_solution(path: Path):
     check_trainable(config)
     batch = plan_batches(config, num_processes(path))
     assert batch.completions_per_step > 1
-    if path in FROM_HUB:
+    if path in READY:
         product = (
             f"{batch.prompts_per_step} prompts x {batch.num_generations} = {batch.completions_per_step} completions"
         )
@@ -55,14 +41,29 @@ def test_a_config_opens_with_its_command_and_what_to_expect(path: Path):
     assert "Expect:" in comment
 
 
-@pytest.mark.parametrize("path", FROM_HUB, ids=lambda path: path.name)
-def test_a_config_of_a_model_on_the_hub_can_be_planned_without_it(path: Path):
-    assert packaged_config(load_config(path).model.model_name_or_path) is not None
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
+def test_a_ready_file_says_what_it_needs_and_that_nobody_has_run_it(path: Path):
+    lines = opening_comment(path).splitlines()
+    for start in ("# Disk: ", "# Expect: ", "# Planned memory: ", "# Not run."):
+        assert any(line.startswith(start) for line in lines), start
+    model = load_config(path).model.model_name_or_path
+    assert (packaged_config(model) is None) == (model in WITHOUT_PLAN)
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if p not in FROM_HUB], ids=lambda path: path.name)
-def test_a_config_passes_a_dry_run_but_for_what_another_run_writes(path: Path, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    _, problems = dry_run_training(load_config(path, [f"output_dir={tmp_path}"]))
-    written = [f"model.model_name_or_path {name} does not exist" for name in ("runs/digits/checkpoint-20",)]
-    assert [problem for problem in problems if not problem.startswith(tuple(written))] == []
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_dry_run_prints_what_is_kept(path: Path):
+    """After a wanted change: `python -m tests.helpers.dry_runs`, and read the difference."""
+    assert dry_run(path) == kept_file(path).read_text()
+
+
+def test_only_what_an_earlier_run_writes_is_missing():
+    found = {
+        file.stem: [line for line in file.read_text().splitlines() if line.startswith("# Problem: ")]
+        for file in sorted(KEPT.iterdir())
+    }
+    assert found.keys() == {path.stem for path in CONFIGS}
+    missing = found.pop("digits_lora")
+    assert [line.split(";")[0] for line in missing] == [
+        "# Problem: model.model_name_or_path runs/digits/checkpoint-20 does not exist"
+    ]
+    assert not any(found.values())

@@ -14,19 +14,19 @@ ROOT = Path(__file__).parents[2]
 OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
-    "errors types",
+    "errors live types",
     "config functions names tiny",
     "distributed",
     "data model algorithm memory reward checkpoint",
-    "log",
+    "log checkpoint_writer",
     "rollout",
-    "evaluation trainer dry_run",
-    "plan reward_check",
-    "profile",
+    "evaluation trainer dry_run serving",
+    "plan report reward_check",
+    "profile export",
     "resume",
     "build",
     "run",
-    "doctor",
+    "doctor grpo_trainer",
 ]
 """Modules and packages of `rl_vlm`, lowest first. A module imports from lower layers and its own package only, so that
 the stages of a batch, which are one layer, do not import each other."""
@@ -157,6 +157,12 @@ def test_help_and_config_errors_need_no_torch():
     program = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
+
+
+def test_the_package_imports_its_public_names_when_they_are_used():
+    assert [str(found) for found in ALL if found.file == "rl_vlm/__init__.py" and found.at_top] == [
+        "rl_vlm/__init__.py:3 imports typing"
+    ]
 
 
 def test_no_two_files_import_each_other_in_a_circle():

@@ -3,7 +3,9 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import torch
 from PIL import Image
@@ -12,6 +14,8 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.samples import load_rows
+from rl_vlm.grpo_trainer import GRPOTrainer
+from rl_vlm.live import live
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
@@ -70,6 +74,21 @@ def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [image.size for image in sample.images] == [(4, 3)]
     with RewardSuite(config.rewards) as suite:
         suite.check_columns(sample.columns)
+
+
+def test_the_run_from_python(monkeypatch: pytest.MonkeyPatch):
+    rows = datasets.Dataset.from_list([{"prompt": "How many?", "solution": "3"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: rows)
+    monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: {"optimizer_steps": 0})
+    names: dict[str, Any] = {}
+    exec(block("python", "from datasets import load_dataset"), names)
+    config = names["trainer"].config
+    check_trainable(config)
+    assert plan_batches(config, world_size=1).completions_per_step == 128
+    with live(names["trainer"].objects), RewardSuite(config.rewards) as suite:
+        table = suite.score([group("How many?", ["<answer>7</answer>", "7"])], TrainerState(0, 1, 0.0))
+        suite.check_columns(load_rows(config.data, "train")[0].columns)
+    assert [round(brevity, 3) for _, brevity in table.scores_PGF[0].tolist()] == [-0.018, -0.001]
 
 
 def test_the_page_of_families_names_each_and_its_table_holds_what_is_built():

@@ -15,8 +15,9 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, seed, settings
 
-from rewards.registry import BUILT_INS
-from tests.fuzz.completions import BATCH, STATED, check_batch
+from rewards.registry import ASKS_A_MODEL, BUILT_INS
+from tests.fuzz.asked import check_asked
+from tests.fuzz.completions import BATCH, check_batch
 from tests.fuzz.outputs import cases, check_case, make_groups, make_suite
 
 OUTPUTS, COMPLETIONS = 100_000, 50_000
@@ -26,9 +27,9 @@ ALL_CHECKS: list[Any] = list(HealthCheck)
 
 
 def targets() -> dict[str, int]:
-    """Return the number of parts of each target: returned values of functions, and every built-in with a table."""
+    """Return the number of parts of each target: returned values of functions, and every built-in."""
     parts = -(-COMPLETIONS // (BATCH * BATCHES_PER_PART))
-    return {EVERYTHING: OUTPUTS // OUTPUTS_PER_PART} | {name: parts for name in BUILT_INS if name in STATED}
+    return {EVERYTHING: OUTPUTS // OUTPUTS_PER_PART} | dict.fromkeys(BUILT_INS, parts)
 
 
 def run_outputs(part: int, count: int = OUTPUTS_PER_PART) -> dict[str, Any]:
@@ -48,7 +49,8 @@ def run_outputs(part: int, count: int = OUTPUTS_PER_PART) -> dict[str, Any]:
 
 def run_built_in(name: str, part: int, count: int = BATCHES_PER_PART) -> dict[str, Any]:
     """Fuzz a built-in with `count` batches of completions."""
-    slowest = max(check_batch(name, part * BATCHES_PER_PART + i) for i in range(count))
+    check = check_asked if name in ASKS_A_MODEL else check_batch
+    slowest = max(check(name, part * BATCHES_PER_PART + i) for i in range(count))
     return {"cases": count * BATCH, "slowest": slowest}
 
 

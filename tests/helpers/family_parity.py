@@ -164,8 +164,7 @@ def compare(policy: Policy, checkpoint: Path, names: Sequence[str], dtype: torch
         groups = case_groups(checkpoint, case, dtype)
         by_row = scores(policy, groups, shared=False)
         dense.append(Parity.of(by_row, stock_scores(policy, groups)))
-        if not policy.family.hybrid:
-            shared.append(Parity.of(scores(policy, groups, shared=True), by_row))
+        shared.append(Parity.of(scores(policy, groups, shared=True), by_row))
     return reduce(or_, dense), reduce(or_, shared) if shared else None
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from launch import cli
-from rl_vlm import checkpoint, run
+from rl_vlm import checkpoint
+from rl_vlm.checkpoint_writer import CheckpointFiles, CheckpointWriter
 from rl_vlm.distributed.optimizer_files import OptimizerFiles
 from rl_vlm.model.saving import PolicyFiles
 
@@ -20,7 +21,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "directory": (checkpoint, "begin"),
     "model": (PolicyFiles, "write"),
     "optimizer": (OptimizerFiles, "write"),
-    "states": (run, "write_states"),
+    "states": (CheckpointFiles, "write"),
     "digests": (checkpoint, "digests"),
     "flush": (checkpoint, "flush"),
     "commit": (checkpoint, "commit"),
@@ -31,21 +32,23 @@ ON_ALL_RANKS = ("model", "optimizer")
 
 def kill_at(rank: int, point: str, saves: int) -> None:
     """Kill this process, if it is the rank, at a point of its save after `saves` complete ones."""
-    complete: list[None] = []
-    write, (owner, name) = checkpoint.write, POINTS[point]
+    begun: list[None] = []
+    write, (owner, name) = CheckpointWriter.write, POINTS[point]
     function: Callable[..., Any] = getattr(owner, name)
 
-    def counted_write(*arguments: Any, **named: Any) -> None:
-        write(*arguments, **named)
-        complete.append(None)
+    def counted_write(writer: CheckpointWriter, *arguments: Any) -> None:
+        writer.finish()
+        begun.append(None)
+        write(writer, *arguments)
 
     def killed(*arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
-        if len(complete) == saves and os.environ["RANK"] == str(rank):
+        if len(begun) > saves and os.environ["RANK"] == str(rank):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    checkpoint.write = counted_write
+    patched: Any = CheckpointWriter
+    patched.write = counted_write
     setattr(owner, name, killed)
 
 

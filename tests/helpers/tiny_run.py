@@ -87,20 +87,21 @@ DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-2,
     "lr_scheduler_type": "linear",
     "disable_tqdm": True,
+    "report": False,
     "micro_batch_tokens": 8192,  # `auto` would take a second to plan each run
 }
 
 
 def metric_lines(output_dir: Path) -> list[dict[str, Any]]:
-    """`metrics.jsonl` without times and what is computed from them."""
+    """`metrics.jsonl` without times, what is computed from them, and the memory that the process holds."""
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "data_wait_fraction", "balance/seconds")
+    timed = ("time/", "data_wait_fraction", "balance/seconds", "memory/held")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
-def completions(output_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each parquet file, by its name."""
-    paths = sorted((output_dir / "completions").glob("*.parquet"))
+def completions(output_dir: Path, of: str = "completions") -> dict[str, list[dict[str, Any]]]:
+    """The rows of each window's file, or of each `held_out` one, by its name."""
+    paths = sorted((output_dir / "completions").glob(f"{of}_*.parquet"))
     return {path.name: pyarrow.parquet.read_table(path).to_pylist() for path in paths}
 
 

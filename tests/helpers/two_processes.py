@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rl_vlm.config.describe import to_yaml
@@ -14,14 +15,30 @@ from rl_vlm.config.schema import RunConfig
 REPOSITORY = Path(__file__).parents[2]
 
 
-def launch(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` in the repository's root, with one thread per process and a port of its own."""
+def launch(
+    *arguments: str, timeout: float = 300, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` in the repository's root, with further environment variables, and wait for its end."""
+    process = start(*arguments, environment=environment)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start `accelerate launch` in the repository's root, with one thread per process and a port of its own.
+
+    A script elsewhere can import the tests' helpers.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | dict(environment or {})
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=pipe, stderr=pipe, text=True)
 
 
 def train_on_two_processes(config: RunConfig, path: Path) -> None:

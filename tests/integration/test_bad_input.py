@@ -15,6 +15,7 @@ import torch
 
 from launch import cli
 from rl_vlm import checkpoint
+from rl_vlm.checkpoint_writer import CheckpointFiles
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from rl_vlm.evaluation import evaluate_run
@@ -391,7 +392,7 @@ def test_an_evaluation_without_a_reward_writes_its_files_and_is_an_error(tiny_ch
     with pytest.raises(RewardError, match=message):
         evaluate_run(make_config(tiny_checkpoint, tmp_path / "eval", **settings))
     written = sorted(path.name for path in (tmp_path / "eval" / "evaluation").iterdir())
-    assert written == ["completions.parquet", "images", "run.lock", "summary.json"]
+    assert written == ["completions.parquet", "config.yaml", "images", "run.lock", "starts.jsonl", "summary.json"]
     with pytest.raises(RewardError, match=message):  # before the first step
         train(make_config(tiny_checkpoint, tmp_path / "run", **settings))
 
@@ -474,7 +475,7 @@ def test_full_disk_while_saving_leaves_the_previous_checkpoint(tiny_checkpoint, 
 
     def fill_disk_at_second(run: Run) -> None:
         if run.progress.global_step == 2:
-            monkeypatch.setattr(torch, "save", no_space)
+            monkeypatch.setattr(CheckpointFiles, "write", no_space)
         save(run)
 
     monkeypatch.setattr(Run, "save", fill_disk_at_second)

@@ -1,6 +1,7 @@
 """The main job as users run it: `configs/digits.yaml` learns, and only from what its rewards say of its images."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow.parquet
@@ -73,3 +74,17 @@ def test_nothing_is_learned_where_images_say_nothing(rows, tmp_path):
     dataset = f"dataset_name=tests.helpers.digits_controls:{rows}"
     summary = run("configs/digits.yaml", tmp_path / rows, dataset, "disable_tqdm=true")
     assert summary["eval_after"][ACCURACY] <= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [(), ("rollout.engine=vllm", "dtype=bfloat16")], ids=["hf", "vllm"])
+def test_layers_with_a_state_learn_from_shared_rows(engine: tuple[str, ...], tmp_path):
+    """vLLM computes linear attention on CPUs in bfloat16 only."""
+    if engine and find_spec("vllm") is None:
+        pytest.skip("needs vllm")
+    model = "model_name_or_path=tests.helpers.digits_hybrid:starting_model"
+    summary = run("configs/digits.yaml", tmp_path, model, "disable_tqdm=true", *engine)
+    assert summary["eval_before"][ACCURACY] <= 0.15
+    assert summary["eval_after"][ACCURACY] >= 0.90
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][1:]
+    assert all(line["compute/shared_forwards"] > 0 and "compute/dense_forwards" not in line for line in steps)

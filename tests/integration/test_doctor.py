@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from launch import cli
@@ -24,6 +25,10 @@ LEARNABLE = f"{__name__}:readable"
 def readable(completions: list[str], solution: list[str]) -> list[float]:
     """1.0 for a completion that holds the solution."""
     return [float(gold in text) for text, gold in zip(completions, solution, strict=True)]
+
+
+def strict(completions: list[str], label: list[str]) -> list[float]:
+    return [float(gold.strip() in text) for text, gold in zip(completions, label, strict=True)]
 
 
 def broken(completions: list[str]) -> list[float]:
@@ -106,6 +111,23 @@ def test_a_model_that_ignores_pixels_is_found(tiny_checkpoint: Path, tmp_path: P
     diagnosis = examine(config_of_run(blinded(tiny_checkpoint, tmp_path / "blind"), tmp_path / "run"))
     assert found(diagnosis) == [("error", "pixels that do not reach the model")] * 4
     assert [finding.row for finding in diagnosis.findings] == [0, 1, 2, 3]
+
+
+def test_a_mixture_with_equal_ids_and_unlike_columns(tiny_checkpoint: Path, tmp_path: Path):
+    """The two steps have rows of each source, ids that differ and every column, as the run does."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "0.png")
+    for name, column in (("a", "solution"), ("b", "label")):
+        rows = [{"id": str(i), "prompt": f"{i} of {name}?", "image": "0.png", column: str(i)} for i in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    rewards = [
+        {"function": "exact_match", "applies_to": {"data_source": names[0]}},
+        {"function": f"{__name__}:strict", "applies_to": {"data_source": names[1]}},
+    ]
+    settings = {"dataset_name": names, "reward_funcs": rewards, "eval_dataset_name": None}
+    diagnosis = examine(tiny_run.make_config(tiny_checkpoint, tmp_path / "run", **settings))
+    assert [f for f in diagnosis.findings if f.severity == "error"] == []
+    assert any(line.startswith("two steps of the run on") for line in diagnosis.checked)
 
 
 def test_a_run_that_cannot_take_a_step_is_found(tiny_checkpoint: Path, tmp_path: Path):

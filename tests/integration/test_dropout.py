@@ -68,8 +68,7 @@ def test_every_family_trains_without_dropout(family: str, tmp_path: Path) -> Non
     assert largest_gap(own_logprobs(model.train(), policy, groups), expected) > 1e-3  # it has dropout
     state = torch.get_rng_state()
     assert largest_gap(policy(whole(groups, shared=False)).logprobs_NT, expected) <= 1e-5
-    if not policy.family.hybrid:
-        assert largest_gap(policy(whole(groups, shared=True)).logprobs_NT, expected) <= 1e-5
+    assert largest_gap(policy(whole(groups, shared=True)).logprobs_NT, expected) <= 1e-5
     assert torch.equal(torch.get_rng_state(), state)  # no layer draws a random number
 
 

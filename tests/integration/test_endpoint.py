@@ -1,4 +1,4 @@
-"""Evaluation of a model that is only served, at a real HTTP server that answers with the tiny model."""
+"""Evaluation of a model that is only served, by the server of `rl-vlm chat` with the tiny model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_vlm.errors import RolloutError
 from rl_vlm.evaluation import evaluate_run
 from rl_vlm.rollout import endpoint as openai
 from tests.helpers import tiny_run
-from tests.helpers.chat_server import ChatServer, serving
+from tests.helpers.chat_server import RecordingServer
 from tests.helpers.tiny_run import make_config
 
 KEY = "sk-secret"
@@ -30,13 +30,15 @@ def letters(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def server_of_module(tiny_checkpoint) -> Iterator[ChatServer]:
-    with serving(tiny_checkpoint) as server:
-        yield server
+def server_of_module(tiny_checkpoint) -> Iterator[RecordingServer]:
+    """With a `min_pixels` that is the size of the images."""
+    server = RecordingServer(tiny_checkpoint, "min_pixels=256")
+    yield server
+    server.end()
 
 
 @pytest.fixture
-def server(server_of_module: ChatServer, monkeypatch: pytest.MonkeyPatch) -> ChatServer:
+def server(server_of_module: RecordingServer, monkeypatch: pytest.MonkeyPatch) -> RecordingServer:
     """As if it had just been started, and retries that do not wait."""
     server_of_module.key, server_of_module.statuses, server_of_module.most_at_once = "", [], 0
     server_of_module.bodies.clear()
@@ -45,7 +47,7 @@ def server(server_of_module: ChatServer, monkeypatch: pytest.MonkeyPatch) -> Cha
     return server_of_module
 
 
-def endpoint_config(server: ChatServer, output_dir: Path, **settings: Any) -> RunConfig:
+def endpoint_config(server: RecordingServer, output_dir: Path, **settings: Any) -> RunConfig:
     given = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "reward_funcs": [f"{__name__}:letters"], **settings}
     return make_config("tiny", output_dir, **{"endpoint_url": server.url, **given})
 
@@ -60,7 +62,7 @@ def test_greedy_scores_are_those_of_the_model_itself(server, tiny_checkpoint, tm
     functions = [f"{__name__}:letters"]
     local = evaluate_run(make_config(tiny_checkpoint, tmp_path / "local", reward_funcs=functions, **settings))
     assert served == local
-    unknown = {"prompt_length": None}
+    unknown = {"prompt_length": None, "model_image_sizes": []}
     assert rows(tmp_path / "served") == [row | unknown for row in rows(tmp_path / "local")]
     assert len(server.bodies) == 5
     (system, user) = server.bodies[0]["messages"]

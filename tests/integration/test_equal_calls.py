@@ -65,8 +65,7 @@ def batches(family: str, policy: Policy, checkpoint: Path) -> dict[str, MicroBat
             continue
         groups = make_groups(checkpoint, shapes)
         found[f"{name}, dense"] = whole(groups, shared=False)
-        if not policy.family.hybrid:  # sharded runs of these do not share prompts
-            found[f"{name}, shared"] = whole(groups, shared=True)
+        found[f"{name}, shared"] = whole(groups, shared=True)
     return found
 
 

@@ -21,6 +21,8 @@ from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.evaluation import EvaluationOptions, evaluate_run
+from rl_vlm.report.build import build_page
+from rl_vlm.report.read import read_records
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.run import train
 from tests.helpers import tiny_run
@@ -264,10 +266,15 @@ def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
         (image,) = {row["images"][0] for row in pyarrow.parquet.read_table(
             evaluation / name / "completions.parquet").to_pylist() if row["row"] == 0}  # fmt: skip
         assert (evaluation / name / image).resolve().parent == evaluation / "images"
+    page = build_page(read_records([tmp_path / "eval"]))
+    differ = page.partition("Settings that differ")[2].partition("</table>")[0]
+    assert all(flag.partition("=")[2] in differ for flag in flags)
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in printed[1:4]] == [
         ["checkpoint", "samples"], ["checkpoint-1", "5"], ["checkpoint-2", "5"],
     ]  # fmt: skip
+    assert cli.main(["eval", str(tmp_path / "run.yaml"), f"output_dir={tmp_path / 'eval'}"]) == 0
+    assert not (evaluation / "comparison.json").exists()  # or the report would show it again
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,7 @@ def test_nothing_is_pruned_while_steps_are_skipped(tiny_checkpoint, tmp_path):
     for step, skipped in ((1, 0), (2, 1), (3, 2), (4, 0)):
         run.progress.global_step, run.progress.nonfinite_in_a_row = step, skipped
         run.save()
+        run.writer.finish()
         expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [4]}[step]
         assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == expected
     run.close()

@@ -230,6 +230,33 @@ def test_tensorboard_gets_metrics_and_settings(tiny_checkpoint, tmp_path):
     ]
 
 
+def test_tensorboard_gets_rollouts_with_images(tiny_checkpoint, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = {"report_to": "tensorboard", "run_name": "tiny", "logging_steps": 2, "report": True}
+    train(make_config(tiny_checkpoint, tmp_path, **settings))
+    (events,) = (tmp_path / "tiny").glob("events.*")
+    found = EventAccumulator(str(events)).Reload()
+    texts = found.Tensors("rollouts/text_summary")
+    assert [event.step for event in texts] == [2, 4]  # of the windows for steps 1 and 3, which these steps train on
+    (text,) = texts[0].tensor_proto.string_val
+    header, _, first, *_ = text.decode().splitlines()
+    names = "image | step | sample_id | prompt | completion | token_sum | reward | advantage | finish_reason"
+    assert header == f"| {names} |"
+    row = completions(tmp_path)["completions_00001.parquet"][0]
+    assert first.startswith("| rollouts/0 | 2 | ") and len(first.split(" | ")) == 9
+    assert f"| {row['sample_id']} |" in text.decode()
+    assert [event.step for event in found.Images("rollouts/0")] == [2, 4]
+
+
+def test_windows_of_an_earlier_run_are_not_sent(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, max_steps=2, save_steps=2))
+    settings = {"max_steps": 4, "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "tiny"}
+    train(make_config(tiny_checkpoint, tmp_path, **settings, log_completions=False))
+    (events,) = (tmp_path / "tiny").glob("events.*")
+    assert b"rollouts" not in events.read_bytes()
+
+
 def test_frozen_vision_tower_keeps_its_weights(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, freeze_vision_tower=True, weight_decay=0.1, max_steps=2))
     for name, equal in same(weights(tmp_path / "checkpoint-2"), weights(tiny_checkpoint)).items():

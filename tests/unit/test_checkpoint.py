@@ -12,6 +12,7 @@ import torch
 from rl_vlm import checkpoint
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError
+from tests.helpers.checkpoints import write_checkpoint
 
 
 def save(output_dir: Path, step: int, content: str = "weights") -> Path:
@@ -19,7 +20,7 @@ def save(output_dir: Path, step: int, content: str = "weights") -> Path:
 
 
 def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> Path:
-    checkpoint.write(output_dir, step, write_files, Ranks())
+    write_checkpoint(output_dir, step, write_files)
     return checkpoint.checkpoint_path(output_dir, step)
 
 
@@ -87,7 +88,7 @@ def test_files_that_only_another_process_sees_are_named(tmp_path, monkeypatch):
         ranks, "gather", lambda values: [*values, "model-2.bin"] if values == ["model-1.bin"] else values
     )
     with pytest.raises(CheckpointError, match=r"model-2.bin of another process is not in .*a file system that they"):
-        checkpoint.write(tmp_path, 1, lambda directory: write_file(directory / "model-1.bin", ""), ranks)
+        write_checkpoint(tmp_path, 1, lambda directory: write_file(directory / "model-1.bin", ""), ranks)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -116,6 +116,9 @@ def test_of_several_processes_the_first_alone_speaks(config, capsys, monkeypatch
     assert cli.main(["train", config, "--dry-run"]) == 0
     assert cli.main(["train", config, "max_step=1"]) == 2
     assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # on another machine, whose file may be another
+    assert cli.main(["train", config, "max_step=1"]) == 2
+    assert "unknown setting `max_step`" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     assert cli.main(["train", config, "--dry-run"]) == 0
     assert "1 prompts on each of 2 processes" in capsys.readouterr().out
@@ -219,6 +222,9 @@ def test_serve_uses_settings_of_vllm_whatever_the_engine(config, monkeypatch):
 
 @pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 0), (RolloutError("server 1 has ended"), 2)])
 def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, capsys, monkeypatch):
+    from transformers import Qwen2_5_VLConfig
+
+    from rl_vlm.rollout.vllm import arguments
     from rl_vlm.rollout.vllm import process as vllm_process
 
     class Server:
@@ -231,6 +237,7 @@ def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, c
             raise end
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(arguments, "checkpoint_config", lambda *_: Qwen2_5_VLConfig())
     monkeypatch.setattr(vllm_process, "start_servers", lambda *_: [Server()])
     monkeypatch.setattr(vllm_process, "stop_servers", lambda servers: servers[0].seen.append("stopped"))
     monkeypatch.setenv("RL_VLM_SERVER_TOKEN", "secret")

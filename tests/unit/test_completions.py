@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import pyarrow.parquet
 import torch
 
-from rl_vlm.log.completions import completion_rows, drop_windows_from, print_rows, window_path, write_rows
+from rl_vlm.log.completions import completion_rows, drop_after, print_rows, window_path, write_rows
 from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, ScoredGroup
 
 
@@ -33,6 +31,7 @@ def rows() -> list[dict]:
         torch.tensor([[True, False]]),
         torch.tensor([[False, True]]),
         breakdown,
+        faults={(0, 1): ["style/timeout: more than 1 s"]},
     )
     return completion_rows(3, [scored_group()], table)
 
@@ -40,7 +39,8 @@ def rows() -> list[dict]:
 FIRST = {
     "step": 3, "group_id": "0/0/row-1", "sample_id": "row-1", "completion_index": 0, "policy_version": 4,
     "prompt": "user: <image> Which digit?", "completion": "seven", "finish_reason": "stop", "prompt_length": 7,
-    "completion_length": 2, "accuracy": 1.0, "style": 0.5, "reward": 1.5, "advantage": 0.25, "style/note": "good",
+    "completion_length": 2, "image_sizes": [], "model_image_sizes": [], "accuracy": 1.0, "style": 0.5, "reward": 1.5,
+    "advantage": 0.25, "fault": None, "style/note": "good",
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def test_a_row_per_completion():
     first, second = rows()
     assert first == FIRST
     assert (second["style"], second["reward"], second["advantage"]) == (None, None, 0.0)
+    assert second["fault"] == "style/timeout: more than 1 s"
 
 
 def test_rows_come_back_from_parquet(tmp_path):
@@ -70,12 +71,17 @@ def test_values_of_mixed_types_are_written_as_text(tmp_path):
     assert found == [{"a": 1, "b": "1"}, {"a": 2, "b": "one"}, {"a": 3, "b": "{1, 2}"}]
 
 
-def test_windows_of_later_steps_are_dropped(tmp_path):
+def test_windows_and_evaluations_of_later_steps_are_dropped(tmp_path):
+    folder = tmp_path / "completions"
     for step in (0, 2, 4):
         write_rows(window_path(tmp_path, step), rows())
-    drop_windows_from(tmp_path, 2)
-    assert list((tmp_path / "completions").iterdir()) == [window_path(tmp_path, 0)]
-    drop_windows_from(Path(tmp_path / "nothing"), 0)
+        write_rows(folder / f"held_out_{step:05d}.parquet", rows())
+    drop_after(tmp_path, 2, next_window=2)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["completions_00000.parquet", "held_out_00000.parquet", "held_out_00002.parquet"]
+    drop_after(tmp_path / "nothing", 1, next_window=0)
+    drop_after(tmp_path, None, next_window=0)
+    assert not folder.exists()
 
 
 def test_printed_completions(capsys):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import DataConfig, RunConfig
@@ -89,3 +90,9 @@ def test_a_mixture_is_read_back_from_the_resolved_settings():
     config = load_config("run.yaml")
     Path("resolved.yaml").write_text(to_yaml(config))
     assert load_config("resolved.yaml") == config
+
+
+def test_an_entry_can_undo_what_the_section_renames():
+    entries = [{"name": "a.jsonl", "columns": {}}, "b.jsonl"]
+    data = DataConfig.model_validate({"dataset_name": entries, "columns": {"prompt": "question"}})
+    assert [entry.columns for entry in data_sources(data, "train")] == [{}, {"prompt": "question"}]

@@ -33,6 +33,31 @@ def failing(completions: list[str], solution: list[str]) -> list[float]:
     return [float(int(gold) == 7) for gold in solution]
 
 
+def of_verl(data_source: str, solution_str: str, ground_truth: str, wrong: str) -> float:
+    return float(solution_str == ground_truth != wrong)
+
+
+def minus_error(completions: list[str], solution: list[str]) -> list[float]:
+    numbers = [float(text) if text.isdigit() else 100.0 for text in completions]
+    return [-abs(number - float(gold)) for number, gold in zip(numbers, solution, strict=True)]
+
+
+def nothing(completions: list[str], solution: list[str]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def label_is(completions: list[str], label: list[str | None]) -> list[float]:
+    return [float(text == gold) for text, gold in zip(completions, label, strict=True)]
+
+
+def by_method(completions: list[str], solution: list[str], method: list[str]) -> list[float]:
+    return [float(text == gold) for text, gold in zip(completions, solution, strict=True)]
+
+
+def with_images(completions: list[str], solution: list[str], images: list[Any]) -> list[float]:
+    return [float(text == gold) for text, gold in zip(completions, solution, strict=True)]
+
+
 async def served(completions: list[str], solution: list[str]) -> list[float]:
     raise AssertionError("a function that may cost much is not called")
 
@@ -135,6 +160,51 @@ def test_gold_answers_of_another_systems_rows(tmp_path: Path):
     rows = [{"prompt": None, "problem": "Which?", "answer": answer} for answer in ("7", "8", "")]
     (finding,) = gold_findings(split_of(tmp_path, rows), "exact_match").findings
     assert finding.what.endswith("gives its gold answer 0, and others 1: solution ''")
+
+
+def test_a_reward_whose_maximum_is_zero(tmp_path: Path):
+    rows = [{"solution": str(gold)} for gold in (7, 8, 9)]
+    assert kinds(gold_findings(split_of(tmp_path, rows), f"{__name__}:minus_error")) == []
+
+
+def test_a_reward_that_reads_no_gold_answer_is_found(tmp_path: Path):
+    rows = [{"solution": str(gold)} for gold in (7, 8, 9)]
+    found = gold_findings(split_of(tmp_path, rows), f"{__name__}:nothing")
+    assert kinds(found) == [(row, "gold answer below the maximum of its reward") for row in range(3)]
+
+
+def test_rows_without_a_value_for_a_reward_that_scores_them(tmp_path: Path):
+    rows = [{"label": "7"}, {"label": "8"}, {"label": None}]
+    assert kinds(gold_findings(split_of(tmp_path, rows), f"{__name__}:label_is")) == [(2, "row without a gold answer")]
+
+
+def test_a_constant_column_beside_gold_answers(tmp_path: Path):
+    rows = [{"solution": gold, "method": "default"} for gold in ("7", "8")]
+    assert kinds(gold_findings(split_of(tmp_path, rows), f"{__name__}:by_method")) == []
+
+
+def test_a_damaged_image_ends_the_checks_of_one_function(tmp_path: Path):
+    split = split_of(tmp_path, [{"solution": "7"}, {"solution": "8"}])
+    path = tmp_path / "0.png"
+    path.write_bytes(path.read_bytes()[:40])
+    found = gold_findings(split, f"{__name__}:with_images", "exact_match")
+    assert [(finding.severity, finding.kind) for finding in found.findings] == [("error", "gold answers")]
+    assert found.checked == [f"gold answers of {split.rows.name} under exact_match"]
+
+
+def test_gold_answers_of_verls_rows_and_functions(tmp_path: Path):
+    """Neither the data's source nor the object around a gold answer counts as a gold answer."""
+    rows = [
+        {
+            "data_source": "geo",
+            "reward_model": {"style": "rule", "ground_truth": gold},
+            "extra_info": {"split": "train"},
+        }
+        for gold in ("7", "8", "9")
+    ]
+    found = gold_findings(split_of(tmp_path, rows), {"function": f"{__name__}:of_verl", "kwargs": {"wrong": "9"}})
+    assert kinds(found) == [(2, "gold answer below the maximum of its reward")]
+    assert found.findings[0].what.endswith("reward_model {'style': 'rule', 'ground_truth': '9'}, solution '9'")
 
 
 def test_every_column_of_a_layout_is_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

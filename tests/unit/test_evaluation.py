@@ -96,7 +96,7 @@ def test_summary_leaves_faulted_and_inapplicable_scores_out():
         row("b", 0, None, None),
         row("b", 1, 1.0, 3.0, completion_length=6),
     ]
-    found = summarise(rows, ["accuracy"], num_generations=2)
+    found = summarise(rows, {"accuracy": 1.0}, num_generations=2)
     low, high = found.pop("rewards/accuracy/ci_low"), found.pop("rewards/accuracy/ci_high")
     assert 0.5 <= low < high <= 1.0
     assert found == {
@@ -113,14 +113,14 @@ def test_summary_leaves_faulted_and_inapplicable_scores_out():
 
 
 def test_function_without_any_score_has_no_figures():
-    found = summarise([row("a", 0, None, None)], ["accuracy"], num_generations=1)
+    found = summarise([row("a", 0, None, None)], {"accuracy": 1.0}, num_generations=1)
     assert found == {
         "num_samples": 1.0, "num_completions": 1.0, "completions/mean_length": 4.0, "completions/clipped_ratio": 0.0,
     }  # fmt: skip
 
 
 def test_served_completions_may_have_no_lengths():
-    found = summarise([row("a", 0, 1.0, 1.0, completion_length=None)], ["accuracy"], num_generations=1)
+    found = summarise([row("a", 0, 1.0, 1.0, completion_length=None)], {"accuracy": 1.0}, num_generations=1)
     assert "completions/mean_length" not in found
     assert found["rewards/accuracy/mean"] == 1.0
 
@@ -133,10 +133,10 @@ def test_figures_by_the_values_of_a_column():
         row("d", 0, 0.5, 0.5, **{"data/source": None}),
         row("e", 0, 1.0, 1.0),
     ]
-    found = summarise_by(rows, "source", ["accuracy"], num_generations=1)
+    found = summarise_by(rows, "source", {"accuracy": 1.0}, num_generations=1)
     means = {value: (metrics["num_samples"], metrics["rewards/accuracy/mean"]) for value, metrics in found.items()}
     assert means == {"None": (2.0, 0.75), "charts": (1.0, 1.0), "scans": (2.0, 0.5)}
-    assert found["scans"] == summarise(rows[1:3], ["accuracy"], num_generations=1)
+    assert found["scans"] == summarise(rows[1:3], {"accuracy": 1.0}, num_generations=1)
 
 
 def test_checkpoints_are_named_by_what_tells_them_apart():

@@ -9,6 +9,8 @@ import trl
 import yaml
 
 from rl_vlm.distributed.environment import FSDP_KEYS, Launch, take_launch
+from rl_vlm.distributed.launcher import note_short_grace
+from rl_vlm.distributed.meeting_point import init_method
 from rl_vlm.distributed.ranks import check_devices, check_launch
 from rl_vlm.distributed.strategy import check_evaluation_launch, check_precision
 from rl_vlm.errors import LaunchError
@@ -256,3 +258,30 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
         check_devices(2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     check_devices(1)
+
+
+def test_processes_that_were_restarted_do_not_meet_where_the_ended_ones_did(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    found = []
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        found.append(init_method())
+    assert found == [None, "rl-vlm-restarted://"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({}, []),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ["within 30 s: for more, start it with TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600"]),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, []),
+    ],
+)
+def test_a_launcher_that_leaves_less_than_the_grace_period_is_named(variables, found, monkeypatch, caplog):
+    for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO"):
+        note_short_grace(600.0)
+    assert [text.partition("saved ")[2] for text in caplog.messages] == found

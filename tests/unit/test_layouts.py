@@ -183,6 +183,23 @@ def test_objects_without_marks_are_a_column():
     assert (rows[0].prompt[0]["content"], rows[0].columns) == ("Find a dog.", {"objects": objects})
 
 
+def test_objects_as_json_text():
+    assert load(SWIFT | {"objects": json.dumps(SWIFT["objects"])})[0].messages == load(SWIFT)[0].messages
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (None, "2 marks <ref-object> and objects.ref has 0 values"),
+        ([{"caption": "a dog", "bbox": [1, 2, 3, 4]}], "expected an object with ref and bbox"),
+        ("no JSON", "found 'no JSON' for objects, expected an object with ref and bbox"),
+    ],
+)
+def test_marks_that_nothing_fills_are_refused(objects, message):
+    with pytest.raises(DataError, match=f"train.jsonl, row 0: .*{message}"):
+        load(SWIFT | {"objects": objects})[0]
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [

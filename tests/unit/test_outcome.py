@@ -1,8 +1,7 @@
 from typing import Any
 
-from rl_vlm import checkpoint
-from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome, interrupted_training, training_outcome
+from tests.helpers.checkpoints import write_checkpoint
 
 
 def summary(mean: float, **more: Any) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def test_several_checkpoints_are_rows_of_a_table():
 def test_an_interrupted_run_names_its_newest_checkpoint(tmp_path):
     assert interrupted_training(str(tmp_path)) == f"Interrupted. There is no checkpoint in {tmp_path} to resume from."
     for step in (8, 10):
-        checkpoint.write(tmp_path, step, lambda directory: None, Ranks())
+        write_checkpoint(tmp_path, step, lambda directory: None)
     (tmp_path / "unfinished-checkpoint-12").mkdir()
     assert interrupted_training(str(tmp_path)) == (
         f"Interrupted. The newest checkpoint is {tmp_path}/checkpoint-10.\n"

@@ -1,7 +1,5 @@
 """Suggested set-ups of a model of round numbers; nothing is traced."""
 
-from dataclasses import replace
-
 import pytest
 
 from rl_vlm.config.schema import RunConfig
@@ -188,5 +186,6 @@ def test_changes_that_contradict_the_settings_are_no_set_up():
 )  # fmt: skip
 def test_set_ups_that_a_run_refuses(sections: dict, machines: dict, message: str):
     with pytest.raises(RLVLMError, match=message):
-        check_setup(run_config(**sections), hardware(80, **machines))
-    check_setup(run_config(**sections), replace(hardware(80, **machines), gpus=8, engine=hardware(1).engine))
+        refused = hardware(80, **machines)
+        check_setup(run_config(**sections), refused.engine, refused.num_ranks)
+    check_setup(run_config(**sections), hardware(1).engine, 8)

@@ -4,12 +4,14 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rl_vlm.log.progress_bar import ProgressBar, training_figures
+from rl_vlm.log.progress_bar import ProgressBar, bar_class, training_figures
 
 LINE = {
     "step": 3, "reward": 0.256, "rewards/exact/mean": 0.125, "rewards/exact/std": 0.3, "eval_rewards/exact/mean": 0.5,
@@ -67,6 +69,21 @@ def test_a_terminal_of_no_columns_gets_lines(monkeypatch, columns: int, is_bar: 
     os.close(main)
     assert printed.startswith("step 1/2, reward 0.50, ") is not is_bar
     assert ("1/2 [" in printed) is is_bar
+
+
+@pytest.mark.parametrize(("application", "is_bar"), [("IPKernelApp", True), ("TerminalIPythonApp", False)])
+def test_a_notebook_gets_a_bar_without_a_terminal(monkeypatch, application: str, is_bar: bool):
+    shell = SimpleNamespace(config={application: {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr("rl_vlm.log.progress_bar.find_spec", lambda name: None)
+    assert ("step 3/5, " not in output(monkeypatch, is_terminal=False)) is is_bar
+
+
+@pytest.mark.parametrize("widgets", [None, "found"])
+def test_a_notebook_with_widgets_gets_a_bar_of_its_own(monkeypatch, widgets: str | None):
+    monkeypatch.setattr("rl_vlm.log.progress_bar.in_notebook", lambda: True)
+    monkeypatch.setattr("rl_vlm.log.progress_bar.find_spec", lambda name: widgets)
+    assert bar_class().__name__ == ("tqdm_notebook" if widgets else "tqdm")
 
 
 def test_the_title_stands_before_the_figures(monkeypatch):

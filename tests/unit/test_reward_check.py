@@ -89,6 +89,71 @@ def test_a_sound_function_has_no_error(target: str, capsys: pytest.CaptureFixtur
     assert report["findings"] == []
 
 
+OF_OTHERS = {
+    "TRL, format": (
+        "import re\n"
+        "def f(completions, **kwargs):\n"
+        r"    pattern = r'<think>.+?</think>\s*<answer>.+?</answer>'"
+        "\n"
+        "    return [1.0 if re.fullmatch(pattern, c, re.DOTALL) else 0.0 for c in completions]"
+    ),
+    "TRL, columns with defaults": (
+        "def f(completions, solution=None, image_path=None):\n"
+        "    return [float('<think>' in c and '><' not in c) for c in completions]"
+    ),
+    "EasyR1": (
+        "def f(reward_inputs):\n"
+        "    return [{'overall': exact(r['response'], r['ground_truth'])} for r in reward_inputs]"
+    ),
+    "verl": (
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return exact(solution_str, ground_truth)"
+    ),
+}
+"""Sound functions in the styles of other systems."""
+
+
+@pytest.mark.parametrize("style", OF_OTHERS)
+def test_a_sound_function_of_another_system_has_no_finding(style: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exact = SOURCE.partition("def f(")[0]
+    Path("mine.py").write_text(exact + OF_OTHERS[style])
+    status, report = check("mine.py:f", capsys)
+    assert report["findings"] == []
+    assert status == 0
+
+
+def test_a_format_that_may_be_empty_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(OF_OTHERS["TRL, format"].replace(".+?", ".*?"))
+    status, report = check("mine.py:f", capsys)
+    assert [(finding["kind"], finding["severity"]) for finding in report["findings"]] == [
+        ("cheat: empty tags", "warning")
+    ]
+    assert status == 0
+
+
+@pytest.mark.parametrize("style", ["verl", "EasyR1"])
+def test_the_gold_answer_is_the_one_that_the_function_is_given(style: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": f"{i} + 1?", "solution": f"It is {i}, and one more.", "reward_model": {"ground_truth": str(i + 1)}}
+        for i in range(12)
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mine.py").write_text(SOURCE.partition("def f(")[0] + OF_OTHERS[style])
+    assert check("mine.py:f", capsys)[1]["findings"] == []
+
+
+def test_a_column_that_is_needed_and_always_empty_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) | {"box": None} for line in Path("rows.jsonl").read_text().splitlines()]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mine.py").write_text(
+        "def f(completions, solution, box=None, other=None):\n"
+        "    return [float(c.endswith(f'<answer>{s}</answer>')) for c, s in zip(completions, solution)]"
+    )
+    _, report = check("mine.py:f", capsys)
+    assert [finding["message"] for finding in report["findings"]] == [
+        "it names the column 'box', and no row has a value in it: is the name right?"
+    ]
+
+
 def test_a_gold_answer_that_its_function_cannot_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     rows[7]["solution"] = "[1, 2"

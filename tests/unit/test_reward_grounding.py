@@ -295,7 +295,8 @@ def test_a_gold_box_that_cannot_be_in_its_frame_is_a_fault(gold, frame, is_fault
         ('{"box_2d": [10, 20, 30, 40]}', [Region(None)]),  # Gemini's, which is y1, x1, y2, x2
         ("<box>30</box>", [Region(None)]),
         ("", None),
-        ("10, 20, 30, 40", None),
+        ("10, 20, 30, 40", [Region(DOG)]),
+        ("10, 20, 30, 40, 50, 60, 70, 80", None),
         ("(１０,20)", None),
         ("<box>[10, 20, 30, 40]", None),
         ("dog", None),
@@ -476,3 +477,44 @@ def test_thresholds_that_are_refused(threshold, error):
 def test_an_unknown_kind_of_confidence_is_refused(function):
     with pytest.raises(ValueError, match="`confidence` is 'mine'; it must be one of equal, given"):
         score(function, "[10, 10, 50, 50]", [10, 10, 50, 50], confidence="mine")
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "score"),
+    [
+        ('[{"bbox_2d": [10, 10, 50, 50], "label": "cat"}]', {"bbox": [[10, 10, 50, 50]], "category": [17]}, 0.0),
+        ('[{"bbox_2d": [10, 10, 50, 50], "label": "17"}]', {"bbox": [[10, 10, 50, 50]], "category": [17]}, 1.0),
+        ('[{"bbox_2d": [10, 10, 50, 50], "label": 17}]', {"bbox": [[10, 10, 50, 50]], "category_id": 17}, 1.0),
+        ('[{"bbox_2d": [10, 10, 50, 50], "label": "cat"}]', {"bbox": [[10, 10, 50, 50]], "labels": ["Cat"]}, 1.0),
+        ("[10, 10, 50, 50]", {"bbox": [[10, 10, 50, 50], [60, 60, 90, 90]], "label": ["dog", "cat"]}, 0.0),
+        ("[10, 10, 50, 50]", {"bbox": [[10, 10, 50, 50]], "label": ["dog", "cat"]}, "type"),
+        ("[10, 10, 50, 50]", {"bbox": [[10, 10, 50, 50]], "label": {"a": 1}}, "type"),
+        ("[10, 10, 50, 50]", {"bbox": [[10, 10, 50, 50]], "label": True}, "type"),
+        ('[{"bbox_2d": [10, 10, 50, 50], "label": 10000001}]', {"bbox": [10, 10, 50, 50], "label": 10000002}, 0.0),
+        ('[{"bbox_2d": [10, 10, 50, 50], "label": "1234567"}]', {"bbox": [10, 10, 50, 50], "label": 1234567}, 1.0),
+        ("[10, 10, 50, 50]", {"bbox": [10, 10, 40, 40], "bbox_format": "xywh"}, "type"),
+        ("[10, 10, 50, 50]", {"bbox": [10, 10, 50, 50], "bbox_format": "xyxy"}, 1.0),
+    ],
+)
+def test_labels_in_lists_and_as_numbers(completion, gold, score):
+    (found,) = detection_map([completion], [gold], [[(100, 100)]], [[(100, 100)]], coordinates="original")
+    assert (found.kind if isinstance(found, Fault) else found) == score
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(10, 10, 50, 50)",
+        "10, 10, 50, 50",
+        "<answer>10,10,50,50</answer>",
+        '{"bounding_box": [10, 10, 50, 50]}',
+        '{"xmin": 10, "ymin": 10, "xmax": 50, "ymax": 50}',
+    ],
+)
+def test_further_forms_of_a_box(text):
+    assert iou([text], [[10, 10, 50, 50]], [[(100, 100)]], [[(100, 100)]], coordinates="original") == [1.0]
+
+
+def test_the_coordinate_of_a_click_is_a_point():
+    click = '{"action": "click", "coordinate": [30, 30]}'
+    assert point_in_box([click], [[10, 10, 50, 50]], [[(100, 100)]], [[(100, 100)]], coordinates="original") == [1.0]

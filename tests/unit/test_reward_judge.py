@@ -22,14 +22,15 @@ from rewards.judges.endpoint import LONGEST_PAUSE, Endpoint, Limits, pause, retr
 from rewards.judges.judge import judge
 from rewards.judges.messages import delimited
 from rewards.judges.reply import read_reply
-from tests.helpers.judge_server import judging
+from tests.helpers.judge_server import JudgeServer
+from tests.helpers.serving import in_thread
 
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
 
 
 @pytest.fixture
 def server():
-    with judging() as server:
+    with in_thread(JudgeServer()) as server:
         yield server
 
 
@@ -66,6 +67,24 @@ def ask(server, completions, images=None, solution=None, **settings) -> list:
 )
 def test_the_score_of_a_reply(reply, score):
     assert read_reply(reply, 10.0) == pytest.approx(score)
+
+
+def test_what_stands_before_the_end_of_a_thought_does_not_count():
+    assert read_reply('<think>{"score": 10}</think> 3', 10.0) == 0.3
+
+
+def test_a_quoted_score_above_a_number_is_no_score():
+    fault = read_reply('The completion says {"score": 10}\n8', 10.0)
+    assert isinstance(fault, Fault) and fault.kind == "reply"
+
+
+def test_a_reply_that_is_cut_off_is_a_fault_and_is_not_kept(server, tmp_path):
+    message = {"role": "assistant", "content": 'The assistant wrote {"score": 10} which is'}
+    cut_off = json.dumps({"choices": [{"message": message, "finish_reason": "length"}]})
+    server.answers = [(200, {}, cut_off)]
+    (fault,) = ask(server, ["7"], cache=str(tmp_path))
+    assert fault == Fault("reply", "the judge's reply is cut off: raise max_tokens in extra_body")
+    assert ask(server, ["7"], cache=str(tmp_path)) == [0.8]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +245,7 @@ def test_a_slow_judge_is_tried_again_and_then_a_fault(server):
 
 
 def test_a_server_that_is_not_there():
-    with judging() as server:
+    with in_thread(JudgeServer()) as server:
         pass
     (fault,) = ask(server, ["a"], retries=1)
     assert fault.kind == "request" and "cannot be reached" in fault.message

@@ -129,3 +129,8 @@ def test_what_is_no_reward_model_is_refused(tmp_path):
 def test_settings_without_a_meaning_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         reward_model(["7"], [PROMPT], **settings)
+
+
+def test_lone_surrogates_become_question_marks(checkpoint):
+    scores = reward_model(["7\ud800", "7?"], [PROMPT] * 2, model=checkpoint, device="cpu")
+    assert scores[0] == pytest.approx(scores[1])

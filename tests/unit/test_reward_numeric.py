@@ -28,6 +28,13 @@ from rewards.contract import Fault
         ("2×10^-2", 0.02, ""),
         ("$1,200", 1200.0, "$"),
         ("-$7", -7.0, "$"),
+        ("$-7", -7.0, "$"),
+        ("€+7", 7.0, "€"),
+        ("–7", -7.0, ""),
+        ("2 x 10^–2", 0.02, ""),
+        ("#### 72", 72.0, ""),
+        ("48/2 = 24\n48+24 = 72\n#### 72", 72.0, ""),
+        ("#### 7\n#### 1,234", 1234.0, ""),
         ("7 cm", 7.0, "cm"),
         ("7cm²", 7.0, "cm²"),
         ("7 m^2", 7.0, "m^2"),
@@ -47,7 +54,8 @@ def test_numbers(text, value, unit):
     "text",
     [
         "", "<answer></answer>", "seven", "nan", "inf", "-inf", "infinity", "1e999", "-1e999", "1e", "e5", "--7", ".",
-        "1,23", "1,2345", "1,234,56", "1.2.3", "1_000", "0x10", "1/0", "3/4/5", "10-12", "7 8", "1 2 3 4 5 6 7 8 9",
+        "1,23", "1,2345", "1,234,56", "1.2.3", "1_000", "0x10", "1/0", "3/4/5", "10-12", "10–12",
+        "-$-7", "$--7", "72 ####", "#### 7 or 8", "#### 7 ####", "7 8", "1 2 3 4 5 6 7 8 9",
         "7 or 8", "6, 7", "7;8", "It is 7", "x = 7", "2+5", "2^3", "7x8", "7²", "7½", "½", "７", "٧", "7 thousand",
         "7 million", "7k", "7 K", "7M", "$7B", "3:4", "__import__('os').getcwd()", "(7).__class__", "True",
         "<answer>7", "9" * 1_000_000, "9" * 99 + "e" + "9" * 400,
@@ -88,6 +96,10 @@ def test_not_one_number(text):
         ("1e999", "7", 0.0),
         ("7", None, None),
         ("7", "a dog", None),
+        ("72", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
+        ("24", "48/2 = 24\n48+24 = 72\n#### 72", 0.0),
+        ("-5", "–5", 1.0),
+        ("−5", "$-5", 1.0),
         ("nan", float("nan"), None),
         ("inf", float("inf"), None),
         ("1", True, None),
@@ -95,6 +107,14 @@ def test_not_one_number(text):
 )
 def test_scores(text, solution, expected):
     assert numeric([text], [solution]) == [expected]
+
+
+@pytest.mark.parametrize(
+    "gold", ["7 million", "1,00", "7 or 8", "1e999", "1/0", "７", "#### seven of 9", "Route 66", "7²"]
+)
+def test_a_gold_answer_with_digits_that_is_no_number_is_a_fault(gold):
+    (score,) = numeric(["7"], [gold])
+    assert isinstance(score, Fault) and score.kind == "type" and repr(gold) in score.message
 
 
 def test_tolerances():

@@ -2,6 +2,7 @@
 
 import random
 import time
+import unicodedata
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rewards.contract import Fault
 from rewards.overlap.character_error_rate import character_error_rate
 from rewards.overlap.edit_similarity import edit_similarity
 from rewards.overlap.rouge_l import rouge_l, words
+from rewards.text import composed
 
 FUNCTIONS = [edit_similarity, character_error_rate, rouge_l]
 
@@ -120,3 +122,16 @@ def test_junk_scores_little_in_little_time(function, junk):
     (score,) = function([junk], ["a gold text of some words " * 400])
     assert score == pytest.approx(0.0, abs=0.3)
     assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_many_combining_marks_take_no_long_time(function):
+    completion = "a" + "\u0301\u0316" * 50_000
+    started = time.process_time()
+    function([completion], ["a dog"])
+    assert time.process_time() - started < 1
+
+
+def test_a_character_keeps_thirty_marks():
+    assert composed("é" + "\u0316" * 40) == unicodedata.normalize("NFC", "e" + "\u0301" + "\u0316" * 30)
+    assert composed("e\u0301x") == "éx"

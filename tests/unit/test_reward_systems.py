@@ -17,6 +17,8 @@ import pytest
 from rewards.stand_ins import stand_ins
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError
+from rl_vlm.reward.function import Reward
+from rl_vlm.reward.golds import why_not_scored
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import TrainerState
 from tests.unit.test_reward_suite import group, rounded
@@ -335,8 +337,80 @@ def test_a_dict_without_a_score_is_a_fault(tmp_path: Path, monkeypatch: pytest.M
     Path("theirs.py").write_text("def f(reward_input):\n    return {'accuracy': 1.0}\n")
     with RewardSuite(RewardsConfig(reward_funcs=["theirs.py:f"])) as suite:
         table = suite.score([group(TEXTS, solution="7")], STATE)
-    assert table.fault_counts == {"f/exception": 4}
-    assert "overall" in table.fault_messages[0]
+    assert table.fault_counts == {"f/type": 4}
+    assert "without 'overall', but with 'accuracy'" in table.fault_messages[0]
+
+
+PER_ROW = {
+    "verl": "def f(data_source, solution_str, ground_truth, extra_info=None{more}):",
+    "verl, async": "async def f(data_source, solution_str, ground_truth, extra_info=None{more}):",
+    "EasyR1": "def f(predict, ground_truth{more}):",
+}
+"""The first lines of functions that are called once per completion."""
+
+
+@pytest.fixture(params=PER_ROW)
+def first_line(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(tmp_path)
+    yield PER_ROW[request.param]
+    sys.modules.pop(str(tmp_path / "theirs.py"), None)
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
+def test_a_column_with_the_name_of_a_setting_does_not_reach_it(first_line: str, timeout: float | None) -> None:
+    head = first_line.format(more=", method='strict'")
+    Path("theirs.py").write_text(f"{head}\n    return float(method == 'strict')\n")
+    spec = RewardSpec(function="theirs.py:f", timeout=timeout)
+    with RewardSuite(RewardsConfig(reward_funcs=[spec])) as suite:
+        one = group(TEXTS, solution="7", method="flexible")
+        suite.check_columns(["solution", "method"])
+        assert rounded(suite.score([one], STATE)) == [[[1.0]] * 4]
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
+def test_settings_reach_keyword_arguments_without_names_and_columns_do_not(
+    first_line: str, timeout: float | None
+) -> None:
+    Path("theirs.py").write_text(f"{first_line.format(more=', **kwargs')}\n    return sum(kwargs.values())\n")
+    spec = RewardSpec(function="theirs.py:f", kwargs={"bonus": 0.25, "malus": -1.0}, timeout=timeout)
+    with RewardSuite(RewardsConfig(reward_funcs=[spec])) as suite:
+        assert rounded(suite.score([group(TEXTS, solution="7", level=3)], STATE)) == [[[-0.75]] * 4]
+
+
+def test_a_setting_without_a_default_must_be_set(first_line: str) -> None:
+    Path("theirs.py").write_text(f"{first_line.format(more=', *, scale')}\n    return scale\n")
+    with pytest.raises(RewardError, match=r"'f' needs scale: set its `kwargs`"):
+        RewardSuite(RewardsConfig(reward_funcs=["theirs.py:f"]))
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
+def test_an_exception_for_one_completion_is_a_fault_of_that_completion(first_line: str, timeout: float | None) -> None:
+    text = "solution_str" if "solution_str" in first_line else "predict"
+    Path("theirs.py").write_text(f"{first_line.format(more='')}\n    return float(len({text}.split()[0]))\n")
+    with RewardSuite(RewardsConfig(reward_funcs=[RewardSpec(function="theirs.py:f", timeout=timeout)])) as suite:
+        table = suite.score([group(["a b", "", "ccc", " "], solution="7")], STATE)
+    assert rounded(table) == [[[1.0], [None], [3.0], [None]]]
+    assert table.fault_counts == {"f/exception": 2}
+    assert "IndexError: list index out of range (theirs.py:2 in f)" in table.fault_messages[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("async def f(completions): ...", True),
+        ("async def f(data_source, solution_str, ground_truth): ...", True),
+        ("from swift.plugin import AsyncORM\nclass f(AsyncORM):\n    async def __call__(self, completions): ...", True),
+        ("def f(reward_inputs): ...", False),
+        ("class f:\n    def __call__(self, completions): ...", False),
+    ],
+)
+def test_async_functions_are_not_called_before_a_run(
+    source: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text(source)
+    reason = why_not_scored(Reward(RewardSpec(function="theirs.py:f")))
+    assert ("async" in (reason or "")) == expected
 
 
 def test_a_sub_score_called_reward_does_not_replace_the_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

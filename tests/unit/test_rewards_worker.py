@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from rewards.worker import Worker
 from rl_vlm.functions import load_function
 
 FUNCTIONS = """
-import multiprocessing, os, re, subprocess, sys, time
+import gc, multiprocessing, os, re, subprocess, sys, time
+from multiprocessing.connection import Connection
 
 def behave(completions, log_metric=None):
     word = completions[0]
@@ -44,6 +46,12 @@ async def size(completions, images):
 def unsendable(completions, log_extra):
     log_extra("function", [lambda: 0])
     return [1.0]
+
+def ends_late(completions):
+    for connection in (c for c in gc.get_objects() if isinstance(c, Connection)):
+        connection.close()
+    time.sleep(1.5)
+    os._exit(7)
 
 def slow_to_load():
     if multiprocessing.parent_process():
@@ -129,6 +137,39 @@ def test_no_process_of_the_function_outlives_a_worker_that_is_killed_between_cal
     os.kill(int(pid), signal.SIGKILL)
     assert is_gone(int(child))
     assert outcomes(worker.call(batches("a", "b"))) == ["crash", 1.0]
+
+
+def test_closing_ends_a_call_in_another_thread_and_starts_nothing(start):
+    worker, faults = start("behave"), []
+    calling = threading.Thread(target=lambda: faults.extend(outcomes(worker.call(batches("sleep", "a")))))
+    calling.start()
+    time.sleep(2.0)
+    worker.close()
+    calling.join(10)
+    assert len(faults) == 2 and not calling.is_alive() and worker._process is None
+
+
+def test_a_process_that_ends_late_has_an_exit_code(start):
+    answers = start("ends_late").call(batches("a"))
+    assert answers[0].scores == [Fault("crash", "its worker process ended with exit code 7")]
+
+
+def nothing() -> None:
+    """A function that the process cannot find by this name."""
+
+
+def test_the_error_of_the_process_is_in_the_fault(monkeypatch):
+    monkeypatch.setattr(nothing, "__qualname__", "absent")
+    monkeypatch.setattr(sys.modules[__name__], "absent", nothing, raising=False)
+    worker = Worker(partial(load_constant, nothing), 20.0)
+    (answer,) = worker.call(batches("a"))
+    (fault,) = answer.scores
+    assert isinstance(fault, Fault) and fault.kind == "load"
+    assert "could not load it: Can't get attribute 'absent' on <module" in fault.message
+
+
+def load_constant(function):
+    return function
 
 
 def test_a_crash_faults_its_batch_only(start):

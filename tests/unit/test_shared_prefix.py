@@ -105,12 +105,12 @@ def test_one_flex_attention_over_the_row_is_the_same(layout, rule):
 
 
 def test_a_layout_is_active_only_inside(layout):
-    from rl_vlm.model.shared_prefix import _active_layout
+    from rl_vlm.model.shared_prefix import active_layout
 
     with pytest.raises(ZeroDivisionError), shared_row(layout):
-        assert _active_layout.get() is layout
+        assert active_layout.get() is layout
         with shared_row(None):
-            assert _active_layout.get() is None
-        assert _active_layout.get() is layout
+            assert active_layout.get() is None
+        assert active_layout.get() is layout
         raise ZeroDivisionError
-    assert _active_layout.get() is None
+    assert active_layout.get() is None

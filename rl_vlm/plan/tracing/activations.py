@@ -103,7 +103,7 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
         small, large = (PassTrace.of(config, *models, group, live) for group in groups)
         vision = VisionBytes.of(models[0], prompt, live)
     per_token = (large.training - small.training) / (large.tokens - small.tokens)
-    logprobs_per_token = (large.logprobs - small.logprobs) / (large.logprob_tokens - small.logprob_tokens)
+    logprobs_per_token = (large.logprobs - small.logprobs) / (large.tokens - small.tokens)
     return Activations(
         per_token=per_token,
         fixed=small.training - per_token * small.tokens - vision.kept_per_patch * small.patches,
@@ -111,7 +111,7 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
         vision_per_patch=vision.peak_per_patch,
         vision_fixed=vision.peak_fixed,
         logprobs_per_token=logprobs_per_token,
-        logprobs_fixed=small.logprobs - logprobs_per_token * small.logprob_tokens,
+        logprobs_fixed=small.logprobs - logprobs_per_token * small.tokens,
     )
 
 
@@ -120,9 +120,7 @@ class PassTrace:
     """Bytes of passes over a micro-batch of one group beside weights and gradients, and its size."""
 
     tokens: int
-    """What the language model computes in training."""
-    logprob_tokens: int
-    """The same without gradients, where hybrid families share prompts."""
+    """What the language model computes."""
     patches: int
     training: int
     logprobs: int
@@ -145,7 +143,6 @@ class PassTrace:
         logprobs = trainer.phases["old_logprobs"]
         return PassTrace(
             tokens=language_tokens(group, trainer.sharing),
-            logprob_tokens=language_tokens(group, trainer.logprob_sharing),
             patches=num_patches(policy.transformer.config, group.group.prompt),
             training=training.peak - training.before,
             logprobs=logprobs.peak - logprobs.before,

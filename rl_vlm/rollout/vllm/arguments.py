@@ -11,7 +11,9 @@ from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import pixel_limits
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.model.quantization import checkpoint_config
+from rl_vlm.model.shared_state import state_layers
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -50,7 +52,7 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
     if lora_rank is not None:
         arguments |= {"enable_lora": True, "max_lora_rank": allowed_lora_rank(lora_rank), "max_loras": 1}
     if not torch.cuda.is_available():
-        arguments |= cpu_arguments(arguments["max_model_len"])
+        arguments |= cpu_arguments(config, model)
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -62,15 +64,22 @@ def weight_transfer(config: RunConfig) -> str:
     return "nccl" if is_nccl else "rl_vlm"
 
 
-def cpu_arguments(max_model_length: int | None) -> dict[str, Any]:
+def cpu_arguments(config: RunConfig, model: str) -> dict[str, Any]:
     """Return arguments for CPUs: no compilation, which takes minutes, and no chunked prefill.
 
-    For a prompt in chunks vLLM's sampler takes back a random number, which CPU generators do not support.
+    For a prompt in chunks vLLM's sampler takes back a random number, which CPU generators do not support. Without
+    chunks, vLLM cannot cache prefixes of models with layers that carry a state. Raises ModelError if the model has no
+    config that can be read.
     """
+    try:
+        has_states = bool(state_layers(checkpoint_config(model, config.model)))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"No config can be loaded from {model!r}: {error}") from error
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(max_model_length or 0, 8192),
+        "enable_prefix_caching": False if has_states else None,
+        "max_num_batched_tokens": max(max_model_length(config) or 0, 8192),
     }
 
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError
+from rl_vlm.distributed.progress import mark_progress
+from rl_vlm.distributed.signals import stop
+from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError, Stopped
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME, ENVIRONMENT
@@ -57,6 +59,8 @@ class VLLMEngine:
         self.llm: Any = start_vllm(
             arguments | {"weight_transfer_config": {"backend": "rl_vlm"}, "disable_log_stats": False}
         )
+        # Ranks that share a model take each step together, so that none can stop alone.
+        before_steps(self.llm.llm_engine, mark_progress if self.is_parallel else stop.check)
         self.preemptions = Preemptions({"": total_in_process(self.llm)})
         self.max_model_length: int = self.llm.model_config.max_model_len
         self.adapter: Any = None
@@ -105,6 +109,9 @@ class VLLMEngine:
             outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
         except ValueError as error:
             raise DataError(f"vLLM refuses a prompt: {error}") from error
+        except Stopped:
+            self.llm.llm_engine.abort_request(list(self.llm.llm_engine.output_processor.request_states), internal=True)
+            raise
         finally:
             if self.sleeps:
                 self.llm.sleep(level=1)
@@ -198,6 +205,17 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
             f"vLLM does not run {arguments['model']} as it is set up: {error}\n"
             "The engine hf runs every supported family."
         ) from error
+
+
+def before_steps(engine: Any, check: Callable[[], None]) -> None:
+    """Let vLLM's engine call `check` before each step."""
+    step = engine.step
+
+    def checked_step() -> Any:
+        check()
+        return step()
+
+    engine.step = checked_step
 
 
 def gather(make: Callable[[], list[T]]) -> tuple[list[T], slice]:

@@ -1,4 +1,4 @@
-"""What a command shows in the terminal: the log of rl_vlm and its progress bars, without those of other libraries."""
+"""What a command or a Python session shows: the log of rl_vlm and its bars, without those of other libraries."""
 
 import logging
 import os
@@ -41,3 +41,7 @@ def hide_bars_of_libraries() -> None:
 
 def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"

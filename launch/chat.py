@@ -1,0 +1,104 @@
+"""`rl-vlm chat`: a checkpoint behind OpenAI's chat completions, for benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from launch.help import add_host
+from rl_vlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rl_vlm.serving.checkpoint import Served
+    from rl_vlm.serving.service import ChatService
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def chat_parser() -> argparse.ArgumentParser:
+    """Build the parser of `rl-vlm chat`."""
+    parser = argparse.ArgumentParser(
+        prog="rl-vlm chat", description="Serve a checkpoint with OpenAI's chat completions, for benchmarks."
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT",
+        help="a run's output_dir, one of its checkpoints, a model's or an adapter's directory, or a name on the hub",
+    )  # fmt: skip
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE",
+        help="setting that wins over the run's, as in max_pixels=802816",
+    )  # fmt: skip
+    parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="what samples; default: hf")
+    add_host(parser)
+    parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="default: 8000; 0 is any that is free")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="name that requests give the model; default: CHECKPOINT as written"
+    )
+    return parser
+
+
+def chat_command(arguments: Sequence[str]) -> int:
+    """Run `rl-vlm chat` until Ctrl-C or SIGTERM, and return the exit status: 130 or 143."""
+    options = chat_parser().parse_intermixed_args(arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("rl-vlm chat runs in one process; start it without accelerate launch")
+    from rl_vlm.memory.allocator import configure_allocator
+    from rl_vlm.serving.checkpoint import find_served
+
+    served = find_served(options.checkpoint, options.engine, options.overrides)
+    configure_allocator(served.config)
+    name = options.served_model_name or options.checkpoint
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        serve(served, name, options.host, options.port)
+    except KeyboardInterrupt as stop:
+        return 128 + stop.args[0]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def interrupt(number: int, frame: Any) -> NoReturn:
+    """Raise KeyboardInterrupt with the number of the signal, in the main thread."""
+    raise KeyboardInterrupt(number)
+
+
+def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
+    """Load the model and answer requests until an exception. This thread alone runs the model.
+
+    Raises ConfigError if the port cannot be used.
+    """
+    from rl_vlm.log.terminal import hide_bars_of_libraries
+    from rl_vlm.serving.build import chat_service
+    from rl_vlm.serving.server import API_KEY, ChatServer
+
+    hide_bars_of_libraries()
+    server = ChatServer(host, port, os.environ.get(API_KEY, ""))
+    try:
+        service = chat_service(served, name)
+        server.start(service)
+        try:
+            print(welcome(served, service, server.url), flush=True)
+            if host not in LOCAL_HOSTS and not server.key:
+                print(f"WARNING: other machines can use the endpoint; set {API_KEY} to require a key", file=sys.stderr)
+            service.batches.run()
+        finally:
+            server.stop()
+            service.batches.engine.close()
+    finally:
+        server.server_close()
+
+
+def welcome(served: Served, service: ChatService, url: str) -> str:
+    """Say what is served, with which limits, and what a client needs."""
+    from rl_vlm.serving.build import limits_in_words
+
+    limits = "\n".join(f"  {line}" for line in limits_in_words(served, service))
+    return (
+        f"{served.checkpoint} answers with engine {served.config.rollout.engine} until Ctrl-C. Limits:\n{limits}\n"
+        f"A client needs:\n  base URL  {url}\n  model     {service.name}"
+    )

@@ -1,0 +1,31 @@
+"""Where the main thread is, and for how long it has made no progress."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+
+NUM_FRAMES = 12
+"""Innermost frames of a position: enough to reach this project's own through those of torch."""
+
+_last_mark = time.monotonic()
+
+
+def mark_progress() -> None:
+    """Note that the run makes progress, or waits for something that may take long and is not stuck."""
+    global _last_mark
+    _last_mark = time.monotonic()
+
+
+def seconds_without_progress() -> float:
+    """Return the seconds since the last `mark_progress`."""
+    return time.monotonic() - _last_mark
+
+
+def position() -> str:
+    """Return the main thread's innermost frames, one on a line, the innermost last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    walked = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=NUM_FRAMES, lookup_lines=False)
+    return "\n".join(f"  {entry.filename}:{entry.lineno} in {entry.name}" for entry in reversed(walked))

@@ -1,0 +1,243 @@
+"""Signals that end a run: Ctrl-C (SIGINT), SIGTERM, SIGUSR1 and SIGHUP. The last two count as SIGTERM.
+
+    while a run is built     the main thread raises KeyboardInterrupt
+    while it takes steps     `stop.check()` raises Stopped at the next safe point
+
+A thread reads the signals, since the main thread may be in a collective, in which Python handles none.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
+
+from rl_vlm.distributed.progress import mark_progress, position
+from rl_vlm.errors import Stopped
+
+T = TypeVar("T")
+
+COUNTS_AS = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+}
+REPEAT_SECONDS = 10.0
+"""Time in which further signals are repetitions of the first: launchers send each signal several times."""
+NO_MORE = b"\0"
+"""What is written to the pipe behind the last signal."""
+BUILD_SECONDS = 30.0
+"""Time that a run which is still being built, or an evaluation, has to end after a signal."""
+WAIT_SECONDS = 0.5
+"""Time between checks while something is awaited."""
+
+
+class Stop:
+    """A request to stop, by a signal to this process or, as `Watch` learns, to another rank."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        """SIGINT or SIGTERM if the run is to stop."""
+        self.first_signal: float | None = None
+        """Time of the first signal to this process."""
+        self.is_handled = False
+        self.is_deferred = False
+        self.has_raised = False
+        self.num_postponed = 0
+        self.grace_seconds = BUILD_SECONDS
+        self.timer: threading.Timer | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """Return the status of a process that the signal ends: 130 for Ctrl-C, else 143."""
+        return 128 + (self.signum or signal.SIGINT)
+
+    def check(self) -> None:
+        """Raise Stopped if the run is to stop. Called at safe points: a step that is cut off here is repeated exactly.
+
+        All ranks must learn of it: call it within `Ranks.agree`. Marks progress.
+        """
+        mark_progress()
+        if self.signum is not None and not self.num_postponed:
+            raise Stopped(self.signum)
+
+    def checked(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items, with a `check` before each."""
+        for item in items:
+            self.check()
+            yield item
+
+    def ask(self, signum: int) -> None:
+        """Ask the run to stop, and end the process if it has not stopped after the grace period."""
+        self.signum = self.signum or signum
+        if self.timer is not None:
+            return
+        seconds = self.grace_seconds if self.is_deferred else BUILD_SECONDS
+        self.timer = threading.Timer(seconds, self.end, [f"has not stopped within {seconds:g} s of a signal"])
+        self.timer.daemon = True
+        self.timer.start()
+
+    def ask_for_others(self, signum: int) -> None:
+        """Ask this rank to stop, since another one was sent the signal."""
+        if self.signum is None:
+            self.ask(signum)
+            if self.is_handled and not self.is_deferred:
+                _thread.interrupt_main(signal.Signals(signum))
+
+    def note_signal(self, number: int) -> None:
+        """Note a signal to this process. One that comes later than repetitions do ends the process at once."""
+        now = time.monotonic()
+        if self.first_signal is None:
+            self.first_signal = now
+            self.ask(COUNTS_AS[signal.Signals(number)])
+        elif now - self.first_signal > REPEAT_SECONDS:
+            self.end("was sent a second signal, and ends at once")
+
+    def end(self, reason: str) -> NoReturn:
+        """End the process, and say where the main thread was."""
+        end_process(self.exit_status, f"process {os.getpid()} {reason}. The main thread was at\n{position()}")
+
+    @contextmanager
+    def deferred(self, grace_seconds: float) -> Iterator[None]:
+        """Let `check` alone raise in the block, which has this long to stop."""
+        self.is_deferred, self.grace_seconds = True, grace_seconds
+        try:
+            yield
+        except Stopped as stopped:  # another rank may have raised it before the watch learns of the signal
+            self.signum = self.signum or stopped.args[0]
+            raise
+        finally:
+            self.is_deferred, self.has_raised = False, self.signum is not None
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Let `check` not raise in the block, which other processes take part in."""
+        self.num_postponed += 1
+        try:
+            yield
+        finally:
+            self.num_postponed -= 1
+
+
+stop = Stop()
+"""The request to stop this process, which is one for all of its runs."""
+
+
+def wait_for(future: Future[T]) -> T:
+    """Return a future's result. A stop cancels it, and the wait counts as progress."""
+    wait_until_done(future)
+    return future.result()
+
+
+def wait_until_done(future: Future[Any]) -> None:
+    """Wait for a future that may fail. A stop cancels it, and the wait counts as progress."""
+    while not wait([future], WAIT_SECONDS).done:
+        try:
+            stop.check()
+        except Stopped:
+            future.cancel()
+            raise
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Handle the signals in this context, unless it is in another such context, or not in the main thread.
+
+    A signal that is ignored already, as SIGHUP with nohup, stays ignored.
+    """
+    if stop.is_handled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    vars(stop).update(vars(Stop()), is_handled=True)  # forget the signals of an earlier run
+    before = {number: signal.getsignal(number) for number in COUNTS_AS}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_note_signals, args=(reader,), name="signals", daemon=True)
+    thread.start()
+    for number in before:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(descriptor_before)
+        os.write(writer, NO_MORE)  # a forked process may keep the pipe open
+        thread.join()  # or a signal that it notes later would end the process
+        os.close(writer)
+        stop.is_handled = False
+        if stop.timer:
+            stop.timer.cancel()
+
+
+def ignore_signals() -> None:
+    """Ignore the signals from now on, in a process that is ending: its exit status stands."""
+    for number in COUNTS_AS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Raise KeyboardInterrupt once, unless `stop.check` raises."""
+    if not stop.is_deferred and not stop.has_raised:
+        stop.has_raised = True
+        stop.signum = stop.signum or COUNTS_AS[signal.Signals(number)]  # the thread may note it later
+        raise KeyboardInterrupt
+
+
+def _note_signals(reader: int) -> None:
+    """Note every signal whose number comes through the pipe, until `NO_MORE` comes."""
+    while (number := os.read(reader, 1)) != NO_MORE:
+        if number[0] in COUNTS_AS:
+            stop.note_signal(number[0])
+    os.close(reader)
+
+
+_mask = threading.local()
+"""The signals that a thread blocked before it forked."""
+
+
+def _block_signals() -> None:
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, COUNTS_AS)
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _forget_in_child() -> None:
+    """Handle no signal in a forked process: its signals would come through the pipe of this one."""
+    if stop.is_handled:
+        signal.set_wakeup_fd(-1)
+        for number in COUNTS_AS:
+            if signal.getsignal(number) is _interrupt:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _unblock_signals()
+
+
+os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_forget_in_child)
+
+
+def end_process(status: int, message: str) -> NoReturn:
+    """End this process and its children at once, from any thread."""
+    print(f"rl-vlm: {message}", file=sys.stderr, flush=True)
+    kill_children()
+    os._exit(status)
+
+
+def kill_children() -> None:
+    """Kill all processes that this one and its children have started."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()

@@ -1,0 +1,302 @@
+"""Training from Python, with functions and data in memory: `GRPOTrainer`, named after TRL's.
+
+It only makes the settings of a run, in which objects in memory have names (`live.py`), and calls `run.py` and
+`evaluation/`.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from rl_vlm.config.elsewhere import instead_of
+from rl_vlm.config.load import config_from
+from rl_vlm.config.schema import DataSource, RunConfig
+from rl_vlm.data.fingerprint import contents
+from rl_vlm.data.sources import choose_split
+from rl_vlm.distributed.signals import handled, stop
+from rl_vlm.errors import ConfigError, DataError, Stopped, text_of
+from rl_vlm.live import PREFIX, Function, content_of, label_of, live, live_name
+from rl_vlm.log.terminal import shown_log
+from rl_vlm.memory.allocator import allocator_configured
+
+Summary = dict[str, Any]
+
+RUNNING = threading.Lock()
+"""Held while a trainer runs: the working directory, the process group and `LIVE` are those of the whole process."""
+
+
+class GRPOTrainer:
+    """A training run, as in TRL.
+
+    trainer = GRPOTrainer("Qwen/Qwen2.5-VL-3B-Instruct", reward_funcs=my_function, train_dataset=dataset,
+                          output_dir="runs/mine", learning_rate=1e-5)
+    summary = trainer.train()
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        **settings: Any,
+    ) -> None:
+        """Resolve the settings. Nothing is loaded or written before `train` or `evaluate`.
+
+        `model` is a hub name, a directory, or a function that writes a checkpoint, called as `f(directory, seed)`.
+        `reward_funcs` is a function, a name, a dict such as `{"function": f, "weight": 0.5}`, or a list of these.
+        `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or what `dataset_name` takes.
+        The dicts are copied.
+        `args` is a YAML file, a dict of what it holds, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
+        `settings` override it by their names, as on the command line.
+
+        Raises ConfigError for settings that cannot be used, and DataError for data that have no rows.
+        """
+        self.objects: dict[str, Function] = {}
+        """What the settings name, by name."""
+        given = {
+            "reward_funcs": self._rewards(reward_funcs),
+            "model.model_name_or_path": self._model(model),
+            "data.dataset_name": self._rows("train_dataset", train_dataset),
+            "data.eval_dataset_name": self._rows("eval_dataset", eval_dataset),
+        }
+        arguments = {name: value for name, value in given.items() if value is not None}
+        if twice := arguments.keys() & settings.keys():
+            raise ConfigError(f"`{min(twice)}` is given twice, also as an argument of GRPOTrainer; leave one out")
+        keywords = {name: value for name, value in settings.items() if value is not None or not instead_of(name)}
+        self.config: RunConfig = config_from(args, keywords | arguments)
+        check_workers(self.config, self.objects)
+        self.checkpoint: str | None = None
+        """The newest checkpoint that the last call of `train` has written, or has resumed."""
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Summary:
+        """Train, and return the content of `summary.json`. The settings hold for every call.
+
+        True resumes the newest checkpoint of `output_dir`, if there is one, a path the checkpoint there. False resumes
+        none, and None leaves it to the setting. If training fails or is interrupted, `checkpoint` is the newest
+        complete one. Raises RLVLMError for errors that a user can fix. Ctrl-C and SIGTERM in the main thread save the
+        last complete step, and then raise KeyboardInterrupt, or SystemExit with status 143.
+        """
+        config = self.config
+        if resume_from_checkpoint is not None:
+            resumed = "auto" if resume_from_checkpoint is True else str(resume_from_checkpoint or "") or None
+            section = config.train.model_copy(update={"resume_from_checkpoint": resumed})
+            config = config.model_copy(update={"train": section})
+        self.checkpoint = None
+        with self._prepared():
+            from rl_vlm.run import train
+
+            earlier = [] if config.train.resume_from_checkpoint else self._complete_checkpoints()
+            try:
+                summary = train(config)
+            except BaseException:
+                written = [path for path in self._complete_checkpoints() if path not in earlier]
+                self.checkpoint = str(written[-1][0]) if written else None
+                raise
+        self.checkpoint = summary["checkpoint"]
+        return summary
+
+    def evaluate(self, checkpoint: Any = None) -> Summary:
+        """Evaluate on `eval_dataset`, and return the content of `evaluation/summary.json`.
+
+        The model is `checkpoint`, a path or a hub name. By default it is the newest one that `train` has written, else
+        the one that training starts from. Raises RLVLMError for errors that a user can fix.
+        """
+        if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
+            raise ConfigError(
+                f"evaluate() takes the path of a checkpoint, found a {type(checkpoint).__name__}: held-out rows are "
+                "the argument eval_dataset of GRPOTrainer"
+            )
+        evaluated = checkpoint or self.checkpoint or self.config.model.model_name_or_path
+        with self._prepared():
+            from rl_vlm.evaluation import compare_checkpoints
+            from rl_vlm.report.build import evaluation_report
+
+            with evaluation_report(self.config):
+                (summary,) = compare_checkpoints(self.config, [str(evaluated)]).values()
+        return summary
+
+    @property
+    def report(self) -> Path:
+        """Return the path of the run's report, which `train` writes."""
+        return Path(self.config.train.output_dir) / "report.html"
+
+    def show_report(self, height: int = 700) -> Any:
+        """Return the report as a frame of `height` pixels for a notebook, or its path if this is none.
+
+        It is that of the run, or that of the evaluation if the run has none.
+
+        Raises ConfigError if there is no report yet.
+        """
+        reports = [
+            path for path in (self.report, self.report.parent / "evaluation" / self.report.name) if path.is_file()
+        ]
+        if not reports:
+            raise ConfigError(
+                f"there is no report in {self.report.parent}: train() writes one unless the setting `report` is False, "
+                "and evaluate() writes one of its own"
+            )
+        from rl_vlm.log.progress_bar import in_notebook
+
+        if not in_notebook():
+            return reports[0]
+        from IPython.display import HTML
+
+        page = html.escape(reports[0].read_text(encoding="utf-8"))
+        return HTML(f'<div><iframe srcdoc="{page}" width="100%" height="{height}" frameborder="0"></iframe></div>')
+
+    def _complete_checkpoints(self) -> list[tuple[Path, int]]:
+        """Return the complete checkpoints of `output_dir`, oldest step first, with the times of their directories."""
+        from rl_vlm.checkpoint import complete
+
+        return [(path, path.stat().st_mtime_ns) for path in complete(Path(self.config.train.output_dir))]
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Let settings name the objects, show the log, and let another call follow in the same processes.
+
+        Raises ConfigError if another call runs, or if a worker process imports the script.
+        """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ConfigError(
+                "a worker process runs this script again, since it calls GRPOTrainer when it is imported: put the "
+                'calls under `if __name__ == "__main__":`'
+            )
+        if not RUNNING.acquire(blocking=False):
+            raise ConfigError("another GRPOTrainer runs in this process: wait for it, or start a process of its own")
+        with ExitStack() as opened:
+            opened.callback(RUNNING.release)
+            if not logging.getLogger("rl_vlm").hasHandlers():
+                opened.enter_context(shown_log())
+            opened.enter_context(allocator_configured(self.config))
+            from rl_vlm.distributed.ranks import stay_joined
+
+            for context in (live(self.objects), stay_joined(), handled()):
+                opened.enter_context(context)
+            try:
+                yield
+            except (Stopped, KeyboardInterrupt) as stopped:
+                if stop.signum == signal.SIGTERM:
+                    raise SystemExit(stop.exit_status) from stopped
+                raise KeyboardInterrupt from stopped
+
+    def _model(self, model: Any) -> Any:
+        """Return the name of the model."""
+        if isinstance(model, type):
+            raise ConfigError(f"model is the class {model.__name__}: give a hub name, a directory or a function")
+        if hasattr(model, "state_dict"):
+            raise ConfigError(
+                f"model is a {type(model).__name__} in memory: write it and its processor with save_pretrained, and "
+                "give the directory"
+            )
+        return self._named(model, label_of(model)) if callable(model) else model
+
+    def _rewards(self, rewards: Any) -> Any:
+        """Return what `rewards.reward_funcs` holds for these functions."""
+        if isinstance(rewards, list | tuple):
+            return [self._reward(reward) for reward in rewards]
+        return rewards if rewards is None or isinstance(rewards, str) else [self._reward(rewards)]
+
+    def _reward(self, reward: Any) -> Any:
+        """Return an entry of `rewards.reward_funcs`."""
+        if isinstance(reward, Mapping):
+            if callable(function := reward.get("function")):
+                return {**reward, "function": self._named_reward(function, reward.get("name") or label_of(function))}
+            return dict(reward)
+        if hasattr(reward, "save_pretrained"):
+            raise ConfigError(
+                f"reward_funcs has a {type(reward).__name__}: a model is used by the built-in function reward_model; "
+                "docs/rewards.md describes it"
+            )
+        return self._named_reward(reward, label_of(reward)) if callable(reward) else reward
+
+    def _rows(self, label: str, data: Any) -> Any:
+        """Return the name of rows in memory, or anything else that `dataset_name` takes."""
+        if data is None or isinstance(data, str | os.PathLike):
+            return data
+        if isinstance(data, list) and data and all(map(names_data, data)):
+            return data
+        if isinstance(data, Mapping):
+            raise ConfigError(f"{label} has several splits, {', '.join(map(str, data))}: give one of them")
+        if isinstance(data, list):
+            data = [dict(row) if isinstance(row, Mapping) else row for row in data]
+        table = choose_split(data, label, "train", None)
+        if not len(table):
+            raise DataError(f"{label} has no rows")
+        name = live_name(label, contents(table))
+        self.objects[name] = lambda: data
+        return name
+
+    def _named_reward(self, function: Function, label: str) -> str:
+        """Return the name of a reward function. Raises ConfigError if another one has the same label."""
+        if any(name.startswith(f"{PREFIX}{label}#") for name in self.objects):
+            raise ConfigError(
+                f"two reward functions are called {label}: give them names, as in "
+                f'{{"function": {label}, "name": "first"}}'
+            )
+        return self._named(function, label)
+
+    def _named(self, function: Function, label: str) -> str:
+        """Return the name of a callable, and let settings name it."""
+        name = live_name(label, content_of(function))
+        self.objects[name] = function
+        return name
+
+
+def names_data(entry: Any) -> bool:
+    """Return whether an entry of a list is a name of data, or a mapping as in a mixture, and not a row."""
+    return isinstance(entry, str) or (
+        isinstance(entry, Mapping) and "name" in entry and set(entry) <= DataSource.model_fields.keys()
+    )
+
+
+def check_workers(config: RunConfig, objects: Mapping[str, Function]) -> None:
+    """Raise ConfigError if a reward function in memory has a timeout and cannot be sent to a worker process."""
+    for spec in config.rewards.specs:
+        if not spec.timeout or spec.function not in objects:
+            continue
+        if problem := problem_of_pickling(objects[spec.function]):
+            raise ConfigError(
+                f"rewards.reward_funcs: {spec.function} has a timeout, so that it runs in a process of its own, and "
+                f"cannot be sent there: {problem}. Write it to a file and name `file.py:function`, or leave `timeout` "
+                "out."
+            )
+
+
+def problem_of_pickling(function: Function) -> str | None:
+    """Return why another process cannot load the function, or None if it can.
+
+    It loads functions of a script by running the script again, and there is no script for those of a notebook.
+    """
+    try:
+        Sent(io.BytesIO()).dump(function)
+    except Exception as error:
+        return text_of(error)
+    return None
+
+
+class Sent(pickle.Pickler):
+    """Pickles what another process can import."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Raise PicklingError for a function or a class of a session without a file."""
+        is_imported = isinstance(obj, type | FunctionType)
+        if is_imported and obj.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+            raise pickle.PicklingError(
+                "it is defined in a notebook or an interactive session, which other processes cannot import"
+            )
+        return NotImplemented

@@ -1,0 +1,69 @@
+"""Small copies of the images of some prompts, beside the completions, for the report."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_vlm.log.files import atomic_write
+from rl_vlm.types import Sample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PROMPTS = 200
+"""Prompts of the training data whose images are kept, about."""
+MOST_HELD_OUT = 50
+"""Of the held-out data."""
+MOST_PER_PROMPT = 4
+LONG_SIDE = 448
+"""Pixels of the long side of a copy."""
+QUALITY = 80
+
+
+class PromptImages:
+    """Writes the images of some prompts as small JPEG files, each once. Any rank can write."""
+
+    def __init__(self, folder: Path, num_prompts: int, most: int = MOST_PROMPTS) -> None:
+        """`num_prompts` is the number of different prompts, and `most` that of prompts whose images are kept, about."""
+        self.folder = folder
+        self.share = most / max(1, num_prompts)
+
+    def write(self, sample: Sample) -> list[str] | None:
+        """Write the first images of a prompt, and return their paths relative to the folder of `folder`.
+
+        Returns None for most prompts: those whose hash is not in the share that is kept. So it does not matter which
+        rank has a prompt, or whether the run was resumed.
+        """
+        if not sample.images or not is_kept(sample.sample_id, self.share):
+            return None
+        return [f"{self.folder.name}/{self.write_image(image).name}" for image in sample.images[:MOST_PER_PROMPT]]
+
+    def write_image(self, image: Image) -> Path:
+        """Write an image, unless it exists, and return the path."""
+        path = self.folder / f"{image_digest(image)}.jpg"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as unfinished:
+                small_copy(image).save(unfinished, format="JPEG", quality=QUALITY)
+        return path
+
+
+def is_kept(sample_id: str, share: float) -> bool:
+    """Return whether the hash of a sample's id falls in this share of all hashes."""
+    return int(hashlib.sha256(sample_id.encode()).hexdigest()[:8], 16) < share * 2**32
+
+
+def image_digest(image: Image) -> str:
+    """Return a hash of the pixels."""
+    return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()[:32]
+
+
+def small_copy(image: Image) -> Image:
+    """Return the image in RGB, with a long side of at most `LONG_SIDE` pixels. The image itself is not changed."""
+    side = max(image.size)
+    if side > LONG_SIDE:
+        size = [max(1, round(length * LONG_SIDE / side)) for length in image.size]
+        image = image.resize((size[0], size[1]), reducing_gap=2.0)
+    return image.convert("RGB")

@@ -1,0 +1,110 @@
+"""`starts.jsonl`: a line per start of a run or an evaluation, with the command and what it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STARTS = "starts.jsonl"
+LAUNCHERS = {
+    "accelerate": "accelerate", "torchrun": "torchrun", "deepspeed": "deepspeed",
+    "accelerate.commands.launch": "accelerate launch", "torch.distributed.run": "torchrun",
+}  # fmt: skip
+"""How a launcher is typed, by its script or its module."""
+PACKAGES = """
+    rl-vlm torch torchvision transformers accelerate peft datasets pillow numpy vllm deepspeed bitsandbytes trl
+""".split()
+
+EMPTY: dict[str, Any] = {
+    "command": "",
+    "folder": "",
+    "started": "",
+    "processes": 1,
+    "device": "",
+    "platform": "",
+    "python": "",
+    "packages": {},
+}
+"""A start of which nothing is known: lines of other versions may have fewer entries."""
+
+
+def describe_start(num_processes: int) -> dict[str, Any]:
+    """Return the command of this process, when and where it started, and the versions of what it runs on.
+
+    Of several processes, the command is that of their launcher.
+    """
+    return {
+        "command": launcher_command() if num_processes > 1 else command_line(sys.argv),
+        "folder": os.getcwd(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processes": num_processes,
+        "device": device_name(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := installed_version(name))},
+    }
+
+
+def command_line(arguments: list[str]) -> str:
+    """Return the command as it can be typed: an installed script without its folder, a module of `launch` by name."""
+    script = Path(arguments[0])
+    program = [script.name]
+    if script.name == "ipykernel_launcher.py":
+        return "(from a notebook)"
+    if script.suffix == ".py":
+        program = (
+            ["python", "-m", f"launch.{script.stem}"] if script.parent.name == "launch" else ["python", str(script)]
+        )
+    return shlex.join([*program, *arguments[1:]])
+
+
+def launcher_command() -> str:
+    """Return the command of the process that started this one, as torchrun and `accelerate launch` start ranks.
+
+    Without a launcher, or where its command cannot be read, this is the command of one process.
+    """
+    try:
+        arguments = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    except OSError:
+        arguments = []
+    for i, argument in enumerate(arguments):
+        if launcher := LAUNCHERS.get(Path(argument).name):
+            return f"{launcher} {shlex.join(arguments[i + 1 :])}"
+    return command_line(sys.argv)
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_name() -> str:
+    """Return the name of the accelerator, or the number of CPU cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return f"{os.cpu_count()} CPU cores ({platform.machine()})"
+
+
+def append_start(folder: Path, num_processes: int, is_first: bool) -> None:
+    """Add a line on this start to the file in `folder`, which is begun anew if it is the first one."""
+    with (folder / STARTS).open("w" if is_first else "a") as file:
+        file.write(json.dumps(describe_start(num_processes)) + "\n")
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of the file in `folder`, if there is one."""
+    path = folder / STARTS
+    return [EMPTY | json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []

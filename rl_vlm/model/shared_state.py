@@ -1,0 +1,248 @@
+"""Layers with a state in the group-shared row: convolutions over past tokens, and the gated delta rule.
+
+A prompt's state after its last token is the initial state of each of its completions, and gradients flow back through
+it. transformers' own layers compute their projections over the row. Two functions, which they call for the rest, are
+replaced in transformers' modules. In a shared row these call the stock function as follows, elsewhere as it is:
+
+    convolution        over all sequences at once, each completion behind the last inputs of its prefix
+    gated delta rule   over prefixes from an empty state, then over completions from the states of their prefixes
+
+The stock functions are those of flash-linear-attention and causal-conv1d where transformers finds these packages.
+
+The layout of the row is passed to the layers as `seq_idx`, transformers' name for the sequence that a token belongs to.
+So gradient checkpointing recomputes with the same layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rl_vlm.errors import RLVLMError
+from rl_vlm.model.shared_prefix import RowLayout, active_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+STATE_LAYERS = {"conv": (CONVOLUTION,), "linear_attention": (CONVOLUTION, DELTA_RULE)}
+"""By type of layer, the functions that it calls with its past, in the modules of transformers' models."""
+MAX_CHUNK = 64
+"""Largest chunk of the gated delta rule, in tokens."""
+
+
+class SharedRow:
+    """A shared row on its way through the layers of one forward."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout = layout
+        self.num_calls = 0
+        """Calls of the replaced functions."""
+        self.packings: dict[int, Packing] = {}
+
+    def packing(self, num_past: int) -> Packing:
+        """Return the packing for layers that see `num_past` inputs before a token, made once for all of them."""
+        if num_past not in self.packings:
+            self.packings[num_past] = Packing.of(self.layout, num_past)
+        return self.packings[num_past]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """All sequences one after the other, prefixes first, each behind the last inputs before it.
+
+    Example: the row of `RowLayout`, with two past inputs; dots are none, as before a prefix:
+
+        source   . . 0 1 2  . . 6 7  1 2 3 4  1 2 5  6 7 8
+    """
+
+    source: Int[Tensor, " packed"]
+    """Row positions, 0 where there is no input."""
+    is_input: Bool[Tensor, " packed"]
+    place: Int[Tensor, " row"]
+    """Where the tokens of the row are in `source`."""
+
+    @staticmethod
+    def of(layout: RowLayout, num_past: int) -> Packing:
+        """Pack a row. Nothing is transferred to the host."""
+        num_prefixes, num_completions = len(layout.prefix_index), len(layout.owner_N)
+        row, completions, lags = (
+            torch.arange(n, device=layout.owner_N.device) for n in (layout.shape[-1], num_completions, num_past)
+        )
+        sequence = torch.where(layout.row_part == 0, layout.row_owner, num_prefixes + layout.row_part - 1)
+        place = layout.packed_index + num_past * (sequence + 1)
+        starts = layout.num_tokens[0] + layout.completion_bounds[:-1] + num_past * (num_prefixes + completions)
+        place_of_past = starts[:, None] + lags
+        past, is_past = last_inputs(layout, num_past)
+
+        source = row.new_zeros(len(row) + num_past * (num_prefixes + num_completions))
+        is_input = torch.zeros_like(source, dtype=torch.bool)
+        source[place], is_input[place] = row, torch.ones_like(row, dtype=torch.bool)
+        source[place_of_past], is_input[place_of_past] = past[layout.owner_N], is_past[layout.owner_N]
+        return Packing(source, is_input, place)
+
+
+def last_inputs(layout: RowLayout, number: int) -> tuple[Int[Tensor, "prompts number"], Bool[Tensor, "prompts number"]]:
+    """Return the row positions of the last tokens of each prefix, and whether it has so many."""
+    places = layout.prefix_valid.sum(dim=1, keepdim=True) + torch.arange(-number, 0, device=layout.owner_N.device)
+    return layout.prefix_index[:, :1] + places.clamp(min=0), places >= 0
+
+
+def enable_shared_states(model: PreTrainedModel) -> None:
+    """Route the state layers of the language model, if it has any, through this module in shared rows."""
+    if state_layers(model.config):
+        decoder: Any = model.get_decoder()
+        route(type(decoder).__module__)
+        decoder.register_forward_pre_hook(pass_row, with_kwargs=True)
+        decoder.register_forward_hook(check_calls, with_kwargs=True)
+
+
+def state_layers(config: PreTrainedConfig) -> set[str]:
+    """Return the types of the language model's layers with a state, from the model's config."""
+    return STATE_LAYERS.keys() & set(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def cannot_share_states(model: PreTrainedModel) -> bool:
+    """Return whether the installed transformers computes a state layer of the model by functions that are not known."""
+    module = sys.modules[type(model.get_decoder()).__module__]
+    return any(not hasattr(module, name) for layer in state_layers(model.config) for name in STATE_LAYERS[layer])
+
+
+@cache
+def route(module_name: str) -> None:
+    """Replace the functions of one of transformers' modules, for all models of its kind in this process."""
+    module = sys.modules[module_name]
+    for name, over_row in ((CONVOLUTION, convolve_row), (DELTA_RULE, delta_rule_of_row)):
+        if hasattr(module, name):
+            setattr(module, name, routed(getattr(module, name), over_row))
+
+
+def routed(stock: Callable[..., Any], over_row: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `over_row` in a shared row, and otherwise `stock`."""
+
+    @wraps(stock)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get("seq_idx"), SharedRow):
+            return stock(*args, **kwargs)
+        row = kwargs.pop("seq_idx")
+        row.num_calls += 1
+        return over_row(stock, row, *args, **kwargs)
+
+    return function
+
+
+def pass_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the active shared row to the arguments of the language model, which its layers receive."""
+    layout = active_layout.get()
+    return args, kwargs if layout is None else kwargs | {"seq_idx": SharedRow(layout)}
+
+
+def check_calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Raise RLVLMError if a layer has not received the shared row: its states would go on along the row."""
+    row = kwargs.get("seq_idx")
+    if isinstance(row, SharedRow):
+        expected = sum(len(STATE_LAYERS.get(kind, ())) for kind in module.config.layer_types)
+        if row.num_calls != expected:
+            raise RLVLMError(
+                f"the installed transformers computes the states of {module.config.model_type} in a new way: "
+                f"{row.num_calls} of {expected} calls knew the shared row. Set memory.prefix_sharing: dense"
+            )
+
+
+def convolve_row(
+    stock: Callable[..., Tensor],
+    row: SharedRow,
+    inputs: Float[Tensor, "1 channels row"],
+    weight: Float[Tensor, "channels width"],
+    *args: Any,
+    **kwargs: Any,
+) -> Float[Tensor, "1 channels row"]:
+    """Convolve all sequences at once, each completion behind the last inputs of its prefix."""
+    packing = row.packing(weight.shape[-1] - 1)
+    packed = inputs[0].T[packing.source] * packing.is_input[:, None]
+    return stock(packed.T[None], weight, *args, **kwargs)[0].T[packing.place].T[None]
+
+
+def delta_rule_of_row(
+    stock: Callable[..., tuple[Tensor, Tensor]],
+    row: SharedRow,
+    query: Float[Tensor, "1 row heads dim"],
+    key: Float[Tensor, "1 row heads dim"],
+    value: Float[Tensor, "1 row heads value_dim"],
+    g: Float[Tensor, "1 row heads"],
+    beta: Float[Tensor, "1 row heads"],
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 row heads value_dim"], None]:
+    """Apply the rule to each prefix, and to each completion from the final state of its prefix."""
+    inputs = [x[0] for x in (query, key, value, g, beta)]
+    rule = packed_delta_rule if has_variable_lengths() else padded_delta_rule
+    return rule(stock, row, inputs, kwargs)[None], None
+
+
+def padded_delta_rule(
+    stock: Callable[..., tuple[Tensor, Tensor]], row: SharedRow, inputs: Sequence[Tensor], kwargs: dict[str, Any]
+) -> Float[Tensor, "row heads value_dim"]:
+    """Apply the rule to padded sequences."""
+    layout = row.layout
+
+    def apply(index: Tensor, valid: Tensor, **state: Any) -> Any:
+        query, key, value, g, beta = (x[index] for x in inputs)
+        # Without decay and update, padding leaves the state as it is.
+        gates = {"g": g * valid[..., None], "beta": beta * valid[..., None], "chunk_size": chunk_size(index.shape[1])}
+        return stock(query, key, value, **kwargs | gates | state)
+
+    outputs, final = apply(layout.prefix_index, layout.prefix_valid, output_final_state=True)
+    if not layout.completion_index.numel():
+        return in_row_order(layout, outputs)
+    completions, _ = apply(layout.completion_index, layout.completion_valid, initial_state=final[layout.owner_N])
+    return in_row_order(layout, outputs, completions)
+
+
+def packed_delta_rule(
+    stock: Callable[..., tuple[Tensor, Tensor]], row: SharedRow, inputs: Sequence[Tensor], kwargs: dict[str, Any]
+) -> Float[Tensor, "row heads value_dim"]:
+    """Apply the rule to sequences one after the other, without padding."""
+    layout, packing = row.layout, row.packing(0)
+    packed = [x[packing.source].split(layout.num_tokens) for x in inputs]
+
+    def apply(part: int, bounds: Tensor, **state: Any) -> Any:
+        query, key, value, g, beta = (x[part][None] for x in packed)
+        outputs, final = stock(query, key, value, **kwargs | {"g": g, "beta": beta, "cu_seqlens": bounds} | state)
+        return outputs[0], final
+
+    outputs, final = apply(0, layout.prefix_bounds, output_final_state=True)
+    if not layout.completion_index.numel():
+        return outputs[packing.place]
+    completions, _ = apply(1, layout.completion_bounds, initial_state=final[layout.owner_N])
+    return torch.cat([outputs, completions])[packing.place]
+
+
+@cache
+def has_variable_lengths() -> bool:
+    """Return whether transformers computes the rule by flash-linear-attention, which takes sequences of any lengths."""
+    try:
+        return hasattr(import_module("fla.ops.gated_delta_rule"), "chunk_gated_delta_rule")
+    except Exception:  # transformers then uses its own torch code
+        return False
+
+
+def chunk_size(tokens: int) -> int:
+    """Return the smallest chunk size that divides `tokens` into as few chunks as the largest one does.
+
+    transformers' torch code pads to whole chunks, by default of 64 tokens, which is most of the work on short
+    completions.
+    """
+    return -(-tokens // -(-tokens // MAX_CHUNK))
+
+
+def in_row_order(layout: RowLayout, *outputs: Tensor) -> Tensor:
+    """Return the outputs of the calls (sequences, tokens, …) as the tokens of the row."""
+    return torch.cat([output.flatten(0, 1) for output in outputs])[layout.output_index]

@@ -1,0 +1,32 @@
+"""Groups of completions that no model wrote, for calls of reward functions outside of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Group, Sample, TrainerState
+
+
+def made_up_group(sample: Sample, texts: Sequence[str]) -> Group:
+    """Return texts as completions of a row. Each word counts as a token, and no image as resized."""
+    import torch  # not at the top: a dry run loads the functions and does not need torch
+
+    from rl_vlm.types import Completion, Group, Prompt
+
+    image_sizes = [image.size for image in sample.images]
+    prompt = Prompt(sample, torch.empty(0, dtype=torch.int64), {}, {}, image_sizes)
+    lengths = [len(text.split()) for text in texts]
+    completions = [
+        Completion(torch.arange(length), torch.zeros(length), "stop", text)
+        for length, text in zip(lengths, texts, strict=True)
+    ]
+    return Group(sample.sample_id, prompt, completions, 0)
+
+
+def state_outside() -> TrainerState:
+    """Return the state of a trainer before its first step."""
+    from rl_vlm.types import TrainerState
+
+    return TrainerState(global_step=0, max_steps=1, epoch=0.0)

@@ -1,0 +1,113 @@
+"""Batches of requests that arrive one by one: one thread owns the engine, and any thread may wait for an answer.
+
+submit ─ queue ─► take: all that wait, and what arrives within COLLECT_SECONDS ─► a batch per sampling ─► generate
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from rl_vlm.rollout.engine import RolloutEngine
+from rl_vlm.types import Group, RolloutRequest, Sampling
+
+logger = logging.getLogger(__name__)
+
+COLLECT_SECONDS = 0.02
+"""Time after the first request of a batch in which others join it."""
+
+
+class Stopping(Exception):
+    """The endpoint stops before it has answered a request."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One request, and where its group goes."""
+
+    request: RolloutRequest
+    sampling: Sampling
+    answer: Future[Group] = field(default_factory=Future)
+
+
+class Batches:
+    """The requests that wait for an engine. Each gets a group or an exception, once."""
+
+    def __init__(self, engine: RolloutEngine, max_num_seqs: int) -> None:
+        """`max_num_seqs` is the number of completions from which a batch waits for no further request."""
+        self.engine = engine
+        self.max_num_seqs = max_num_seqs
+        self.waiting: queue.Queue[Job] = queue.Queue()
+        self.lock = threading.Lock()
+        self.unanswered: set[Job] = set()
+        self.is_closed = False
+
+    def submit(self, request: RolloutRequest, sampling: Sampling) -> Future[Group]:
+        """Queue a request from any thread, and return its group as a future. Raises Stopping after `close`."""
+        job = Job(request, sampling)
+        with self.lock:
+            if self.is_closed:
+                raise Stopping
+            self.unanswered.add(job)
+        self.waiting.put(job)
+        return job.answer
+
+    def run(self) -> NoReturn:
+        """Answer requests until an exception interrupts this thread, which alone uses the engine."""
+        while True:
+            by_sampling: dict[Sampling, list[Job]] = {}
+            for job in self.take():
+                by_sampling.setdefault(job.sampling, []).append(job)
+            for jobs in by_sampling.values():
+                self.generate(jobs)
+
+    def take(self) -> list[Job]:
+        """Wait for a request, and return it with all others of its batch, in order of arrival."""
+        jobs = [self.waiting.get()]
+        end = time.monotonic() + COLLECT_SECONDS
+        while sum(job.sampling.num_generations for job in jobs) < self.max_num_seqs:
+            try:
+                jobs.append(self.waiting.get(timeout=max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                break
+        return jobs
+
+    def generate(self, jobs: Sequence[Job]) -> None:
+        """Generate the groups of requests with equal sampling. If that fails, each is tried alone, and may fail."""
+        try:
+            groups = self.engine.generate([job.request for job in jobs], jobs[0].sampling)
+        except Exception as error:
+            if len(jobs) > 1:
+                logger.warning("a batch of %d requests failed (%s); each is tried alone", len(jobs), error)
+                for job in jobs:
+                    self.generate([job])
+            else:
+                self.settle(jobs[0], error)
+            return
+        for job, group in zip(jobs, groups, strict=True):
+            self.settle(job, group)
+
+    def settle(self, job: Job, outcome: Group | Exception) -> None:
+        """Give a request its group or its exception, unless `close` has given it one."""
+        with self.lock:
+            if job not in self.unanswered:
+                return
+            self.unanswered.discard(job)
+        if isinstance(outcome, Exception):
+            job.answer.set_exception(outcome)
+        else:
+            job.answer.set_result(outcome)
+
+    def close(self) -> None:
+        """Refuse new requests, and give Stopping to all that have no answer yet."""
+        with self.lock:
+            self.is_closed = True
+            left = list(self.unanswered)
+        for job in left:
+            self.settle(job, Stopping())

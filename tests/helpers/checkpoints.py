@@ -1,0 +1,41 @@
+"""Checkpoints of made-up files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_vlm.checkpoint_writer import CheckpointWriter
+from rl_vlm.distributed.ranks import Ranks
+
+
+@dataclass
+class MadeUpFiles:
+    """Files that a function writes."""
+
+    function: Callable[[Path], None]
+    num_bytes: int = 0
+
+    def write(self, directory: Path) -> None:
+        self.function(directory)
+
+
+class SlowFiles(MadeUpFiles):
+    """A file whose writing begins when `may_go` is set."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        super().__init__(self.write_later)
+
+    def write_later(self, directory: Path) -> None:
+        assert self.may_go.wait(20)
+        (directory / "model.bin").write_text("weights")
+
+
+def write_checkpoint(output_dir: Path, step: int, write: Callable[[Path], None], ranks: Ranks | None = None) -> None:
+    """Write a checkpoint, and wait for it."""
+    writer = CheckpointWriter(output_dir, ranks or Ranks(), in_background=False)
+    writer.write(step, lambda: MadeUpFiles(write), lambda: None)
+    writer.close()

@@ -1,0 +1,124 @@
+"""`rl-vlm doctor --ranks` under the launcher, on two machines that are two directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_vlm.config.describe import to_yaml
+from rl_vlm.doctor import ranks
+from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
+from tests.helpers.tiny_run import make_config
+from tests.helpers.two_processes import CPU, REPOSITORY
+
+
+def write_machine(folder: Path, model: Path) -> None:
+    """Write what a run needs into a directory that stands for a machine; all paths are relative."""
+    folder.mkdir()
+    shutil.copytree(model, folder / "model")
+    (folder / "rows.jsonl").write_text('{"prompt": "Which digit?", "solution": "7"}\n' * 9)
+    (folder / "mine.py").write_text("def score(completions, **_):\n    return [0.0 for _ in completions]\n")
+    config = make_config("model", Path("run"), dataset_name="rows.jsonl", reward_funcs=["mine.py:score"])
+    (folder / "run.yaml").write_text(to_yaml(config))
+
+
+def examine(*folders: Path) -> tuple[list[int], dict]:
+    """Start the doctor on each machine. Return the exit statuses and what rank 0 has found."""
+    port = str(free_port(LOOPBACK))
+    found = folders[0] / "found.json"
+    processes = []
+    for number, folder in enumerate(folders):
+        command = [
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(REPOSITORY / CPU),
+            "--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number),
+            "--main_process_ip", LOOPBACK, "--main_process_port", port,
+            "-m", "launch.preflight", "run.yaml", "--json", str(found),
+        ]  # fmt: skip
+        path = os.pathsep.join([str(folder / "packages"), str(REPOSITORY)])
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        processes.append(subprocess.Popen(command, cwd=folder, env=variables, stderr=subprocess.PIPE, text=True))
+    logs = [process.communicate(timeout=200)[1] for process in processes]
+    assert found.exists(), logs
+    return [process.returncode for process in processes], json.loads(found.read_text())
+
+
+@pytest.mark.ci
+def test_machines_that_are_the_same_have_no_finding(tiny_checkpoint, tmp_path):
+    write_machine(tmp_path / "a", tiny_checkpoint)
+    statuses, found = examine(tmp_path / "a", tmp_path / "a")
+    assert statuses == [0, 0] and found["findings"] == []
+    assert found["checked"][0].startswith("2 ranks: ")
+    assert not list((tmp_path / "a").glob(".rl-vlm-doctor*"))
+
+
+@pytest.mark.ci
+def test_everything_in_which_a_machine_differs_is_named(tiny_checkpoint, tmp_path):
+    for name in "ab":
+        write_machine(tmp_path / name, tiny_checkpoint)
+    other = tmp_path / "b"
+    (other / "run.yaml").write_text((other / "run.yaml").read_text().replace("max_steps: 4", "max_steps: 5"))
+    (other / "rows.jsonl").write_text((other / "rows.jsonl").read_text().replace("7", "8", 1))
+    (other / "mine.py").write_text((other / "mine.py").read_text().replace("0.0", "1.0"))
+    (other / "model" / "model.safetensors").unlink()
+    metadata = other / "packages" / "peft-0.1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.1.0\n")
+    statuses, found = examine(tmp_path / "a", other)
+    assert statuses == [1, 1] and found["status"] == 2  # the launcher's, and the command's
+    what = [finding["what"].partition("): ")[2] for finding in found["findings"]]
+    assert what[0] == "train.max_steps: 5 instead of 4"
+    assert what[1].startswith("peft: 0.1.0 instead of ")
+    assert [text.partition(":")[0] for text in what[2:6]] == [
+        "mine.py",
+        "model",
+        "model/model.safetensors",
+        "rows.jsonl",
+    ]
+    assert "missing instead of" in what[4]
+    assert what[6:] == ["what rank 0 writes to train.output_dir is not there"]
+    assert all(finding["what"].startswith("rank 1 (") for finding in found["findings"])
+
+
+class FakeExchange(ranks.Exchange):
+    """A rank whose messages are answered by rank 0, whose clock is 5 s behind, after a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, self.world_size, self.now = 1, 2, 100.0
+        monkeypatch.setattr("time.time", lambda: self.now)
+
+    def put(self, key: str, value: object) -> None:
+        self.now += 0.5
+
+    def take(self, key: str) -> float:
+        there = self.now - 5.0
+        self.now += 0.5
+        return there
+
+
+def test_the_clock_is_compared_with_the_middle_of_question_and_answer(monkeypatch):
+    exchange = FakeExchange(monkeypatch)
+    assert ranks.clock_offset(exchange) == (5.0, 0.5)
+
+
+def report(**changes: object) -> dict:
+    facts = {kind: {} for kind in ranks.KINDS}
+    plain = {"who": "node-b, process 7", "facts": facts, "servers": [], "unreachable": None, "sees_output_dir": True}
+    return plain | {"offset": [0.0, 0.1]} | changes
+
+
+@pytest.mark.parametrize(("offset", "named"), [((1.4, 0.5), False), ((-1.6, 0.5), True), ((0.9, 0.0), False)])
+def test_a_clock_is_named_if_it_differs_beyond_doubt(offset, named):
+    found = ranks.differences(1, report(offset=offset), report())
+    assert [finding.kind for finding in found] == ["clock"] * named
+
+
+def test_servers_and_ranks_that_cannot_be_reached_are_named():
+    found = ranks.differences(3, report(servers=["the server x cannot be reached"], unreachable="rank 0 not"), report())
+    assert [(finding.severity, finding.kind) for finding in found] == [("error", "network"), ("error", "server")]
+    assert all(finding.what.startswith("rank 3 (node-b, process 7): ") for finding in found)

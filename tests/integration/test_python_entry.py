@@ -1,0 +1,233 @@
+"""Runs from Python, with functions and data in memory, beside the same runs from settings that name files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+
+from rl_vlm.config.load import load_config
+from rl_vlm.errors import CheckpointError, RewardError, RLVLMError
+from rl_vlm.grpo_trainer import GRPOTrainer
+from rl_vlm.run import train
+from tests.helpers import tiny_run
+from tests.helpers.tiny_run import make_config, metric_lines
+from tests.helpers.two_processes import CPU, launch
+
+NAMED = ("dataset_name", "reward_funcs")
+WITHIN_WINDOW = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}
+SUMS = {
+    97: lambda completion_ids, **_: [sum(ids) % 97 / 97 for ids in completion_ids],
+    89: lambda completion_ids, **_: [sum(ids) % 89 / 89 for ids in completion_ids],
+}
+
+
+def trainer(checkpoint: Any, output_dir: Path, **given: Any) -> GRPOTrainer:
+    """The tiny run from Python."""
+    defaults = {name: value for name, value in tiny_run.DEFAULTS.items() if name not in NAMED}
+    arguments = {"reward_funcs": tiny_run.token_sum, "train_dataset": tiny_run.rows(), **given}
+    return GRPOTrainer(checkpoint, output_dir=output_dir, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize("as_dataset", [False, True], ids=["list", "Dataset"])
+def test_the_run_is_that_of_the_same_function_and_rows_named_in_settings(tiny_checkpoint, tmp_path, as_dataset: bool):
+    expected = train(make_config(tiny_checkpoint, tmp_path / "named", eval_dataset_name=tiny_run.HELD_OUT_ROWS))
+    rows, held_out = tiny_run.rows(), tiny_run.held_out_rows()
+    if as_dataset:
+        rows, held_out = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(held_out)
+    made = trainer(tiny_checkpoint, tmp_path / "memory", train_dataset=rows, eval_dataset=held_out)
+    summary = made.train()
+    assert summary["optimizer_steps"] == 4
+    assert summary["eval_after"] == expected["eval_after"]
+    assert metric_lines(tmp_path / "memory") == metric_lines(tmp_path / "named")
+    assert tiny_run.completions(tmp_path / "memory") == tiny_run.completions(tmp_path / "named")
+
+    evaluated = made.evaluate()  # greedy, so the trained weights answer as at the end of the run
+    assert evaluated["rewards/token_sum/mean"] == expected["eval_after"]["rewards/token_sum/mean"]
+    start = made.evaluate(tiny_checkpoint)
+    assert start["rewards/token_sum/mean"] == summary["eval_before"]["rewards/token_sum/mean"]
+
+
+@pytest.mark.ci
+def test_a_lambda_a_function_with_a_timeout_and_a_model_that_a_function_writes(tiny_checkpoint, tmp_path):
+
+    def make_model(directory: Path, seed: int) -> None:
+        tiny_run.build_checkpoint(directory)
+
+    functions = [lambda completions, **_: [float("a" in text) for text in completions],
+                 {"function": tiny_run.constant, "timeout": 60.0, "weight": 0.5}]  # fmt: skip
+    made = trainer(make_model, tmp_path, reward_funcs=functions, max_steps=1)
+    made.train()
+    (line,) = [line for line in metric_lines(tmp_path) if line["step"] == 1]
+    assert line["rewards/constant/mean"] == 0.5 and 0 <= line["rewards/<lambda>/mean"] <= 1
+    with pytest.raises(RewardError, match="was an object in the memory of a Python session"):
+        train(load_config(tmp_path / "config.yaml", ["output_dir=" + str(tmp_path / "other")]))
+
+
+def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):
+    trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=2).train()
+    caplog.clear()
+    trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=3).train(resume_from_checkpoint=True)
+    assert "train.max_steps 2 -> 3" in caplog.text and "rewards.reward_funcs" not in caplog.text
+    caplog.set_level(logging.WARNING)
+    changed = trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[89], max_steps=4)
+    assert changed.train(resume_from_checkpoint=tmp_path / "checkpoint-3")["optimizer_steps"] == 4
+    assert "resumed with a changed setting: rewards.reward_funcs ['python:<lambda>#" in caplog.text
+    with pytest.raises(CheckpointError, match=r"the training data has changed.*have changed: data\.dataset_name"):
+        trainer(tiny_checkpoint, tmp_path, max_steps=5, train_dataset=tiny_run.rows()[1:]).train(True)
+
+
+def test_within_a_window_another_function_is_refused(tiny_checkpoint, tmp_path):
+    trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[97], max_steps=1, **WITHIN_WINDOW).train()
+    with pytest.raises(CheckpointError, match=r"`rewards\.reward_funcs` \['python:<lambda>#\w{12}'\] -> \['python:"):
+        trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[89], max_steps=2, **WITHIN_WINDOW).train(True)
+
+
+def interrupted(function: Any, at_call: int) -> Any:
+    """The function, which is interrupted at one of its calls."""
+    calls = []
+
+    def interrupted_function(**given: Any) -> list[float]:
+        calls.append(None)
+        if len(calls) == at_call:
+            raise KeyboardInterrupt
+        return function(**given)
+
+    return interrupted_function
+
+
+def always(score: float) -> Any:
+    def function(completion_ids: list[Any], **_: Any) -> list[float]:
+        return [score] * len(completion_ids)
+
+    return function
+
+
+def test_an_interrupted_evaluation_is_not_resumed_with_objects_in_memory(tiny_checkpoint, tmp_path, caplog):
+    rows = [{**row, "id": str(i)} for i, row in enumerate(tiny_run.held_out_rows() * 4)]
+    given = {"eval_dataset": rows, "max_num_seqs": 4}
+    first = {"function": interrupted(always(1.0), at_call=4), "name": "score"}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tiny_checkpoint, tmp_path, reward_funcs=first, **given).evaluate()
+    assert len(list((tmp_path / "evaluation" / "unfinished").glob("row_*.json"))) > 0
+    second = {"function": always(0.0), "name": "score"}
+    assert trainer(tiny_checkpoint, tmp_path, reward_funcs=second, **given).evaluate()["rewards/score/mean"] == 0.0
+    assert "which are evaluated again: functions and rows in memory may have changed since" in caplog.text
+
+
+def test_after_an_interrupted_training_its_newest_checkpoint_is_evaluated(tiny_checkpoint, tmp_path):
+    given = {"eval_dataset": tiny_run.held_out_rows(), "eval_on_start": False, "max_steps": 4}
+    made = trainer(tiny_checkpoint, tmp_path, reward_funcs=interrupted(tiny_run.token_sum, at_call=3), **given)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()  # in step 2, since the first call is on made-up completions
+    assert made.checkpoint == str(tmp_path / "checkpoint-1")
+    made.evaluate()
+    assert evaluated_model(tmp_path) == str(tmp_path / "checkpoint-1")
+
+    again = trainer(tiny_checkpoint, tmp_path, **given)
+    with pytest.raises(RLVLMError, match="holds an earlier run"):
+        again.train()
+    assert again.checkpoint is None
+    resumed = trainer(tiny_checkpoint, tmp_path, reward_funcs=interrupted(tiny_run.token_sum, at_call=2), **given)
+    with pytest.raises(KeyboardInterrupt):
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.checkpoint == str(tmp_path / "checkpoint-1")
+
+
+def test_a_failed_training_leaves_no_checkpoint_that_is_deleted(tiny_checkpoint, tmp_path):
+    broken: list[bool] = []
+
+    def function(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        if broken:
+            raise KeyboardInterrupt
+        return tiny_run.token_sum(completion_ids)
+
+    made = trainer(tiny_checkpoint, tmp_path, reward_funcs=function, max_steps=1, overwrite_output_dir=True)
+    assert made.train()["checkpoint"] == made.checkpoint == str(tmp_path / "checkpoint-1")
+    broken.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert made.checkpoint is None
+
+
+def test_false_resumes_nothing(tiny_checkpoint, tmp_path):
+    made = trainer(tiny_checkpoint, tmp_path, max_steps=1, resume_from_checkpoint=True)
+    made.train()
+    with pytest.raises(RLVLMError, match="holds an earlier run"):
+        made.train(resume_from_checkpoint=False)
+
+
+def evaluated_model(output_dir: Path) -> str:
+    """The model that `evaluation/config.yaml` names."""
+    return yaml.safe_load((output_dir / "evaluation" / "config.yaml").read_text())["model"]["model_name_or_path"]
+
+
+UNGUARDED = """
+import sys
+from rl_vlm import GRPOTrainer
+
+def mine(completions, **_):
+    return [1.0] * len(completions)
+
+print("imported as", __name__, flush=True)
+rows = [{"prompt": "Which digit?"}] * 4
+GRPOTrainer(
+    sys.argv[1], {"function": mine, "timeout": 60.0}, None, rows, output_dir=sys.argv[2], num_generations=2,
+    prompts_per_step=2, max_steps=1, text_only=True, max_completion_length=2, micro_batch_tokens=8192,
+).train()
+"""
+
+
+@pytest.mark.ci
+def test_a_worker_does_not_run_a_script_without_a_guard(tiny_checkpoint, tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    environment = os.environ | {"PYTHONPATH": str(Path(tiny_run.__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "script.py"), str(tiny_checkpoint), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "imported as __mp_main__" in done.stdout
+    assert "ConfigError: a worker process runs this script again" in done.stderr
+    assert "rl_vlm.errors.RewardError" in done.stderr and "put the calls in it under" in done.stderr
+
+
+SCRIPT = """
+import sys
+from rl_vlm import GRPOTrainer
+from tests.helpers import tiny_run
+
+if __name__ == "__main__":
+    trainer = GRPOTrainer(
+        sys.argv[1],
+        reward_funcs=lambda completion_ids, **_: [sum(ids) % 97 / 97 for ids in completion_ids],
+        train_dataset=tiny_run.rows(),
+        eval_dataset=tiny_run.held_out_rows(),
+        output_dir=sys.argv[2], num_generations=4, max_completion_length=6, prompts_per_step=2, max_steps=2,
+        learning_rate=1e-2, disable_tqdm=True, micro_batch_tokens=8192,
+    )
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+"""
+
+
+@pytest.mark.ci
+def test_a_script_on_two_processes_takes_the_steps_of_one(tiny_checkpoint, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = (str(tmp_path / "script.py"), str(tiny_checkpoint), str(tmp_path / "two"))
+    result = launch("--config_file", str(CPU), "--num_processes", "2", *arguments)
+    assert result.returncode == 0, result.stderr
+    held_out = tiny_run.held_out_rows()
+    made = trainer(tiny_checkpoint, tmp_path / "one", reward_funcs=SUMS[97], eval_dataset=held_out, max_steps=2)
+    made.train()
+    one, two = (metric_lines(tmp_path / name) for name in ("one", "two"))
+    for name in ("reward", "rewards/<lambda>/mean", "loss", "grad_norm"):
+        assert [line[name] for line in two[1:]] == pytest.approx([line[name] for line in one[1:]], rel=1e-4, abs=1e-6)
+    evaluated = json.loads((tmp_path / "two" / "evaluation" / "summary.json").read_text())
+    assert evaluated["rewards/<lambda>/mean"] == pytest.approx(made.evaluate()["rewards/<lambda>/mean"], rel=1e-6)

@@ -1,0 +1,22 @@
+"""Arguments of vLLM's engine that depend on the model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config
+
+from rl_vlm.config.schema import DataConfig, ModelConfig, RunConfig
+from rl_vlm.rollout.vllm.arguments import engine_arguments
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize(("config", "is_cached"), [(Qwen2_5_VLConfig, True), (Qwen3_5Config, False)])
+def test_prefixes_of_models_with_states_are_not_cached_on_cpus(
+    config: type[PreTrainedConfig], is_cached: bool, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config().save_pretrained(tmp_path)
+    run = RunConfig(model=ModelConfig(model_name_or_path=str(tmp_path)), data=DataConfig(dataset_name="rows.jsonl"))
+    arguments = engine_arguments(run, str(tmp_path), lora_rank=None)
+    assert arguments.get("enable_prefix_caching", True) is (is_cached or has_gpu)
