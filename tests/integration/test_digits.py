@@ -36,7 +36,7 @@ def test_the_quickstart_learns_to_read_digits(quickstart):
 
 def test_no_held_out_image_is_trained_on(quickstart):
     held_out = {row["id"] for row in held_out_rows()}
-    files = sorted((quickstart / "completions").glob("*.parquet"))
+    files = sorted((quickstart / "completions").glob("completions_*.parquet"))
     trained = {sample_id for file in files for sample_id in pyarrow.parquet.read_table(file)["sample_id"].to_pylist()}
     assert len(files) == 28 and len(trained) > 1000
     assert not trained & held_out

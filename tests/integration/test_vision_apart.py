@@ -88,7 +88,6 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
-    torch.manual_seed(0)  # of the adapter
     policy = make_policy(checkpoint, **VARIANTS[variant])
     case = "several prompts" if "several prompts" in cases(family) else "two images"
     groups = case_groups(checkpoint, case)
