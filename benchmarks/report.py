@@ -107,10 +107,13 @@ def save_chart(chart: Any, results: Results, path: Path) -> None:
 def case_name(result: dict[str, Any]) -> str:
     """Name the settings that distinguish a training pass from the others."""
     work = result["workload"]
-    parts = [f"vs {result['peer']}, G = {work['num_generations']}"]
-    if work["shape"] != "small":
-        parts.append(work["shape"])
-    return ", ".join([*parts, *(["LoRA"] if work["lora"] else []), *([f"beta {work['beta']}"] if work["beta"] else [])])
+    parts = {
+        f"vs {result['peer']}, G = {work['num_generations']}": True,
+        work["shape"]: work["shape"] != "small",
+        "LoRA": work["lora"],
+        f"beta {work['beta']}": work["beta"],
+    }
+    return ", ".join(part for part, is_named in parts.items() if is_named)
 
 
 def train_step_table(results: Results) -> str:

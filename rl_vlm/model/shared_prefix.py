@@ -73,14 +73,8 @@ class RowLayout:
     """0 for tokens of prefixes, and 1 + the index of its completion for others."""
     row_logical: Int[Tensor, " row"]
     """`logical_index` of completion tokens, and the row position of others."""
-    packed_index: Int[Tensor, " row"]
-    """For each token of the row, its index if all prefixes came first, and then all completions."""
-    num_tokens: tuple[int, int]
-    """Of all prefixes, and of all completions."""
-    prefix_bounds: Int[Tensor, " prompts+1"]
-    """Starts of prefixes among the tokens of prefixes, and their number (`cu_seqlens` of variable-length kernels)."""
-    completion_bounds: Int[Tensor, " completions+1"]
-    """The same of completions."""
+    num_prefix_tokens: int
+    """Of all prefixes."""
     masks: RowMasks | BlockMask | None = None
     """Attention masks for the layers of one type; set on the layout that is passed to them."""
     ndim = 4
@@ -134,10 +128,7 @@ class RowLayout:
             row_owner=sent(along_row(prompts[:, None], owner_N[:, None])),
             row_part=sent(along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])),
             row_logical=sent(along_row(prefix_index, logical_index)),
-            packed_index=sent(row_index.argsort()),
-            num_tokens=(int(lengths[is_prefix].sum()), int(lengths[~is_prefix].sum())),
-            prefix_bounds=sent(F.pad(lengths[is_prefix].cumsum(0), (1, 0))),
-            completion_bounds=sent(F.pad(lengths[~is_prefix].cumsum(0), (1, 0))),
+            num_prefix_tokens=int(lengths[is_prefix].sum()),
         )
 
     def with_masks(self, mask_function: MaskFunction) -> RowLayout:

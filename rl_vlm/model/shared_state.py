@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rl_vlm.errors import RLVLMError
+from rl_vlm.errors import ModelError
 from rl_vlm.model.shared_prefix import RowLayout, active_layout
 
 if TYPE_CHECKING:
@@ -69,25 +70,30 @@ class Packing:
     is_input: Bool[Tensor, " packed"]
     place: Int[Tensor, " row"]
     """Where the tokens of the row are in `source`."""
+    prefix_bounds: Int[Tensor, " prefix_bounds"]
+    """Starts of prefixes in `source`, and their end (`cu_seqlens` of variable-length kernels)."""
+    completion_bounds: Int[Tensor, " completion_bounds"]
+    """The same of completions, from the end of the prefixes on."""
 
     @staticmethod
     def of(layout: RowLayout, num_past: int) -> Packing:
         """Pack a row. Nothing is transferred to the host."""
         num_prefixes, num_completions = len(layout.prefix_index), len(layout.owner_N)
-        row, completions, lags = (
-            torch.arange(n, device=layout.owner_N.device) for n in (layout.shape[-1], num_completions, num_past)
-        )
+        row, lags = (torch.arange(n, device=layout.owner_N.device) for n in (layout.shape[-1], num_past))
+        lengths = torch.cat([layout.prefix_valid.sum(dim=1), layout.completion_valid.sum(dim=1)])
+        bounds = F.pad((lengths + num_past).cumsum(0), (1, 0))
         sequence = torch.where(layout.row_part == 0, layout.row_owner, num_prefixes + layout.row_part - 1)
-        place = layout.packed_index + num_past * (sequence + 1)
-        starts = layout.num_tokens[0] + layout.completion_bounds[:-1] + num_past * (num_prefixes + completions)
-        place_of_past = starts[:, None] + lags
+        place = sequence.argsort(stable=True).argsort() + num_past * (sequence + 1)
+        place_of_past = bounds[num_prefixes:-1, None] + lags
         past, is_past = last_inputs(layout, num_past)
 
         source = row.new_zeros(len(row) + num_past * (num_prefixes + num_completions))
         is_input = torch.zeros_like(source, dtype=torch.bool)
         source[place], is_input[place] = row, torch.ones_like(row, dtype=torch.bool)
         source[place_of_past], is_input[place_of_past] = past[layout.owner_N], is_past[layout.owner_N]
-        return Packing(source, is_input, place)
+        return Packing(
+            source, is_input, place, bounds[: num_prefixes + 1], bounds[num_prefixes:] - bounds[num_prefixes]
+        )
 
 
 def last_inputs(layout: RowLayout, number: int) -> tuple[Int[Tensor, "prompts number"], Bool[Tensor, "prompts number"]]:
@@ -146,12 +152,12 @@ def pass_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def check_calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise RLVLMError if a layer has not received the shared row: its states would go on along the row."""
+    """Raise ModelError if a layer has not received the shared row: its states would go on along the row."""
     row = kwargs.get("seq_idx")
     if isinstance(row, SharedRow):
         expected = sum(len(STATE_LAYERS.get(kind, ())) for kind in module.config.layer_types)
         if row.num_calls != expected:
-            raise RLVLMError(
+            raise ModelError(
                 f"the installed transformers computes the states of {module.config.model_type} in a new way: "
                 f"{row.num_calls} of {expected} calls knew the shared row. Set memory.prefix_sharing: dense"
             )
@@ -183,46 +189,50 @@ def delta_rule_of_row(
 ) -> tuple[Float[Tensor, "1 row heads value_dim"], None]:
     """Apply the rule to each prefix, and to each completion from the final state of its prefix."""
     inputs = [x[0] for x in (query, key, value, g, beta)]
-    rule = packed_delta_rule if has_variable_lengths() else padded_delta_rule
-    return rule(stock, row, inputs, kwargs)[None], None
+    parts_of = packed_parts if has_variable_lengths() else padded_parts
+    prefixes, completions, place = parts_of(row, inputs)
+    outputs, states = stock(*prefixes.tensors, **kwargs | prefixes.options | {"output_final_state": True})
+    found = [outputs]
+    if row.layout.completion_index.numel():
+        states = states[row.layout.owner_N]
+        outputs, _ = stock(*completions.tensors, **kwargs | completions.options | {"initial_state": states})
+        found.append(outputs)
+    return torch.cat([output.flatten(0, 1) for output in found])[place][None], None
 
 
-def padded_delta_rule(
-    stock: Callable[..., tuple[Tensor, Tensor]], row: SharedRow, inputs: Sequence[Tensor], kwargs: dict[str, Any]
-) -> Float[Tensor, "row heads value_dim"]:
-    """Apply the rule to padded sequences."""
+class Part(NamedTuple):
+    """Prefixes or completions as arguments of the gated delta rule."""
+
+    tensors: Sequence[Tensor]
+    """Query, key and value."""
+    options: dict[str, Any]
+
+
+def padded_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Part, Part, Int[Tensor, " row"]]:
+    """Pad sequences. Return prefixes, completions, and where the tokens of the row are in the outputs of both."""
     layout = row.layout
 
-    def apply(index: Tensor, valid: Tensor, **state: Any) -> Any:
-        query, key, value, g, beta = (x[index] for x in inputs)
+    def part(index: Tensor, valid: Tensor) -> Part:
+        *tensors, g, beta = (x[index] for x in inputs)
         # Without decay and update, padding leaves the state as it is.
-        gates = {"g": g * valid[..., None], "beta": beta * valid[..., None], "chunk_size": chunk_size(index.shape[1])}
-        return stock(query, key, value, **kwargs | gates | state)
+        gates = {"g": g * valid[..., None], "beta": beta * valid[..., None]}
+        return Part(tensors, gates | {"chunk_size": chunk_size(index.shape[1])})
 
-    outputs, final = apply(layout.prefix_index, layout.prefix_valid, output_final_state=True)
-    if not layout.completion_index.numel():
-        return in_row_order(layout, outputs)
-    completions, _ = apply(layout.completion_index, layout.completion_valid, initial_state=final[layout.owner_N])
-    return in_row_order(layout, outputs, completions)
+    prefixes = part(layout.prefix_index, layout.prefix_valid)
+    return prefixes, part(layout.completion_index, layout.completion_valid), layout.output_index
 
 
-def packed_delta_rule(
-    stock: Callable[..., tuple[Tensor, Tensor]], row: SharedRow, inputs: Sequence[Tensor], kwargs: dict[str, Any]
-) -> Float[Tensor, "row heads value_dim"]:
-    """Apply the rule to sequences one after the other, without padding."""
-    layout, packing = row.layout, row.packing(0)
-    packed = [x[packing.source].split(layout.num_tokens) for x in inputs]
+def packed_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Part, Part, Int[Tensor, " row"]]:
+    """Put sequences one after the other, without padding. Return the same as `padded_parts`."""
+    packing, end = row.packing(0), row.layout.num_prefix_tokens
+    packed = [x[packing.source][None] for x in inputs]
 
-    def apply(part: int, bounds: Tensor, **state: Any) -> Any:
-        query, key, value, g, beta = (x[part][None] for x in packed)
-        outputs, final = stock(query, key, value, **kwargs | {"g": g, "beta": beta, "cu_seqlens": bounds} | state)
-        return outputs[0], final
+    def part(tokens: slice, bounds: Tensor) -> Part:
+        *tensors, g, beta = (x[:, tokens] for x in packed)
+        return Part(tensors, {"g": g, "beta": beta, "cu_seqlens": bounds})
 
-    outputs, final = apply(0, layout.prefix_bounds, output_final_state=True)
-    if not layout.completion_index.numel():
-        return outputs[packing.place]
-    completions, _ = apply(1, layout.completion_bounds, initial_state=final[layout.owner_N])
-    return torch.cat([outputs, completions])[packing.place]
+    prefixes = part(slice(0, end), packing.prefix_bounds)
+    return prefixes, part(slice(end, None), packing.completion_bounds), packing.place
 
 
 @cache
@@ -240,9 +250,5 @@ def chunk_size(tokens: int) -> int:
     transformers' torch code pads to whole chunks, by default of 64 tokens, which is most of the work on short
     completions.
     """
+    tokens = max(1, tokens)
     return -(-tokens // -(-tokens // MAX_CHUNK))
-
-
-def in_row_order(layout: RowLayout, *outputs: Tensor) -> Tensor:
-    """Return the outputs of the calls (sequences, tokens, …) as the tokens of the row."""
-    return torch.cat([output.flatten(0, 1) for output in outputs])[layout.output_index]

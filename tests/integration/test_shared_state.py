@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.errors import RLVLMError
+from rl_vlm.errors import ModelError
 from rl_vlm.model import shared_state
 from rl_vlm.model.loading import why_not_shared
 from rl_vlm.model.policy import Policy
@@ -118,5 +118,5 @@ def test_a_layer_that_does_not_pass_the_row_on_is_an_error(
         return function(*args, **kwargs)
 
     monkeypatch.setattr(functions_of(policy), CONVOLUTION, without_row)
-    with pytest.raises(RLVLMError, match=r"calls knew the shared row\. Set memory\.prefix_sharing: dense"):
+    with pytest.raises(ModelError, match=r"calls knew the shared row\. Set memory\.prefix_sharing: dense"):
         policy(batch)

@@ -35,6 +35,8 @@ def test_sequences_are_packed_behind_the_last_inputs_before_them(layout: RowLayo
         None, None, None, 0, 1, 2, None, None, None, 6, 7, 0, 1, 2, 3, 4, 0, 1, 2, 5, None, 6, 7, 8,
     ]  # fmt: skip
     assert packing.source[packing.place].tolist() == list(range(9))
+    assert packing.prefix_bounds.tolist() == [0, 6, 11]
+    assert packing.completion_bounds.tolist() == [0, 5, 9, 13]
 
 
 def test_a_convolution_sees_the_past_of_its_own_completion(layout: RowLayout) -> None:
@@ -133,7 +135,7 @@ def test_completions_of_one_token_need_no_second_call() -> None:
     assert calls == [None]
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(5, 5), (64, 64), (65, 33), (200, 50), (1040, 62)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(0, 1), (5, 5), (64, 64), (65, 33), (200, 50), (1040, 62)])
 def test_chunks_are_as_even_as_their_number_allows(tokens: int, chunk: int) -> None:
     assert chunk_size(tokens) == chunk
 
