@@ -23,13 +23,16 @@ class RecordingServer(ChatServer):
         """Of the next answers; the endpoint's own when there are no more."""
         self.bodies: list[dict[str, Any]] = []
         """Every request body for this model that was not failed."""
-        self.most_at_once = 0
+        self.num_at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
         self.start(chat_service(find_served(str(checkpoint), engine, overrides), "tiny"))
         threading.Thread(target=self.service.batches.run, daemon=True).start()
 
-    def count(self, change: int) -> None:
-        super().count(change)
-        self.most_at_once = max(self.most_at_once, self.num_requests)
+    def count_open(self, change: int) -> None:
+        """Count a request until its answer is sent: a client that has its answer may send the next one at once."""
+        with self.lock:
+            self.num_at_once += change
+            self.most_at_once = max(self.most_at_once, self.num_at_once)
 
     def end(self) -> None:
         """Stop, and free the port and the model."""
@@ -40,6 +43,14 @@ class RecordingServer(ChatServer):
 
 class RecordingHandler(ChatHandler):
     server: RecordingServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def respond(self, answer: Any) -> None:
+        self.server.count_open(1)
+        super().respond(answer)
+
+    def write(self, status: int, content: bytes, kind: str) -> None:
+        self.server.count_open(-1)
+        super().write(status, content, kind)
 
     def body(self) -> bytes:
         content = super().body()
