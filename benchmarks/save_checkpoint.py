@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.flops import Workload
 from benchmarks.shapes import SHAPES, build_checkpoint, make_group, make_prompt, micro_batch
-from rl_vlm.checkpoint_writer import CheckpointFiles, CheckpointWriter
+from rl_vlm.checkpoint.writer import CheckpointFiles, CheckpointWriter
 from rl_vlm.config.schema import ModelConfig, RunConfig, TrainConfig
 from rl_vlm.data.prompts import load_processor
 from rl_vlm.distributed.ddp import DDP

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.random_states import seed_random_generators
 from rl_vlm.config.batches import BatchPlan, plan_batches, total_optimizer_steps
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RunConfig
@@ -131,7 +132,7 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     saved = open_directory(config, directory, ranks, opened)
     trackers = Trackers(config.log, config.train.output_dir)
     opened.callback(trackers.close)
-    checkpoint.seed_random_generators(config.train.seed)
+    seed_random_generators(config.train.seed)
     rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
     with ranks.agree():
@@ -179,7 +180,7 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
     with ranks.agree():
         if ranks.is_main:
             opened.enter_context(lock_directory(directory.path))
-            resumed = checkpoint.find(config.train.resume_from_checkpoint, directory.path)
+            resumed = store.find(config.train.resume_from_checkpoint, directory.path)
             directory.refuse_another_run(config, resumed)
     resumed = ranks.gather([resumed])[0]
     with ranks.agree():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rl_vlm.checkpoint import directories
+from rl_vlm.checkpoint.store import directories
 from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.data_sources import data_sources

@@ -161,7 +161,7 @@ class GRPOTrainer:
 
     def _complete_checkpoints(self) -> list[tuple[Path, int]]:
         """Return the complete checkpoints of `output_dir`, oldest step first, with the times of their directories."""
-        from rl_vlm.checkpoint import complete
+        from rl_vlm.checkpoint.store import complete
 
         return [(path, path.stat().st_mtime_ns) for path in complete(Path(self.config.train.output_dir))]
 

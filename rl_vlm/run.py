@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_vlm import checkpoint
 from rl_vlm.build import build_parts
-from rl_vlm.checkpoint_writer import CheckpointFiles, CheckpointWriter, Files
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.random_states import random_states, restore_random_states
+from rl_vlm.checkpoint.writer import CheckpointFiles, CheckpointWriter, Files
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import warn_of_dropped
@@ -183,7 +184,7 @@ class Run:
             if problem := self.problem_of_saving(error):
                 logger.error(
                     "the last complete step, %d, is not saved: %s; complete checkpoints in %s: %s",
-                    self.progress.global_step, problem, self.directory.path, checkpoint.names(self.directory.path),
+                    self.progress.global_step, problem, self.directory.path, store.names(self.directory.path),
                 )  # fmt: skip
             raise
 
@@ -237,7 +238,7 @@ class Run:
         """
         assert self.evaluator is not None
         self.collector.free_engine(self.progress)
-        states = checkpoint.random_states()
+        states = random_states()
         try:
             state = self.collector.state_at(self.progress)
             evaluation = self.evaluator.run(state, show_progress=self.ranks.is_main)
@@ -247,7 +248,7 @@ class Run:
                 check_rewarded(metrics)
                 self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
         except BaseException:
-            checkpoint.restore_random_states(states)
+            restore_random_states(states)
             raise
         return metrics
 
@@ -274,7 +275,7 @@ class Run:
         except RLVLMError as error:
             logger.warning("the next window could not be generated, and will be generated again: %s", text_of(error))
         own_state = {
-            "random": checkpoint.random_states(),
+            "random": random_states(),
             "collector": self.collector.state_dict(),
             "reward_forms": self.rewards.forms,
         }
@@ -287,8 +288,8 @@ class Run:
         """Delete old checkpoints beyond `save_total_limit`, but for the best one."""
         path = self.directory.path
         if not self.progress.nonfinite_in_a_row:
-            keep = None if best_step is None else checkpoint.checkpoint_path(path, best_step)
-            checkpoint.prune(path, self.config.train.save_total_limit, keep)
+            keep = None if best_step is None else store.checkpoint_path(path, best_step)
+            store.prune(path, self.config.train.save_total_limit, keep)
 
     def refuse_nonfinite_weights(self) -> None:
         """Raise TrainingError if a trained weight is not finite."""
@@ -296,7 +297,7 @@ class Run:
             raise TrainingError(
                 f"{len(names)} weights have values that are not finite after step {self.progress.global_step}, such as "
                 f"{names[0]}: nothing is saved. Resume from an earlier checkpoint "
-                f"({checkpoint.names(self.directory.path)}) with a lower learning_rate."
+                f"({store.names(self.directory.path)}) with a lower learning_rate."
             )
 
     def checkpoint_files(self, states: Sequence[dict[str, Any]]) -> CheckpointFiles:
@@ -333,7 +334,7 @@ class Run:
         except CheckpointError as error:
             raise CheckpointError(f"{saved.path} cannot be resumed: {error}") from error
         if saved.own_state["random"] is not None:
-            checkpoint.restore_random_states(saved.own_state["random"])
+            restore_random_states(saved.own_state["random"])
 
     def finish(self) -> dict[str, Any]:
         """Write the summary and the curve. With `load_best_model_at_end`, load the best weights."""
@@ -344,13 +345,13 @@ class Run:
             "train_seconds": record.train_seconds,
             "eval_before": record.eval_before,
             "eval_after": record.eval_latest,
-            "checkpoint": str(checkpoint.checkpoint_path(self.directory.path, last)),
+            "checkpoint": str(store.checkpoint_path(self.directory.path, last)),
         }
         if record.best_step is not None:
-            summary["checkpoint"] = str(checkpoint.checkpoint_path(self.directory.path, record.best_step))
+            summary["checkpoint"] = str(store.checkpoint_path(self.directory.path, record.best_step))
             with self.ranks.agree():
                 if self.ranks.is_main:
-                    checkpoint.check(Path(summary["checkpoint"]))
+                    store.check(Path(summary["checkpoint"]))
             empty = self.parts.strategy.loads_empty
             load_weights(self.trainer.policy, summary["checkpoint"], self.config.model, empty, self.ranks)
             summary["eval_after"] = record.eval_best

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.data_sources import is_file
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import CheckpointError, ConfigError
@@ -86,13 +86,13 @@ def find_source(path: Path) -> Source:
 
     Raises ConfigError if `path` holds neither a run nor a checkpoint, CheckpointError if a checkpoint is not complete.
     """
-    if (path / checkpoint.MANIFEST).is_file() or re.search(r"checkpoint-\d+$", path.absolute().name):
+    if (path / store.MANIFEST).is_file() or re.search(r"checkpoint-\d+$", path.absolute().name):
         found = path
-    elif (path / METRICS).is_file() or checkpoint.directories(path):
+    elif (path / METRICS).is_file() or store.directories(path):
         found = checkpoint_of_run(path)
     else:
         raise ConfigError(
-            f"{path} holds neither a run ({METRICS}) nor a checkpoint ({checkpoint.MANIFEST}): name the "
+            f"{path} holds neither a run ({METRICS}) nor a checkpoint ({store.MANIFEST}): name the "
             "train.output_dir of a run, or a checkpoint in it"
         )
     state, run = read_json(complete(found) / STATE), found.absolute().parent
@@ -104,13 +104,13 @@ def find_source(path: Path) -> Source:
 def complete(found: Path) -> Path:
     """Return the checkpoint, or raise CheckpointError, which names the complete ones beside it, if it is not complete.
 
-    `rl_vlm.checkpoint.check` compares contents.
+    `rl_vlm.checkpoint.store.check` compares contents.
     """
     try:
-        checkpoint.check_sizes(found)
+        store.check_sizes(found)
     except CheckpointError as error:
         run = found.absolute().parent
-        raise CheckpointError(f"{error}; complete checkpoints in {run}: {checkpoint.names(run)}") from error
+        raise CheckpointError(f"{error}; complete checkpoints in {run}: {store.names(run)}") from error
     return found
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.prompts import load_processor
 from rl_vlm.errors import CheckpointError, ConfigError
@@ -50,13 +50,13 @@ def export(path: Path, merge: bool = False, to: Path | None = None, dtype: str |
     directory = (to or source.checkpoint.absolute().parent / "export").resolve()
     exported = Export(source, form_of(source, merge, dtype), dtype or source.model.dtype, directory.name)
     refuse_other_content(directory)
-    checkpoint.check(source.checkpoint)
+    store.check(source.checkpoint)
     unfinished = directory.with_name(f"unfinished-{directory.name}")
     try:
         with named_errors(directory):
-            checkpoint.begin(unfinished)
+            store.begin(unfinished)
             write_files(unfinished, exported)
-            checkpoint.put_in_place(unfinished, [unfinished / name for name in checkpoint.file_names(unfinished)])
+            store.put_in_place(unfinished, [unfinished / name for name in store.file_names(unfinished)])
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return exported, directory
@@ -96,7 +96,7 @@ def write_files(directory: Path, exported: Export) -> None:
 def write_adapter(directory: Path, source: Source) -> None:
     """Copy an adapter, with the name of its base model as it is known here."""
     weights = source.checkpoint / ADAPTER_WEIGHTS
-    checkpoint.check_space(directory, weights.stat().st_size + SMALL_FILES, "the export")
+    store.check_space(directory, weights.stat().st_size + SMALL_FILES, "the export")
     shutil.copyfile(weights, directory / ADAPTER_WEIGHTS)
     config = read_json(source.checkpoint / ADAPTER_CONFIG) | {"base_model_name_or_path": source.base}
     if source.model.model_revision != "main":
@@ -113,7 +113,7 @@ def write_model(directory: Path, exported: Export) -> None:
         getattr(model.config, part).dtype = dtype  # `save_pretrained` changes that of the whole only
     tensors = [*untied([*model.named_parameters(), *persistent_buffers(model)])]
     num_bytes = sum(tensor.nbytes for _, tensor in tensors)
-    checkpoint.check_space(directory, num_bytes + SMALL_FILES, "the export")
+    store.check_space(directory, num_bytes + SMALL_FILES, "the export")
     model.save_pretrained(directory)
 
 

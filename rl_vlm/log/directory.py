@@ -9,7 +9,7 @@ output_dir/
     completions/images/                      small copies of the images of some prompts, for the report
     starts.jsonl                             one line per start: the command, versions, the device
     report.html                              everything above, to look at; see rl_vlm/report/
-    checkpoint-N/                            see rl_vlm/checkpoint.py
+    checkpoint-N/                            see rl_vlm/checkpoint/store.py
     summary.json, reward.png                 the outcome
     memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/profile/report.py
     dropped_prompts.jsonl                    rows left out, each with the reason
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError
@@ -135,7 +135,7 @@ def checkpoint_of_run(run: Path) -> Path:
     """
     if (run / SUMMARY).is_file():
         return run / Path(read_json(run / SUMMARY)["checkpoint"]).name
-    found = checkpoint.complete(run)
+    found = store.complete(run)
     if not found:
         raise CheckpointError(f"{run} has no complete checkpoint yet; train.save_steps says when one is written")
     return found[-1]

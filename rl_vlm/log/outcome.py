@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.checkpoint import complete
+from rl_vlm.checkpoint.store import complete
 from rl_vlm.log.directory import REPORT
 from rl_vlm.log.metrics import function_name, is_score, reward_faults
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_vlm.checkpoint import random_states, restore_random_states
+from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rl_vlm.algorithm.advantages import compute_advantages, reward_std
-from rl_vlm.checkpoint import random_states, restore_random_states
+from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.loader import PromptLoader

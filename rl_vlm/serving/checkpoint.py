@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.checkpoint import MANIFEST, check_sizes
+from rl_vlm.checkpoint.store import MANIFEST, check_sizes
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.load import config_with, load_config
 from rl_vlm.config.schema import RunConfig

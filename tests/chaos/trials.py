@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from tests.chaos import rewards
 from tests.chaos.launching import FORK, Launched, launch, preload, wait_until_dead
@@ -149,12 +149,12 @@ def remove(run: Path) -> None:
 
 def newest_step(run: Path) -> int:
     """Return the step of the newest complete checkpoint, or 0."""
-    return max(map(checkpoint.step_of, checkpoint.complete(run)), default=0)
+    return max(map(store.step_of, store.complete(run)), default=0)
 
 
 def differences(found: Path, expected: Path) -> list[str]:
     """Return in what two runs differ."""
-    ours, theirs = (tensors(checkpoint.checkpoint_path(run, NUM_STEPS)) for run in (found, expected))
+    ours, theirs = (tensors(store.checkpoint_path(run, NUM_STEPS)) for run in (found, expected))
     equal = {
         "metrics": metric_lines(found) == metric_lines(expected),
         "completions": completions(found) == completions(expected),
@@ -209,7 +209,7 @@ def kill_in_save(setting: Setting, trial: Trial, run: Path, draw: random.Random)
     offset = draw.uniform(0, 0.25 if in_background else 0.04)
     launched = setting.launch(trial.engine, run, async_save=in_background)
     launched.ranks()
-    unfinished = checkpoint.unfinished_path(run, step)
+    unfinished = store.unfinished_path(run, step)
     while not unfinished.exists():
         if not launched.process.is_alive():
             raise Missed
@@ -218,7 +218,7 @@ def kill_in_save(setting: Setting, trial: Trial, run: Path, draw: random.Random)
     if not unfinished.exists():
         launched.kill_all()
         raise Missed
-    files = len(checkpoint.file_names(unfinished))
+    files = len(store.file_names(unfinished))
     kill(launched, victim)
     check_ended(launched)
     return {"victim": victim, "step": step, "offset": offset, "files": files, "in_background": in_background}
@@ -236,8 +236,8 @@ def send_signal(setting: Setting, trial: Trial, run: Path, draw: random.Random) 
     check_ended(launched)
     seconds = time.monotonic() - begin
     assert launched.statuses() == [STATUSES[trial.kind]] * 2, f"statuses {launched.statuses()}"
-    (saved,) = checkpoint.complete(run)
-    assert checkpoint.step_of(checkpoint.check(saved)) == len(metric_lines(run))
+    (saved,) = store.complete(run)
+    assert store.step_of(store.check(saved)) == len(metric_lines(run))
     return {"victim": f"rank {rank}", "ended_after": seconds}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.data.images import image_urls
 from rl_vlm.types import Sample
@@ -48,9 +48,9 @@ def chat(base_url: str, messages: list[dict[str, Any]], **body: Any) -> dict[str
 
 def write_run(model: Path, output_dir: Path, **settings: Any) -> Path:
     """A run's directory with config.yaml and checkpoint-4, which holds `model`."""
-    unfinished = checkpoint.unfinished_path(output_dir, 4)
-    checkpoint.begin(unfinished)
+    unfinished = store.unfinished_path(output_dir, 4)
+    store.begin(unfinished)
     shutil.copytree(model, unfinished, dirs_exist_ok=True)
-    checkpoint.commit(unfinished, checkpoint.file_names(unfinished))
+    store.commit(unfinished, store.file_names(unfinished))
     (output_dir / "config.yaml").write_text(to_yaml(make_config(model, output_dir, **settings)))
     return output_dir

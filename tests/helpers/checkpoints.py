@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_vlm.checkpoint_writer import CheckpointWriter
+from rl_vlm.checkpoint.writer import CheckpointWriter
 from rl_vlm.distributed.ranks import Ranks
 
 

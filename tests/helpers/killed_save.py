@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launch import cli
-from rl_vlm import checkpoint
-from rl_vlm.checkpoint_writer import CheckpointFiles, CheckpointWriter
+from rl_vlm.checkpoint.writer import CheckpointFiles, CheckpointWriter
 from rl_vlm.distributed.optimizer_files import OptimizerFiles
 from rl_vlm.model.saving import PolicyFiles
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from launch import cli
-from rl_vlm import checkpoint
-from rl_vlm.checkpoint_writer import CheckpointFiles
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.writer import CheckpointFiles
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
 from rl_vlm.evaluation import evaluate_run
@@ -160,7 +160,7 @@ def test_unreadable_image_in_mid_run_leaves_a_checkpoint_to_go_on_from(num_worke
     with pytest.raises(DataError, match=r"rows\.jsonl, row 7, column image, 7\.png: the image cannot be read"):
         train(config)
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3]
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-3"]
+    assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-3"]
 
     rows()[7]["image"].save(tmp_path / "data" / "7.png")
     train(make_config(tiny_checkpoint, tmp_path / "run", **settings, resume_from_checkpoint="auto"))
@@ -177,7 +177,7 @@ def test_unreadable_image_in_an_evaluation_loses_no_step(tiny_checkpoint, tmp_pa
     with pytest.raises(DataError, match=r"rows\.jsonl, row 7"):
         train(config)
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2]
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-2"]
+    assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-2"]
 
 
 def test_image_over_the_cap(tiny_checkpoint, tmp_path):
@@ -223,7 +223,7 @@ def test_a_prompt_beyond_the_token_budget_that_the_start_does_not_build_ends_the
     )  # fmt: skip
     with pytest.raises(DataError, match="row 3: Sample row-3: its images of 40x50 pixels count as 160 tokens"):
         train(config)
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
+    assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
 
 
 IMAGES_ELSEWHERE, TEXT_ALONE = reward("rows_with_images_elsewhere"), reward("text_rows")
@@ -353,7 +353,7 @@ def test_a_run_without_a_reward_stops_with_the_fault(function, kind, tiny_checkp
     printed = capsys.readouterr().err
     assert f"none of the 8 completions of a generation window has a reward:\n{function}/{kind}: r" in printed
     assert metric_lines(tmp_path / "run") == []
-    assert checkpoint.complete(tmp_path / "run") == []  # there is nothing to save before the first step
+    assert store.complete(tmp_path / "run") == []  # there is nothing to save before the first step
 
 
 def test_a_run_that_a_fault_stopped_resumes_once_it_is_mended(tiny_checkpoint, tmp_path, monkeypatch):
@@ -365,7 +365,7 @@ def test_a_run_that_a_fault_stopped_resumes_once_it_is_mended(tiny_checkpoint, t
     ):
         train(make_config(tiny_checkpoint, tmp_path / "run", **settings))
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1]
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
+    assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
 
     Path("broken").unlink()
     train(make_config(tiny_checkpoint, tmp_path / "run", **settings, resume_from_checkpoint="auto"))
@@ -454,7 +454,7 @@ def test_three_nonfinite_losses_in_a_row_stop_the_run_with_status_2(tiny_checkpo
     assert "3 steps in a row had a loss or gradient that is not finite" in capsys.readouterr().err
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert (tmp_path / "run" / "nonfinite-step-6-rank-0.pt").exists()
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-5"]
+    assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-5"]
 
     monkeypatch.undo()
     break_loss(monkeypatch, steps={6})
@@ -481,7 +481,7 @@ def test_full_disk_while_saving_leaves_the_previous_checkpoint(tiny_checkpoint, 
     monkeypatch.setattr(Run, "save", fill_disk_at_second)
     with pytest.raises(CheckpointError, match=r"checkpoint-2 .*No space left.*complete checkpoints: checkpoint-1"):
         train(config)
-    assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+    assert store.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
     assert not list((tmp_path / "run").glob("unfinished-*"))
 
 
@@ -503,7 +503,7 @@ def test_weights_file_that_cannot_grow(tiny_checkpoint, tmp_path, monkeypatch):
             train(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert checkpoint.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+    assert store.find("auto", tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
 
 
 def test_a_resumed_run_keeps_the_forms_of_its_rewards(tiny_checkpoint, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.ranks import Ranks
@@ -54,8 +54,8 @@ def test_an_error_in_a_step_saves_the_step_before(variant, owner, method, tiny_c
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal memory access"):
         fail_in(patch, owner, method, call=2)
         train(config)
-    (saved,) = checkpoint.complete(tmp_path / "failed")
-    assert checkpoint.step_of(saved) >= 1
+    (saved,) = store.complete(tmp_path / "failed")
+    assert store.step_of(saved) >= 1
     train(resumed(config))
     assert_same_run(tmp_path / "failed", tmp_path / "straight")
 
@@ -67,7 +67,7 @@ def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal memory access"):
         fail_in(patch, Evaluator, "evaluate_rows", call=2)
         train(config)
-    assert checkpoint.complete(tmp_path / "failed") == [tmp_path / "failed" / "checkpoint-4"]
+    assert store.complete(tmp_path / "failed") == [tmp_path / "failed" / "checkpoint-4"]
     assert [line["step"] for line in metric_lines(tmp_path / "failed")] == [1, 2, 3, 4]
     train(resumed(config))
     assert_same_run(tmp_path / "failed", tmp_path / "straight")
@@ -77,7 +77,7 @@ def test_an_error_within_an_update_saves_nothing(tiny_checkpoint, tmp_path, monk
     fail_in(monkeypatch, DDP, "update", call=3)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         train(make_config(tiny_checkpoint, tmp_path, save_steps=1))
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+    assert [path.name for path in store.complete(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
     assert "step, 2, is not saved: the error came within the update" in caplog.text
     assert "checkpoint-1, checkpoint-2" in caplog.text
 
@@ -88,11 +88,11 @@ def test_an_error_on_one_of_two_ranks_saves_nothing(tiny_checkpoint, tmp_path, m
     monkeypatch.setattr(Ranks, "world_size", 2)
     with pytest.raises(torch.OutOfMemoryError), run.saved_on_failure():
         raise torch.OutOfMemoryError("CUDA out of memory")
-    assert checkpoint.complete(tmp_path) == [] and "others cannot join" in caplog.text
+    assert store.complete(tmp_path) == [] and "others cannot join" in caplog.text
     monkeypatch.undo()
     with pytest.raises(TrainingError), run.saved_on_failure(), run.ranks.agree():
         raise TrainingError("on all ranks")
-    assert checkpoint.complete(tmp_path) == [tmp_path / "checkpoint-1"]
+    assert store.complete(tmp_path) == [tmp_path / "checkpoint-1"]
     run.close()
 
 
@@ -110,7 +110,7 @@ def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
     cpu = ("--config_file", "launch/accelerate/cpu.yaml")
     done = launch(*cpu, "-m", "launch.train", str(tmp_path / "run.yaml"))
     assert done.returncode != 0 and "rising_fault/exception: raised KeyError" in done.stderr
-    assert [path.name for path in checkpoint.complete(tmp_path / "run")] == ["checkpoint-2"]
+    assert [path.name for path in store.complete(tmp_path / "run")] == ["checkpoint-2"]
 
 
 def test_a_batch_that_cannot_be_written_changes_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
@@ -145,7 +145,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_checkpoint, tmp_path, mo
     monkeypatch.setattr(Run, "save", save_broken)
     with pytest.raises(TrainingError, match=r"1 weights have .* not finite after step 3, such as .*\(checkpoint-2\)"):
         train(config)
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-2"]
+    assert [path.name for path in store.complete(tmp_path)] == ["checkpoint-2"]
 
 
 def test_nothing_is_pruned_while_steps_are_skipped(tiny_checkpoint, tmp_path):
@@ -155,7 +155,7 @@ def test_nothing_is_pruned_while_steps_are_skipped(tiny_checkpoint, tmp_path):
         run.save()
         run.writer.finish()
         expected = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [4]}[step]
-        assert [checkpoint.step_of(path) for path in checkpoint.complete(tmp_path)] == expected
+        assert [store.step_of(path) for path in store.complete(tmp_path)] == expected
     run.close()
 
 

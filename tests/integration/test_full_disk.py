@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.errors import CheckpointError
 from rl_vlm.run import train
 from tests.helpers.resuming import NUM_STEPS, REWARDS, assert_same_run, resumed
@@ -47,9 +47,9 @@ def test_a_disk_that_becomes_full_within_a_save(in_background, tiny_checkpoint, 
     settings = {"max_steps": NUM_STEPS, "reward_funcs": REWARDS, "async_save": in_background}
     straight = make_config(tiny_checkpoint, tmp_path / "straight", **settings)
     train(straight)
-    saved = checkpoint.checkpoint_path(tmp_path / "straight", 2)
-    size = sum((saved / name).stat().st_size for name in checkpoint.file_names(saved))
-    draw, begin = random.Random(0), checkpoint.begin
+    saved = store.checkpoint_path(tmp_path / "straight", 2)
+    size = sum((saved / name).stat().st_size for name in store.file_names(saved))
+    draw, begin = random.Random(0), store.begin
     for number in range(NUM_OFFSETS):
         config = make_config(tiny_checkpoint, small_disk / "run", **settings)
         offset, step = draw.randrange(size), draw.randint(2, NUM_STEPS)
@@ -66,7 +66,7 @@ def test_a_disk_that_becomes_full_within_a_save(in_background, tiny_checkpoint, 
         message = str(failed.value)
         assert "No space left on device" in message or "are free: make room" in message, message
         assert str(small_disk) in message
-        newest = checkpoint.find("auto", small_disk / "run")
+        newest = store.find("auto", small_disk / "run")
         assert newest == small_disk / "run" / f"checkpoint-{step - 1}", (number, offset, step)
         assert not list((small_disk / "run").glob("unfinished-*"))
         (small_disk / "filler").unlink()

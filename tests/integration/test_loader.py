@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.data.loader import PromptLoader
 from rl_vlm.data.sampler import Draw
@@ -148,7 +148,7 @@ def test_a_run_with_workers_killed_in_a_window_and_resumed_equals_one_without(ti
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Run, "write_metrics", record_and_die)
         train(make_config(tiny_checkpoint, tmp_path / "with", **settings))
-    assert checkpoint.complete(tmp_path / "with")[-1].name == "checkpoint-2"  # of four updates of its window
+    assert store.complete(tmp_path / "with")[-1].name == "checkpoint-2"  # of four updates of its window
     train(make_config(tiny_checkpoint, tmp_path / "with", **settings, resume_from_checkpoint="auto"))
     assert_same_run(tmp_path / "with", tmp_path / "without")
 

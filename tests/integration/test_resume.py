@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_vlm import build as build_module
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.random_states import random_states, seed_random_generators
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
@@ -42,7 +43,7 @@ def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint
     train(straight)
     train_until(4, killed, monkeypatch)
     assert [line["step"] for line in metric_lines(tmp_path / "killed")] == [1, 2, 3, 4]
-    assert checkpoint.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-3"
+    assert store.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-3"
     train(resumed(killed))
     assert [line["step"] for line in metric_lines(tmp_path / "killed")] == list(range(1, NUM_STEPS + 1))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
@@ -95,8 +96,8 @@ def test_settings_that_paused_completions_cannot_go_on_with_are_refused(change, 
 def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_path, monkeypatch):
     config = config_of("window", tiny_checkpoint, tmp_path / "straight")
     train(config)
-    checkpoint.seed_random_generators(123)
-    fresh = {"window": {"collector": {"window": None}}, "random": {"random": checkpoint.random_states()}}
+    seed_random_generators(123)
+    fresh = {"window": {"collector": {"window": None}}, "random": {"random": random_states()}}
     for field, parts in fresh.items():
         killed = config_of("window", tiny_checkpoint, tmp_path / field)
         train_until(4, killed, monkeypatch)
@@ -111,7 +112,7 @@ def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_p
 
 
 def amend_manifest(path: Path, old_size: int) -> None:
-    manifest = path.parent / checkpoint.MANIFEST
+    manifest = path.parent / store.MANIFEST
     files = json.loads(manifest.read_text())
     assert files[path.name]["size"] == old_size
     entry = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -121,9 +122,10 @@ def amend_manifest(path: Path, old_size: int) -> None:
 DIES_IN_SAVE = """
 import os, signal, sys
 from launch import cli
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.random_states import random_states, seed_random_generators
 
-flush, left = checkpoint.flush, int(sys.argv[2])
+flush, left = store.flush, int(sys.argv[2])
 
 def flush_or_die(path):
     global left
@@ -132,7 +134,7 @@ def flush_or_die(path):
         os.kill(os.getpid(), signal.SIGKILL)
     flush(path)
 
-checkpoint.flush = flush_or_die
+store.flush = flush_or_die
 sys.exit(cli.run("train", [sys.argv[1]]))
 """
 
@@ -147,7 +149,7 @@ def test_sigkill_within_a_save(tiny_checkpoint, tmp_path):
     command = [sys.executable, "-c", DIES_IN_SAVE, str(tmp_path / "killed.yaml"), str(flushes)]
     process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
-    assert 1 <= len(checkpoint.complete(tmp_path / "killed")) <= 3
+    assert 1 <= len(store.complete(tmp_path / "killed")) <= 3
     train(resumed(killed))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
@@ -166,9 +168,9 @@ def test_auto_takes_the_checkpoint_before_a_truncated_one(tiny_checkpoint, tmp_p
     train_until(4, config, monkeypatch)
     truncated = tmp_path / "killed" / "checkpoint-3" / "model.safetensors"
     os.truncate(truncated, truncated.stat().st_size - 1)
-    assert checkpoint.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
+    assert store.find("auto", tmp_path / "killed") == tmp_path / "killed" / "checkpoint-2"
     with pytest.raises(CheckpointError, match=r"checkpoint-3 is not a complete.*: checkpoint-1, checkpoint-2"):
-        checkpoint.find(str(truncated.parent), tmp_path / "killed")
+        store.find(str(truncated.parent), tmp_path / "killed")
     train(resumed(config))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
 
@@ -205,7 +207,7 @@ def test_a_run_directory_in_use_is_refused_and_left_alone(tiny_checkpoint, tmp_p
     train(config)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         train(config)
-    assert checkpoint.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
+    assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-1"]
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(tiny_checkpoint, tmp_path):
@@ -237,7 +239,7 @@ def test_overwriting_deletes_the_earlier_run(tiny_checkpoint, tmp_path):
     train(make_config(tiny_checkpoint, tmp_path, max_steps=3))
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1, overwrite_output_dir=True))
     assert [line["step"] for line in metric_lines(tmp_path)] == [1]
-    assert [path.name for path in checkpoint.complete(tmp_path)] == ["checkpoint-1"]
+    assert [path.name for path in store.complete(tmp_path)] == ["checkpoint-1"]
     assert len(list((tmp_path / "completions").iterdir())) == 1
 
 

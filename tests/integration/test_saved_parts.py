@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoProcessor
 
-from rl_vlm.checkpoint_writer import CheckpointFiles, CheckpointWriter
+from rl_vlm.checkpoint.writer import CheckpointFiles, CheckpointWriter
 from rl_vlm.config.schema import ModelConfig, TrainConfig
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer

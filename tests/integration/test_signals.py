@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from tests.helpers import ending, tiny_run
 from tests.helpers.ending import MARK, none_is_left, processes_of
@@ -144,5 +144,5 @@ def test_a_signal_to_the_launcher_saves_the_run(number, tiny_checkpoint, tmp_pat
     assert none_is_left(str(run), seconds=60)
     _, log = process.communicate()
     assert process.returncode != 0
-    (saved,) = checkpoint.complete(run)
-    assert checkpoint.step_of(saved) == len(metric_lines(run)), log
+    (saved,) = store.complete(run)
+    assert store.step_of(saved) == len(metric_lines(run)), log

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from launch import cli
-from rl_vlm import checkpoint
 from rl_vlm import trainer as trainer_module
 from rl_vlm.algorithm.losses import Denominators, LossInputs
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError
@@ -114,7 +114,7 @@ def test_best_checkpoint_is_kept_and_its_weights_end_the_run(
     summary = run.run()
     assert summary["eval_after"]["reward"] == values[best]
     assert summary["checkpoint"] == str(tmp_path / f"checkpoint-{best}")
-    assert [path.name for path in checkpoint.complete(tmp_path)] == [f"checkpoint-{best}", "checkpoint-4"]
+    assert [path.name for path in store.complete(tmp_path)] == [f"checkpoint-{best}", "checkpoint-4"]
     stored = model_weights(tmp_path / f"checkpoint-{best}")
     assert all(same(run.trainer.policy.model.state_dict(), stored).values())
     assert not all(same(stored, model_weights(tmp_path / "checkpoint-4")).values())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from tests.helpers.tiny_run import completions, metric_lines, weights
 
 CONFIG = "configs/digits.yaml"
@@ -37,7 +37,7 @@ def finish(process: subprocess.Popen[bytes], output_dir: Path) -> None:
 
 def differences(found: Path, expected: Path) -> list[str]:
     """What differs between two runs; every step once is part of equal metrics and equal parquet files."""
-    last = checkpoint.complete(expected)[-1].name
+    last = store.complete(expected)[-1].name
     ours, theirs = weights(found / last), weights(expected / last)
     equal = {
         "metrics": metric_lines(found) == metric_lines(expected),
@@ -76,7 +76,7 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        found = checkpoint.find("auto", output_dir)
+        found = store.find("auto", output_dir)
         origin = found.name if found else "the start"
         finish(start(output_dir, resume), output_dir)
         differing = differences(output_dir, straight)

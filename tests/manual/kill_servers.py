@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from examples.digits.digits import starting_model
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 
 CONFIG = "configs/digits.yaml"
 PHASES = ("idle", "generating", "syncing")
@@ -103,10 +103,10 @@ class Run:
         except subprocess.TimeoutExpired:
             raise Wrong(f"still runs after {LIMIT_SECONDS:.0f} s") from None
         seconds = time.monotonic() - begin
-        last, saved = self.steps(), checkpoint.find("auto", self.output_dir)
+        last, saved = self.steps(), store.find("auto", self.output_dir)
         if status != 2 or message not in self.errors.read_text():
             raise Wrong(f"ended with status {status}, or without {message!r} in {self.errors}")
-        if saved is None or checkpoint.step_of(saved) != last:
+        if saved is None or store.step_of(saved) != last:
             raise Wrong(f"ended after step {last}, and its last checkpoint is {saved}")
         if self.running():
             raise Wrong(f"left processes {[p.pid for p in self.running()]}")

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from tests.helpers import mixed_run, tiny_run
@@ -43,7 +43,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def differences(found: Path, expected: Path, last: int) -> list[str]:
-    ours, theirs = (tensors(checkpoint.checkpoint_path(run, last)) for run in (found, expected))
+    ours, theirs = (tensors(store.checkpoint_path(run, last)) for run in (found, expected))
     equal = {
         "metrics": tiny_run.metric_lines(found) == tiny_run.metric_lines(expected),
         "completions": tiny_run.completions(found) == tiny_run.completions(expected),
@@ -74,9 +74,9 @@ def main() -> int:
 
     output_dir = Path(killed.train.output_dir)
     for kill, (rank, point) in zip(range(options.kills), itertools.cycle(KILLS), strict=False):
-        newest = checkpoint.find("auto", output_dir)
+        newest = store.find("auto", output_dir)
         status = start(killed, options.engine, "tests.helpers.killed_save", str(rank), point, "1")
-        saved = [path.name for path in checkpoint.complete(output_dir)]
+        saved = [path.name for path in store.complete(output_dir)]
         left = [path.name for path in output_dir.glob("unfinished-*")]
         print(
             f"{kill:3} rank {rank} {point:10} from {newest and newest.name}: status {status}, {saved} {left}",

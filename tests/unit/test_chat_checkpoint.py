@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
 from rl_vlm.serving.checkpoint import find_served
@@ -14,10 +14,10 @@ from tests.helpers.tiny_run import make_config
 
 
 def write_checkpoint(run: Path, step: int, name: str = "config.json") -> Path:
-    unfinished = checkpoint.unfinished_path(run, step)
-    checkpoint.begin(unfinished)
+    unfinished = store.unfinished_path(run, step)
+    store.begin(unfinished)
     (unfinished / name).write_text("{}")
-    return checkpoint.commit(unfinished, [name])
+    return store.commit(unfinished, [name])
 
 
 def make_run(path: Path, **settings: Any) -> Path:

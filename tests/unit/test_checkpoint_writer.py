@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm import checkpoint
-from rl_vlm.checkpoint_writer import CheckpointWriter
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.writer import CheckpointWriter
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError
 from tests.helpers.checkpoints import MadeUpFiles, SlowFiles
@@ -36,7 +36,7 @@ def test_training_goes_on_while_files_are_written(writer, tmp_path):
     while writer.pending:
         writer.continue_if_ready()
     assert names(tmp_path) == ["checkpoint-1"] and pruned == [1]
-    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-1"
+    assert store.find("auto", tmp_path) == tmp_path / "checkpoint-1"
 
 
 def test_a_second_save_waits_for_the_first_and_finish_for_both(writer, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import zeros
 
 from launch import cli
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
@@ -46,8 +46,8 @@ def write_checkpoint(
             "train": {"learning_rate": 1e-5, "seed": 0},
         }
     )
-    unfinished = checkpoint.unfinished_path(run, step)
-    checkpoint.begin(unfinished)
+    unfinished = store.unfinished_path(run, step)
+    store.begin(unfinished)
     progress = {"global_step": step, "max_steps": max_steps}
     state = {"progress": progress, "settings": flat_settings(config)}
     (unfinished / "trainer_state.json").write_text(json.dumps(state))
@@ -55,7 +55,7 @@ def write_checkpoint(
         (unfinished / "adapter_config.json").write_text(json.dumps(adapter))
         name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
         save_file({name: zeros(4, 4)}, unfinished / "adapter_model.safetensors")
-    return checkpoint.commit(unfinished, checkpoint.file_names(unfinished))
+    return store.commit(unfinished, store.file_names(unfinished))
 
 
 def write_start(run: Path, command: str) -> None:

@@ -16,16 +16,12 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from rl_vlm.errors import CheckpointError
 
@@ -233,33 +229,3 @@ def prune(output_dir: Path, limit: int | None, keep: Path | None) -> None:
     surplus = len(found) - limit if limit else 0
     for path in [p for p in found[:-1] if p != keep][: max(surplus, 0)]:
         shutil.rmtree(path)
-
-
-def seed_random_generators(seed: int) -> None:
-    """Seed the global generators, which initialise adapters and which reward functions may use."""
-    import torch  # not at the top: a dry run looks for checkpoints and does not need torch
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def random_states() -> dict[str, Any]:
-    """Return global generator states, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
-    import torch
-
-    name, keys, *position = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, np.asarray(keys).tolist(), *position),
-        "torch": torch.get_rng_state(),
-    }
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned."""
-    import torch
-
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_vlm import checkpoint
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.random_states import random_states, restore_random_states, seed_random_generators
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError
 from tests.helpers.checkpoints import write_checkpoint
@@ -21,7 +22,7 @@ def save(output_dir: Path, step: int, content: str = "weights") -> Path:
 
 def write(output_dir: Path, step: int, write_files: Callable[[Path], None]) -> Path:
     write_checkpoint(output_dir, step, write_files)
-    return checkpoint.checkpoint_path(output_dir, step)
+    return store.checkpoint_path(output_dir, step)
 
 
 def write_file(path: Path, content: str) -> None:
@@ -33,12 +34,12 @@ def names(output_dir: Path) -> list[str]:
 
 
 def test_write_and_find_the_newest(tmp_path):
-    assert checkpoint.find("auto", tmp_path) is None
+    assert store.find("auto", tmp_path) is None
     save(tmp_path, 9)
     save(tmp_path, 10)
-    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-10"
-    assert checkpoint.find(str(tmp_path / "checkpoint-9"), tmp_path) == tmp_path / "checkpoint-9"
-    assert checkpoint.find(None, tmp_path) is None
+    assert store.find("auto", tmp_path) == tmp_path / "checkpoint-10"
+    assert store.find(str(tmp_path / "checkpoint-9"), tmp_path) == tmp_path / "checkpoint-9"
+    assert store.find(None, tmp_path) is None
 
 
 def test_files_in_folders_are_in_the_manifest(tmp_path):
@@ -48,7 +49,7 @@ def test_files_in_folders_are_in_the_manifest(tmp_path):
 
     path = write(tmp_path, 1, write_files)
     os.truncate(path / "reference" / "model.bin", 3)
-    assert not checkpoint.is_complete(path)
+    assert not store.is_complete(path)
 
 
 @pytest.mark.parametrize("damage", ["file cut", "file gone", "manifest cut", "manifest gone"])
@@ -56,16 +57,16 @@ def test_damaged_checkpoint_is_not_complete(damage, tmp_path):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
     file, kind = damage.split()
-    target = path / {"file": "model.bin", "manifest": checkpoint.MANIFEST}[file]
+    target = path / {"file": "model.bin", "manifest": store.MANIFEST}[file]
     target.unlink() if kind == "gone" else os.truncate(target, 2)
-    assert checkpoint.complete(tmp_path) == [tmp_path / "checkpoint-1"]
+    assert store.complete(tmp_path) == [tmp_path / "checkpoint-1"]
 
 
 def test_begun_checkpoint_does_not_exist(tmp_path):
-    unfinished = checkpoint.unfinished_path(tmp_path, 1)
-    checkpoint.begin(unfinished)
+    unfinished = store.unfinished_path(tmp_path, 1)
+    store.begin(unfinished)
     write_file(unfinished / "model.bin", "weights")
-    assert checkpoint.complete(tmp_path) == []
+    assert store.complete(tmp_path) == []
 
 
 def test_failed_write_names_the_way_out_and_leaves_nothing(tmp_path):
@@ -99,7 +100,7 @@ def test_complete_checkpoint_is_never_written_again(tmp_path):
 
 
 def test_incomplete_checkpoint_is_replaced(tmp_path):
-    (save(tmp_path, 1, "first") / checkpoint.MANIFEST).unlink()
+    (save(tmp_path, 1, "first") / store.MANIFEST).unlink()
     save(tmp_path, 1, "second")
     assert (tmp_path / "checkpoint-1" / "model.bin").read_text() == "second"
 
@@ -107,7 +108,7 @@ def test_incomplete_checkpoint_is_replaced(tmp_path):
 def test_explicit_checkpoint_must_be_complete(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"checkpoint-2 is not a complete checkpoint.*: checkpoint-1"):
-        checkpoint.find(str(tmp_path / "checkpoint-2"), tmp_path)
+        store.find(str(tmp_path / "checkpoint-2"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_explicit_checkpoint_must_be_complete(tmp_path):
 def test_prune_keeps_the_newest_and_the_best(limit, best, left, tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    checkpoint.prune(tmp_path, limit, best and checkpoint.checkpoint_path(tmp_path, best))
+    store.prune(tmp_path, limit, best and store.checkpoint_path(tmp_path, best))
     assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
 
 
@@ -126,13 +127,13 @@ def draws() -> tuple[float, float, float]:
 
 
 def test_random_states_survive_a_file_without_code(tmp_path):
-    checkpoint.seed_random_generators(7)
+    seed_random_generators(7)
     random.gauss(0, 1)
     np.random.randn()  # one value of a pair: the other is part of the state
-    torch.save(checkpoint.random_states(), tmp_path / "states.pt")
+    torch.save(random_states(), tmp_path / "states.pt")
     expected = (*draws(), np.random.randn())
     draws()
-    checkpoint.restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
+    restore_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
     assert (*draws(), np.random.randn()) == expected
 
 
@@ -143,7 +144,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def test_the_manifest_holds_the_digest_of_each_file(tmp_path):
-    manifest = json.loads((save(tmp_path, 1, "abc") / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((save(tmp_path, 1, "abc") / store.MANIFEST).read_text())
     sha256_of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4
     assert manifest == {"model.bin": {"size": 3, "sha256": sha256_of_abc}}
 
@@ -152,24 +153,24 @@ def test_a_changed_file_is_named_and_auto_takes_the_checkpoint_before(tmp_path, 
     save(tmp_path, 1)
     flip_a_bit(save(tmp_path, 2) / "model.bin")
     with pytest.raises(CheckpointError, match=r"checkpoint-2: the contents of model.bin are not those"):
-        checkpoint.find(str(tmp_path / "checkpoint-2"), tmp_path)
-    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-1"
+        store.find(str(tmp_path / "checkpoint-2"), tmp_path)
+    assert store.find("auto", tmp_path) == tmp_path / "checkpoint-1"
     assert "checkpoint-2: the contents of model.bin" in caplog.text
 
 
 def test_auto_starts_no_new_run_over_damaged_checkpoints(tmp_path):
     flip_a_bit(save(tmp_path, 1) / "model.bin")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact.*checkpoint-1: .*model.bin"):
-        checkpoint.find("auto", tmp_path)
+        store.find("auto", tmp_path)
 
 
 def test_a_copy_of_a_checkpoint_is_left_alone(tmp_path):
     shutil.copytree(save(tmp_path, 1), tmp_path / "checkpoint-1-good")
     save(tmp_path, 2)
-    checkpoint.prune(tmp_path, 1, None)
+    store.prune(tmp_path, 1, None)
     assert names(tmp_path) == ["checkpoint-1-good", "checkpoint-2"]
-    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-2"
-    assert checkpoint.find(str(tmp_path / "checkpoint-1-good"), tmp_path) == tmp_path / "checkpoint-1-good"
+    assert store.find("auto", tmp_path) == tmp_path / "checkpoint-2"
+    assert store.find(str(tmp_path / "checkpoint-1-good"), tmp_path) == tmp_path / "checkpoint-1-good"
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "manifest gone", "manifest of sizes", "manifest of a list"])
@@ -181,12 +182,12 @@ def test_auto_names_what_is_wrong_and_never_starts_over_it(damage, tmp_path, cap
     elif damage == "gone":
         (path / "model.bin").unlink()
     elif damage == "manifest gone":
-        (path / checkpoint.MANIFEST).unlink()
+        (path / store.MANIFEST).unlink()
     else:
-        (path / checkpoint.MANIFEST).write_text('{"model.bin": 7}' if damage == "manifest of sizes" else "[1]")
-    assert checkpoint.find("auto", tmp_path) == tmp_path / "checkpoint-1"
+        (path / store.MANIFEST).write_text('{"model.bin": 7}' if damage == "manifest of sizes" else "[1]")
+    assert store.find("auto", tmp_path) == tmp_path / "checkpoint-1"
     file = "manifest.json" if "manifest" in damage else "model.bin"
     assert "checkpoint-2" in caplog.text and f"{file} is" in caplog.text
     shutil.rmtree(tmp_path / "checkpoint-1")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact.*checkpoint-2"):
-        checkpoint.find("auto", tmp_path)
+        store.find("auto", tmp_path)

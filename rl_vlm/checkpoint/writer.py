@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rl_vlm import checkpoint
-from rl_vlm.checkpoint import named_errors
+from rl_vlm.checkpoint import store
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop, wait_for
 from rl_vlm.errors import CheckpointError
@@ -97,11 +96,11 @@ class CheckpointWriter:
                 return
             files = snapshot()
             needed = int(self.ranks.sum([float(files.num_bytes)])[0])
-            unfinished = checkpoint.unfinished_path(self.output_dir, step)
+            unfinished = store.unfinished_path(self.output_dir, step)
             with self.discarded_on_failure(step):
                 if self.ranks.is_main:
-                    checkpoint.check_space(self.output_dir, needed)
-                    checkpoint.begin(unfinished)
+                    store.check_space(self.output_dir, needed)
+                    store.begin(unfinished)
             self.pending = Pending(step, self.thread.submit(files.write, unfinished), prune)
         if not self.in_background:
             self.finish()
@@ -128,24 +127,24 @@ class CheckpointWriter:
                 if self.ranks.is_main:
                     pending.prune()
             return
-        unfinished = checkpoint.unfinished_path(self.output_dir, pending.step)
-        written = self.ranks.gather(checkpoint.file_names(unfinished))
-        work = self.thread.submit(checkpoint.commit, unfinished, written) if self.ranks.is_main else nothing_to_do()
+        unfinished = store.unfinished_path(self.output_dir, pending.step)
+        written = self.ranks.gather(store.file_names(unfinished))
+        work = self.thread.submit(store.commit, unfinished, written) if self.ranks.is_main else nothing_to_do()
         self.pending = Pending(pending.step, work, pending.prune, are_files_written=True)
 
     @contextmanager
     def discarded_on_failure(self, step: int) -> Iterator[None]:
         """Run a block on all ranks. If it fails on one, delete the unfinished checkpoint and raise CheckpointError."""
         try:
-            with self.ranks.agree(), named_errors(self.output_dir, step):
+            with self.ranks.agree(), store.named_errors(self.output_dir, step):
                 yield
         except CheckpointError:
             if self.ranks.is_main:
-                shutil.rmtree(checkpoint.unfinished_path(self.output_dir, step), ignore_errors=True)
+                shutil.rmtree(store.unfinished_path(self.output_dir, step), ignore_errors=True)
             raise
 
     def is_complete(self, step: int) -> bool:
-        return checkpoint.is_complete(checkpoint.checkpoint_path(self.output_dir, step))
+        return store.is_complete(store.checkpoint_path(self.output_dir, step))
 
     def take_seconds(self) -> float:
         """Return the seconds that the main thread has spent here since the last call."""
