@@ -126,14 +126,16 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     ranks = Ranks(config.train)
     opened.callback(ranks.close)
     opened.enter_context(ranks.failures_shared())
-    strategy = select_strategy(ranks, config)
-    plan = plan_batches(config, ranks.world_size)
+    with ranks.agree():
+        strategy = select_strategy(ranks, config)
+        plan = plan_batches(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
     saved = open_directory(config, directory, ranks, opened)
-    trackers = Trackers(config.log, config.train.output_dir)
-    opened.callback(trackers.close)
-    seed_random_generators(config.train.seed)
-    rewards = opened.enter_context(RewardSuite(config.rewards))
+    with ranks.agree():
+        trackers = Trackers(config.log, config.train.output_dir)
+        opened.callback(trackers.close)
+        seed_random_generators(config.train.seed)
+        rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
     with ranks.agree():
         profile = MemoryProfile(ranks.device) if config.log.memory_profile else None

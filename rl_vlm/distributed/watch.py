@@ -29,7 +29,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.distributed.progress import mark_progress, position, seconds_without_progress
 from rl_vlm.distributed.signals import end_process, stop
-from rl_vlm.errors import RankLost
+from rl_vlm.errors import RankLost, RLVLMError
 
 INTERVAL = 1.0
 """Seconds between beats."""
@@ -251,19 +251,22 @@ class Watch:
     def failures_shared(self) -> Iterator[None]:
         """Show the other ranks the error that ends the block, unless all have it.
 
-        If a lost rank may be the cause of the error, wait for the verdict and raise RankLost instead.
+        If a lost rank may be the cause of the error, wait for the verdict and raise RankLost instead. An RLVLMError
+        names its own cause: ranks that refuse the same settings, one after the other, all say why.
         """
         try:
             yield
         except Exception as error:
             if getattr(error, "on_all_ranks", False) or isinstance(error, RankLost):
                 raise
-            if OF_COLLECTIVES.search(f"{type(error).__name__} {error}"):
+            is_of_collective = OF_COLLECTIVES.search(f"{type(error).__name__} {error}") is not None
+            if is_of_collective:
                 self.await_verdict(self.lost_seconds + 5 * INTERVAL)
-            try:
-                self.check()
-            except RankLost as lost:
-                raise lost from error
+            if is_of_collective or not isinstance(error, RLVLMError):
+                try:
+                    self.check()
+                except RankLost as lost:
+                    raise lost from error
             self.publish(error)
             raise
 
@@ -284,14 +287,15 @@ class Watch:
     def leave(self) -> None:
         """Wait a while for the other ranks to finish, and stop watching. Ends of ranks are no losses from now on.
 
-        The launcher ends the other ranks when the first one has ended.
+        The launcher ends the other ranks when the first one has ended. So a rank that has failed gives them time to
+        raise.
         """
         with suppress(DistNetworkError):
             if self.meeting_store.add("left", 1) == self.world_size:
                 self.meeting_store.set("all_left", "")
-            end = time.monotonic() + LEAVE_SECONDS
+            end = time.monotonic() + (RAISE_SECONDS if self.has_failed else LEAVE_SECONDS)
             for _ in self.until("all_left"):
-                if self.failure is not None or time.monotonic() > end:
+                if time.monotonic() > end or (self.failure is not None and not self.has_failed):
                     break
         self.is_leaving.set()
         self.threads[0].join(2 * INTERVAL)

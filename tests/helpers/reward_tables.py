@@ -49,6 +49,13 @@ def stated_scores(page: str) -> Iterator[StatedScore]:
             yield read_row(function, line.replace("\\|", "\0"))
 
 
+def stated_replies(page: str) -> Iterator[tuple[str, str]]:
+    """Read the table with the columns `reply` and `score`, of a judge's replies."""
+    table = page[page.index("| reply | score |") :].split("\n\n")[0]
+    for reply, score in re.findall(r"^\| `(.+?)` \| (\S+) \|", table, re.MULTILINE):
+        yield ast.literal_eval(reply), score
+
+
 def read_row(function: str, line: str) -> StatedScore:
     row = ROW.fullmatch(line)
     assert row is not None, f"{function}: a row has another form: {line}"

@@ -7,12 +7,14 @@ import pytest
 from rewards.answers import maths
 from rewards.calling import Call
 from rewards.contract import Fault
+from rewards.judges.reply import read_reply
 from rewards.registry import BUILT_INS
-from tests.helpers.reward_tables import PAGE, WITHOUT_TABLE, StatedScore, stated_scores
+from tests.helpers.reward_tables import PAGE, WITHOUT_TABLE, StatedScore, stated_replies, stated_scores
 
 PENALTIES = ("overlong", "repetition")
 """Functions whose maximum is 0.0."""
 SCORES = list(stated_scores(PAGE.read_text()))
+REPLIES = list(stated_replies(PAGE.read_text()))
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,16 @@ def test_a_completion_scores_as_the_page_says(stated: StatedScore) -> None:
             assert score is None
         else:
             assert score == pytest.approx(float(stated.score), abs=5e-4)
+
+
+@pytest.mark.parametrize(("reply", "stated"), REPLIES)
+def test_a_reply_of_a_judge_scores_as_the_page_says(reply: str, stated: str) -> None:
+    score = read_reply(reply, 10.0)
+    assert isinstance(score, Fault) if stated == "fault" else score == float(stated)
+
+
+def test_the_page_says_what_a_judges_replies_score() -> None:
+    assert REPLIES[0] == ('{"score": 10}', "1.0") and ("", "fault") in REPLIES and len(REPLIES) == 13
 
 
 def arguments(stated: StatedScore) -> dict[str, object]:

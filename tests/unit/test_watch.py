@@ -189,6 +189,27 @@ def test_an_error_of_one_rank_is_shown_to_the_others_and_one_of_all_is_not():
     assert store.values == {}
 
 
+def test_a_rank_that_refuses_the_same_settings_later_says_so_itself():
+    own = make(MemoryStore(), 1)
+    own.failure = "rank 0 failed"
+    with pytest.raises(TrainingError, match="three steps"), own.failures_shared():
+        raise TrainingError("three steps")
+    with pytest.raises(RankLost, match="rank 0 failed"), own.failures_shared():
+        raise ZeroDivisionError("of a batch that rank 0 did not send")
+
+
+def test_a_rank_that_has_failed_gives_the_others_time_to_raise(monkeypatch):
+    monkeypatch.setattr(watch, "RAISE_SECONDS", 0.3)
+    failed, other = (make(MemoryStore(), rank).start() for rank in range(2))
+    failed.failure, failed.has_failed = "rank 0 failed", True
+    start = time.monotonic()
+    failed.leave()
+    assert time.monotonic() - start >= 0.3
+    start, other.failure = time.monotonic(), "rank 0 failed"
+    other.leave()
+    assert time.monotonic() - start < watch.LEAVE_SECONDS - 5
+
+
 def test_an_error_of_a_collective_waits_for_the_rank_that_caused_it():
     own = make(MemoryStore(), 0)
     threading.Timer(0.05, lambda: setattr(own, "failure", "rank 1 (process 9 on a) died")).start()
