@@ -12,18 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from launch import cli
+from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.writer import CheckpointFiles, CheckpointWriter
 from rl_vlm.distributed.optimizer_files import OptimizerFiles
 from rl_vlm.model.saving import PolicyFiles
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "directory": (checkpoint, "begin"),
+    "directory": (store, "begin"),
     "model": (PolicyFiles, "write"),
     "optimizer": (OptimizerFiles, "write"),
     "states": (CheckpointFiles, "write"),
-    "digests": (checkpoint, "digests"),
-    "flush": (checkpoint, "flush"),
-    "commit": (checkpoint, "commit"),
+    "digests": (store, "digests"),
+    "flush": (store, "flush"),
+    "commit": (store, "commit"),
 }
 """The function after whose call, or in whose middle, a rank is killed."""
 ON_ALL_RANKS = ("model", "optimizer")

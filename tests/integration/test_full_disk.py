@@ -60,7 +60,7 @@ def test_a_disk_that_becomes_full_within_a_save(in_background, tiny_checkpoint, 
                 fill(small_disk, offset)
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "begin", begin_and_fill)
+            patch.setattr(store, "begin", begin_and_fill)
             with pytest.raises(CheckpointError) as failed:
                 train(config)
         message = str(failed.value)
