@@ -9,14 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from launch.help import add_host
+from launch.help import LOCAL_HOSTS, add_host
 from rl_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
     from rl_vlm.serving.checkpoint import Served
     from rl_vlm.serving.service import ChatService
-
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def chat_parser() -> argparse.ArgumentParser:

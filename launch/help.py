@@ -55,6 +55,10 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Values of `--host` that other machines cannot reach."""
+
+
 def add_host(parser: argparse.ArgumentParser) -> None:
     """Add `--host` to the parser of a command that listens."""
     parser.add_argument(

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.help import LOCAL_HOSTS
 from rl_vlm.config.conflicts import READ_BY_STARTED_SERVERS
 from rl_vlm.config.schema import RunConfig, VLLMConfig
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost")
 OPEN_TO_OTHERS = (
     "WARNING: other machines can reach the servers on {host}. Requests need the token, and carry it unencrypted: "
     "let nobody but the trainer's machines into that network."
