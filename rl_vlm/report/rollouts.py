@@ -106,9 +106,8 @@ def browser_data(records: Sequence[Record]) -> dict[str, Any]:
         prompts={prompt: i for i, prompt in enumerate(prompts)},
         regions=regions,
         text_limit=length_limit([num_bytes(row["completion"]) for row in rows], TEXT_BYTES),
-        cell_limit=length_limit([cells_size(logged(row, records[one.run])) for one in shown for row in one.group]
-                                + [cells_size(data_of(one.group[0])) for one in shown], CELL_BYTES),
-    )  # fmt: skip
+        cell_limit=length_limit([cells_size(cells) for one in shown for cells in (one.data, *one.logged)], CELL_BYTES),
+    )
     return {
         "runs": [record.name for record in records],
         "names": [record.names for record in records],
@@ -131,6 +130,10 @@ class Shown:
     run: int
     """Index of its record."""
     is_held_out: bool
+    data: dict[str, str]
+    """Columns of its row of the data, as text."""
+    logged: list[dict[str, str]]
+    """What reward functions logged on each completion, as text."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,11 @@ def shown_groups(run: int, record: Record, most_rows: int) -> list[Shown]:
     """Choose the groups of a record that the page shows, those of held-out rows first."""
     held_out = choose_groups(record.held_out, most_rows // HELD_OUT_SHARE)
     others = choose_groups(record.rows, most_rows - sum(map(len, held_out)))
-    return [Shown(group, run, True) for group in held_out] + [Shown(group, run, False) for group in others]
+
+    def show(group: Group, is_held_out: bool) -> Shown:
+        return Shown(group, run, is_held_out, data_of(group[0]), [logged_on(row, record) for row in group])
+
+    return [show(group, True) for group in held_out] + [show(group, False) for group in others]
 
 
 class AllRegions:
@@ -233,17 +240,17 @@ def describe_group(one: Shown, record: Record, page: Page) -> dict[str, Any]:
         "step": row["step"],
         "id": row["sample_id"],
         "source": text_or_none(row.get(f"{COLUMN_PREFIX}data_source")),
-        "data": fitting(data_of(row), page.cell_limit),
+        "data": fitting(one.data, page.cell_limit),
         "images": numbers,
         "noImage": not any(number is not None for number in numbers) and bool(row.get("image_sizes")),
         "sizes": row.get("image_sizes") or [],
         "boxed": page.regions.image_index(one.run),
         "gold": page.regions.gold(one),
-        "rows": [describe_row(row, record, page) for row in one.group],
+        "rows": [describe_row(row, logged, record, page) for row, logged in zip(one.group, one.logged, strict=True)],
     }
 
 
-def describe_row(row: Row, record: Record, page: Page) -> dict[str, Any]:
+def describe_row(row: Row, logged: Mapping[str, str], record: Record, page: Page) -> dict[str, Any]:
     """Describe one completion."""
     return {
         **described_text(row["completion"], page.text_limit),
@@ -252,7 +259,7 @@ def describe_row(row: Row, record: Record, page: Page) -> dict[str, Any]:
         "reward": rounded(row["reward"]),
         "advantage": rounded(row["advantage"]),
         "scores": [rounded(row.get(name)) for name in record.names],
-        "logged": fitting(logged(row, record), page.cell_limit),
+        "logged": fitting(logged, page.cell_limit),
         "fault": None if row.get("fault") is None else cut(row["fault"], LONGEST_CELL),
         "regions": page.regions.of_row(row),
     }
@@ -278,7 +285,7 @@ def data_of(row: Row) -> dict[str, str]:
     }
 
 
-def logged(row: Row, record: Record) -> dict[str, str]:
+def logged_on(row: Row, record: Record) -> dict[str, str]:
     """Return what reward functions logged on a completion, as text."""
     return {
         name: cut(str(value), LONGEST_CELL)
