@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from launch import cli
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
@@ -74,6 +76,16 @@ def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [image.size for image in sample.images] == [(4, 3)]
     with RewardSuite(config.rewards) as suite:
         suite.check_columns(sample.columns)
+
+
+def test_commands_for_several_machines_fit_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run whose prompts cannot be shared equally among these processes would be refused, with status 2."""
+    pages = README + (ROOT / "docs/distributed.md").read_text()
+    commands = [shlex.split(found) for found in re.findall(r"rl-vlm (launch my_run\.yaml[^`#>\n]*)", pages)]
+    assert len(commands) == 5
+    (tmp_path / "my_run.yaml").write_text(block("yaml", "# my_run.yaml"))
+    monkeypatch.chdir(tmp_path)
+    assert [command for command in commands if cli.main(command) != 0] == []
 
 
 def test_the_run_from_python(monkeypatch: pytest.MonkeyPatch):
