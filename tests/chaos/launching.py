@@ -23,10 +23,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-import psutil
-
 from rl_vlm.distributed.watch import is_alive
-from tests.helpers.ending import MARK
+from tests.helpers.ending import MARK, none_is_left
 
 FORK = multiprocessing.get_context("fork")
 POLL_SECONDS = 0.1
@@ -73,30 +71,17 @@ class Launched:
         return self.process.exitcode
 
     def none_is_left(self, seconds: float = 10.0) -> bool:
-        """Wait until no process of this launch is left, and return whether that is so."""
-        end = time.monotonic() + seconds
-        while any(belongs(pid, self.pid, str(self.log)) for pid in psutil.pids()):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.05)
-        return True
+        """Wait until no process of this launch is left, and return whether that is so.
+
+        Forked processes show the environment of the campaign, but have the launcher's session.
+        """
+        return none_is_left(str(self.log), seconds, session=self.pid)
 
     def kill_all(self) -> None:
         """Kill the launcher and its ranks at once."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.join()
-
-
-def belongs(pid: int, session: int, mark: str) -> bool:
-    """Return whether a process is of a launcher's session, or has the launch's mark."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        return os.getsid(pid) == session or process.environ().get(MARK) == mark
-    except (psutil.Error, ProcessLookupError, PermissionError):
-        return False
 
 
 def launch(config: Path, environment: Mapping[str, str], ends_others: bool = True) -> Launched:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,26 @@ def slow(completion_ids: list[list[int]], trainer_state: Any) -> list[float]:
     return token_sum(completion_ids)
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    """Return the processes that were started with this value of MARK."""
+def processes_of(mark: str, session: int | None = None) -> list[psutil.Process]:
+    """Return the processes that were started with this value of MARK, or are of this session."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if os.getsid(process.pid) == session or process.environ().get(MARK) == mark:
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
-def none_is_left(mark: str, seconds: float = 30.0) -> bool:
-    """Wait until no process with this mark is left, and return whether that is so."""
+def none_is_left(mark: str, seconds: float = 30.0, session: int | None = None) -> bool:
+    """Wait until none of `processes_of` is left, and return whether that is so."""
     end = time.monotonic() + seconds
-    while processes_of(mark) and time.monotonic() < end:
-        time.sleep(0.2)
-    return not processes_of(mark)
+    while processes_of(mark, session):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def main() -> int:
