@@ -22,10 +22,13 @@ from rewards.calling import Call, describe, text_of
 from rewards.contract import Answer, Fault, RewardFunction, failed
 
 LOAD_SECONDS = 300.0
-"""Time limit for starting the process before a call; it does not count towards the function's timeout."""
+"""Time limit for each start of the process, which does not count towards the function's timeout."""
 
 ENDING_SECONDS = 10.0
 """Time limit for the end of a process whose connection is closed."""
+
+MOST_RESTARTS = 3
+"""Largest number of restarts after crashes in one call."""
 
 Batch = tuple[Mapping[str, Any], int]
 """The arguments of one call, and its number of completions."""
@@ -47,35 +50,44 @@ class Worker:
         self._is_closed = False
 
     def call(self, batches: Sequence[Batch]) -> list[Answer]:
-        """Call the function once per batch, in order, all within `timeout` seconds from when it is loaded.
+        """Call the function once per batch, in order, all within `timeout` seconds, without the time to load it.
 
         When time is up the process is killed: batches answered by then keep their answers, the others fault. A crash
-        faults the batch it happened in, and a new process continues with the next.
+        faults the batch it happened in, and a new process continues with the next. If that crashes after the last of
+        `MOST_RESTARTS`, the batches that are left fault too.
         """
         answers: list[Answer] = []
         self._is_closed = False
+        left = self._timeout
         try:
-            self._ensure_started(time.monotonic() + LOAD_SECONDS)
-            deadline = time.monotonic() + self._timeout
-            while len(answers) < len(batches):
-                self._ensure_started(deadline)
-                try:
-                    rest = batches[len(answers) :]
-                    self._connection.send_bytes(pickle.dumps(rest))
-                    for _ in rest:
-                        answers.append(self._receive(deadline))
-                except (EOFError, ConnectionError):
-                    _, count = batches[len(answers)]
-                    answers.append(failed(Fault("crash", self._ending()), count))
-            return answers
+            for _ in range(1 + MOST_RESTARTS):
+                self._ensure_started()
+                started = time.monotonic()
+                if not self._answer(batches, answers, deadline=started + left):
+                    left -= time.monotonic() - started
+                    answers.append(failed(Fault("crash", self._ending()), batches[len(answers)][1]))
+                if len(answers) == len(batches):
+                    return answers
+            fault = Fault("crash", f"not called: its worker process has ended {1 + MOST_RESTARTS} times in this call")
         except StartError as error:
             fault = Fault("load", f"its worker process could not load it: {error}")
         except TimeoutError:
             fault = Fault("timeout", f"took longer than {self._timeout:g} s and was killed")
-        except Exception as error:
+        except BaseException as error:  # of arguments or logs that cannot be pickled, in a thread that gets no signals
             fault = Fault("exception", f"its worker process could not be used: {describe(error)}")
         self._kill()
         return answers + [failed(fault, count) for _, count in batches[len(answers) :]]
+
+    def _answer(self, batches: Sequence[Batch], answers: list[Answer], deadline: float) -> bool:
+        """Add the answers of the batches that have none. Returns False if the process ends before all have one."""
+        rest = batches[len(answers) :]
+        try:
+            self._connection.send_bytes(pickle.dumps(rest))
+            for _ in rest:
+                answers.append(self._receive(deadline))
+        except (EOFError, ConnectionError):
+            return False
+        return True
 
     def close(self) -> None:
         """Kill the process, and those that the function started from it. A call in another thread ends."""
@@ -94,8 +106,8 @@ class Worker:
         self._connection.close()
         self._process = None
 
-    def _ensure_started(self, deadline: float) -> None:
-        """Start the process unless it runs. Raises StartError if it has not loaded the function by the deadline."""
+    def _ensure_started(self) -> None:
+        """Start the process unless it runs. Raises StartError if it has not loaded the function in `LOAD_SECONDS`."""
         if self._is_closed:
             raise StartError("it was closed")
         if self._process is not None:
@@ -108,7 +120,7 @@ class Worker:
         self._process = process
         atexit.register(self.close)
         try:
-            problem = self._receive(deadline)
+            problem = self._receive(time.monotonic() + LOAD_SECONDS)
         except TimeoutError:
             problem = "it was not ready in time"
         except EOFError:
@@ -147,8 +159,8 @@ def serve(connection: Connection, load: bytes) -> None:
     guard_process_group(connection)
     try:
         function = pickle.loads(load)()
-    except Exception as error:
-        connection.send_bytes(pickle.dumps(text_of(error)))
+    except BaseException as error:
+        connection.send_bytes(pickle.dumps(text_of(error) or type(error).__name__))
         return
     connection.send_bytes(pickle.dumps(None))
     with contextlib.suppress(EOFError):
@@ -178,6 +190,6 @@ def guard_process_group(connection: Connection) -> None:
 def _pickled(answer: Answer, count: int) -> bytes:
     try:
         return pickle.dumps(answer)
-    except Exception as error:
+    except BaseException as error:
         fault = Fault("type", f"logged something that cannot be sent to the main process: {text_of(error)}")
         return pickle.dumps(failed(fault, count))

@@ -21,6 +21,11 @@ FUNCTIONS = """
 import gc, multiprocessing, os, re, subprocess, sys, time
 from multiprocessing.connection import Connection
 
+class Panic(BaseException):
+    pass
+
+NO_EXCEPTIONS = {"panic": Panic(), "interrupt": KeyboardInterrupt(), "exit": SystemExit(3), "end": GeneratorExit()}
+
 def behave(completions, log_metric=None):
     word = completions[0]
     if word == "hang":
@@ -38,10 +43,22 @@ def behave(completions, log_metric=None):
         os._exit(3)
     if word == "raise":
         raise ValueError("no luck")
+    if word == "nap":
+        time.sleep(1.2)
+    if word in NO_EXCEPTIONS:
+        raise NO_EXCEPTIONS[word]
     return [float(os.getpid() if c == "pid" else len(c)) for c in completions]
 
 async def size(completions, images):
     return [float(image.width) for image in images]
+
+class Unpicklable:
+    def __reduce__(self):
+        raise Panic("lost")
+
+def panics_in_pickle(completions, log_extra):
+    log_extra("object", [Unpicklable()])
+    return [1.0]
 
 def unsendable(completions, log_extra):
     log_extra("function", [lambda: 0])
@@ -178,13 +195,34 @@ def test_a_crash_faults_its_batch_only(start):
     assert answers[1].scores == [Fault("crash", "its worker process ended with exit code 3")]
 
 
+def test_what_is_no_exception_is_a_fault_of_its_batch(start):
+    worker = start("behave")
+    pid, *answers, last = outcomes(worker.call(batches("pid", "panic", "interrupt", "exit", "end", "pid")))
+    assert answers == ["exception"] * 4 and pid == last
+
+
 def test_loading_does_not_count(start, tmp_path):
     with (tmp_path / "mine.py").open("a") as file:
         file.write("\nslow_to_load()\n")
     assert outcomes(start("behave", timeout=1.0).call(batches("a"))) == [1.0]
 
 
-@pytest.mark.parametrize("ending", ["raise ImportError('no GPU')", "os._exit(3)"])
+def test_a_restart_after_a_crash_does_not_count_and_is_one_of_three(start, tmp_path):
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\nslow_to_load()\n")
+    words = ["a", "crash", "bb", "crash", "ccc", "crash", "dddd", "crash", "eeeee", "f"]
+    answers = start("behave", timeout=1.0).call(batches(*words))
+    assert outcomes(answers[:-2]) == [1.0, "crash", 2.0, "crash", 3.0, "crash", 4.0, "crash"]
+    not_called = Fault("crash", "not called: its worker process has ended 4 times in this call")
+    assert [answer.scores for answer in answers[-2:]] == [[not_called], [not_called]]
+
+
+def test_what_was_used_before_a_crash_counts(start):
+    answers = start("behave", timeout=2.0).call(batches("nap", "crash", "nap", "a"))
+    assert outcomes(answers) == [3.0, "crash", "timeout", "timeout"]
+
+
+@pytest.mark.parametrize("ending", ["raise ImportError('no GPU')", "raise KeyboardInterrupt", "os._exit(3)"])
 def test_a_function_that_the_worker_cannot_load_is_a_fault(start, tmp_path, ending):
     with (tmp_path / "mine.py").open("a") as file:
         file.write(f"\nif multiprocessing.parent_process(): {ending}\n")
@@ -202,6 +240,7 @@ def test_images_and_async_functions(start, tmp_path):
 
 def test_what_cannot_be_sent_is_a_fault(start):
     assert outcomes(start("unsendable").call(batches("a"))) == ["type"]
+    assert outcomes(start("panics_in_pickle").call(batches("a"))) == ["type"]
     assert outcomes(start("behave").call([({"completions": [lambda: 0]}, 1)])) == ["exception"]
 
 
