@@ -339,11 +339,13 @@ def table(scores: list[list[float]], **contents: Any) -> RewardTable:
 def test_rows_are_replaced_with_all_of_their_columns():
     old = table(
         [[0.0, 0.0], [1.0, 2.0]], breakdown={"both": [["a", "b"], ["c", "d"]], "old": [[1, 2], [3, 4]]},
-        metrics={"m": [1.0]}, fault_counts={"f/nan": 1}, fault_messages=["first"],
+        metrics={"m": [1.0]}, fault_counts={"f/nan": 2}, fault_messages=["first"],
+        faults={(0, 0): ["f/nan: old"], (1, 1): ["f/nan: kept"]},
     )  # fmt: skip
     new = table(
         [[9.0, 9.0], [5.0, math.nan]], breakdown={"both": [["w", "x"], ["y", "z"]], "new": [[6, 7], [8, 9]]},
         metrics={"m": [2.0], "n": [3.0]}, fault_counts={"f/nan": 2, "f/timeout": 1}, fault_messages=["second"],
+        faults={(0, 0): ["f/nan: unused"], (1, 1): ["f/timeout: new"]},
     )  # fmt: skip
     replace_rows(old, new, {0: 1})
     assert old.scores_PGF[:, :, 0].nan_to_num(-1.0).tolist() == [[5, -1], [1, 2]]
@@ -353,5 +355,6 @@ def test_rows_are_replaced_with_all_of_their_columns():
         "both": [["y", "z"], ["c", "d"]], "old": [[None, None], [3, 4]], "new": [[8, 9], [None, None]]
     }  # fmt: skip
     assert old.metrics == {"m": [1.0, 2.0], "n": [3.0]}
-    assert old.fault_counts == {"f/nan": 3, "f/timeout": 1}
+    assert old.faults == {(0, 1): ["f/timeout: new"], (1, 1): ["f/nan: kept"]}
+    assert old.fault_counts == {"f/nan": 4, "f/timeout": 1}
     assert old.fault_messages == ["first", "second"]

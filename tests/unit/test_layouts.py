@@ -276,6 +276,11 @@ TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "7"}]
             "ignore_columns: [solution]",
         ),
         ({"conversations": TURNS, "solution": "8"}, "solution and conversations", "ignore_columns: [solution]"),
+        (
+            {"conversations": TURNS, "reward_model": {"ground_truth": "7"}, "solution": "8"},
+            "solution and conversations and reward_model",
+            "ignore_columns: [solution]",
+        ),
     ],
 )
 def test_two_columns_for_one_thing_are_refused(row, names, decides):

@@ -528,13 +528,18 @@ def test_a_function_without_a_signature_is_refused(suite):
 
 
 def test_a_function_scores_the_rows_that_it_applies_to(suite):
-    source = "def f(completions, log_extra):\n    log_extra('seen', completions)\n    return [1.0] * len(completions)"
+    source = """
+def f(completions, log_extra):
+    log_extra("seen", completions)
+    return {"reward": [1.0] * len(completions), "part": [ord(text) for text in completions]}
+"""
     rewards = suite(source, {"function": "mine.py:f", "applies_to": {"data_source": ["geo", "clevr"]}}, "exact_match")
     rows = [("geo", "a"), ("ocr", "b"), ("clevr", "c")]
     groups = [group([text] * 2, text, prompt="Which?", data_source=source, solution=text) for source, text in rows]
     table = rewards.score(groups, STATE)
     assert rounded(table) == [[[1.0, 1.0]] * 2, [[None, 1.0]] * 2, [[1.0, 1.0]] * 2]
     assert table.breakdown["seen"] == [["a", "a"], [None, None], ["c", "c"]]
+    assert table.breakdown["f/part"] == [[97, 97], [None, None], [99, 99]]
     assert rounded(rewards.score(groups[1:2], STATE)) == [[[None, 1.0]] * 2], "it is not called at all"
     rewards.check_columns(["data_source", "solution"])
     with pytest.raises(
