@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -139,7 +139,7 @@ OTHERS = {
 """Commands that take no config, and what they do."""
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
-STOPPED_BY_SIGNALS = ("train", "eval")
+STOPPED_BY_SIGNALS = ("train", "eval", "doctor", "rewards")
 """Commands that end with a status of their own after a signal."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags, "doctor": add_doctor_flags,
@@ -213,10 +213,15 @@ def run(name: str, arguments: Sequence[str]) -> int:
         return run_other(name, arguments)
     options = _parser(name).parse_intermixed_args(arguments)
     try:
-        with handled() if name in STOPPED_BY_SIGNALS else nullcontext():
+        with handled_signals(name):
             return _run_in_log(name, options)
     except KeyboardInterrupt:  # before the command has begun
         return stop.exit_status
+
+
+def handled_signals(name: str) -> AbstractContextManager[None]:
+    """Return a context that handles signals if the command is one of `STOPPED_BY_SIGNALS`."""
+    return handled() if name in STOPPED_BY_SIGNALS else nullcontext()
 
 
 def _run_in_log(name: str, options: argparse.Namespace) -> int:
@@ -244,14 +249,14 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
         "rewards": rewards_command, "report": report_command, "export": export_command, "chat": chat_command,
     }  # fmt: skip
     try:
-        with shown_log():
+        with handled_signals(name), shown_log():
             return commands[name](arguments)
+    except (KeyboardInterrupt, Stopped):
+        print("\nInterrupted.", file=sys.stderr)
+        return stop.exit_status
     except RLVLMError as error:
         print(f"rl-vlm {name} {' '.join(arguments)} failed:\n{error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return 130
 
 
 def _run_command(name: str, config: RunConfig, options: argparse.Namespace) -> int:

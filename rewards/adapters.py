@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
 
-from rewards.calling import describe
+from rewards.calling import or_fault
 from rewards.contract import Fault, RewardFunction
 from rewards.forms import Form
 from rewards.text import completion_text
@@ -152,15 +152,7 @@ def wrapped(function: RewardFunction, protocol: Protocol, settings: Sequence[Par
 
 def for_one(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
     """Call a function for one completion. An exception is a fault of this completion alone."""
-    try:
-        returned = function(**arguments)
-    except (Exception, SystemExit) as error:
-        return fault_of(error)
-    return _or_fault(returned) if inspect.isawaitable(returned) else returned
-
-
-def fault_of(error: BaseException) -> Fault:
-    return Fault("exception", f"raised {describe(error)}")
+    return or_fault(lambda: function(**arguments))
 
 
 def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:
@@ -170,13 +162,6 @@ def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:
     if isinstance(returned, list) and any(map(inspect.isawaitable, returned)):
         return _then(_all(returned), then)
     return then(returned)
-
-
-async def _or_fault(awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except (Exception, SystemExit) as error:
-        return fault_of(error)
 
 
 async def _then(awaitable: Awaitable[Any], then: Callable[[Any], Any]) -> Any:

@@ -7,14 +7,14 @@ import functools
 import inspect
 import threading
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import chdir
+from contextlib import chdir, suppress
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from rewards.contract import Answer, Fault, RewardFunction, failed, read_returned
+from rewards.contract import Answer, Fault, RewardFunction, failed, on_one_line, read_returned
 
 # Arguments that every call offers besides the columns of the data; `Call` adds log_extra and log_metric.
 OFFERED = (
@@ -53,7 +53,9 @@ def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> di
 class Call:
     """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later.
 
-    A sync function leaves the working directory as it was; around an async one use `contextlib.chdir(".")`.
+    Every exception is a fault, also a KeyboardInterrupt, which a signal may have raised within the function: after the
+    call, check whether a signal came. A sync function leaves the working directory as it was; around an async one use
+    `contextlib.chdir(".")`.
     """
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], count: int) -> None:
@@ -63,15 +65,16 @@ class Call:
         self.metrics: dict[str, list[float]] = {}
         self.returned: Future[Any] = Future()
         loggers = select_arguments(function, {"log_extra": self.log_extra, "log_metric": self.log_metric})
-        try:
+
+        def call() -> Any:
             with chdir("."):
-                returned = function(**arguments, **loggers)
-            if inspect.isawaitable(returned):
-                self.returned = asyncio.run_coroutine_threadsafe(_wait(returned), background_loop())
-            else:
-                self.returned.set_result(returned)
-        except (Exception, SystemExit) as error:
-            self.returned.set_exception(error)
+                return function(**arguments, **loggers)
+
+        returned = or_fault(call)
+        if inspect.iscoroutine(returned):
+            self.returned = asyncio.run_coroutine_threadsafe(returned, background_loop())
+        else:
+            self.returned.set_result(returned)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Add a column to the completions file, one value per completion (TRL's `log_extra`)."""
@@ -85,12 +88,38 @@ class Call:
 
     def answer(self) -> Answer:
         """Wait for the function and read what it returned."""
+        returned = self.returned.result()
         try:
-            answer = read_returned(self.returned.result(), self.count)
-        except (Exception, SystemExit) as error:
-            answer = failed(Fault("exception", f"raised {describe(error)}"), self.count)
+            answer = read_returned(returned, self.count)
+        except BaseException as error:  # of an object's own methods
+            answer = failed(fault_of(error), self.count)
         answer.extras, answer.metrics = self.extras, self.metrics
         return answer
+
+
+def or_fault(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, or a fault if it raises anything, also what does not derive from Exception.
+
+    If the call returns an awaitable, return a coroutine that does the same with what it awaits.
+    """
+    try:
+        returned = call()
+        is_async = inspect.isawaitable(returned)
+    except BaseException as error:
+        return fault_of(error)
+    return _awaited_or_fault(returned) if is_async else returned
+
+
+async def _awaited_or_fault(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except BaseException as error:
+        return fault_of(error)
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return the fault of a function that raised this exception."""
+    return Fault("exception", f"raised {describe(error)}")
 
 
 def describe(error: BaseException) -> str:
@@ -102,20 +131,20 @@ def describe(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, or a note instead of it if its `__str__` raises."""
-    return str(traceback.TracebackException.from_exception(error))
-
-
-async def _wait(awaitable: Awaitable[Any]) -> Any:
-    try:
-        return await awaitable
-    except SystemExit as error:  # would end the event loop, and with it every other call
-        raise RuntimeError(f"sys.exit({error})").with_traceback(error.__traceback__) from None
+    """Return the text of an exception on one line, or a note instead of it if its `__str__` raises."""
+    return on_one_line(str(traceback.TracebackException.from_exception(error)))
 
 
 @functools.cache
 def background_loop() -> asyncio.AbstractEventLoop:
     """Start one event loop for the run, in its own thread: clients that async functions keep belong to one loop."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    threading.Thread(target=_run_always, args=[loop], name="rewards", daemon=True).start()
     return loop
+
+
+def _run_always(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop again whenever a task ends it by a KeyboardInterrupt or a SystemExit, with all tasks that it has."""
+    while not loop.is_closed():
+        with suppress(BaseException):
+            loop.run_forever()

@@ -8,6 +8,7 @@ sub-scores for the log. None for a completion means "does not apply". Anything e
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,8 @@ FaultKind = Literal[
 ]  # fmt: skip
 
 LARGEST_REWARD = 1e6
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+"""Colours and movements of a terminal's cursor, and its titles and links."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ def read_returned(returned: Any, count: int) -> Answer:
 
 def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
     """Return the lists by name, `reward` among them, each with one value per completion; or the fault of the call."""
+    if isinstance(returned, Fault):
+        return returned
     if returned is None:
         return Fault("none", "returned None, not a list; a None per completion means that it does not apply")
     named = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
@@ -111,7 +116,7 @@ def read_score(value: Any) -> Score:
     """Read one element of a returned list as a float, None or a fault."""
     try:
         return _read_score(plain(value))
-    except Exception as error:  # of an object's own methods
+    except BaseException as error:  # of an object's own methods
         return Fault("type", f"returned a {type(value).__name__} that cannot be read: {type(error).__name__}")
 
 
@@ -133,6 +138,12 @@ def plain(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
+def on_one_line(text: str) -> str:
+    """Return a text of others without escape sequences, control characters and line breaks."""
+    without = ESCAPE_SEQUENCE.sub("", text)
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in without).split())
+
+
 def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())  # on one line
+    text = on_one_line(repr(value))
     return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"

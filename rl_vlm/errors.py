@@ -2,9 +2,13 @@
 
 import difflib
 import importlib.util
+import re
 import signal
 import traceback
 from collections.abc import Iterable
+
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+"""As in `rewards.contract`, which imports nothing of this package."""
 
 
 class RLVLMError(Exception):
@@ -85,9 +89,15 @@ def shorten(text: object, length: int = 300) -> str:
     return whole if len(whole) <= length else whole[: length - 1] + "…"
 
 
+def on_one_line(text: str) -> str:
+    """Return a text of others without escape sequences, control characters and line breaks."""
+    without = ESCAPE_SEQUENCE.sub("", text)
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in without).split())
+
+
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, or a note instead of it if its `__str__` raises."""
-    return str(traceback.TracebackException.from_exception(error))
+    """Return the text of an exception on one line, or a note instead of it if its `__str__` raises."""
+    return on_one_line(str(traceback.TracebackException.from_exception(error)))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -76,10 +76,8 @@ def load_callable(name: str, built_ins: Mapping[str, Function] = {}, group: str 
             f"the class {found.__name__!r} is constructed without arguments, and needs {listed(needed)}; give them "
             f"defaults, or name an instance, such as `my_function = {found.__name__}(…)` in the same file"
         )
-    try:
+    with _load_errors(f"the class {found.__name__!r} cannot be constructed"):
         return found()
-    except (Exception, SystemExit) as error:
-        raise LoadError(f"the class {found.__name__!r} cannot be constructed: {_cause(error)}") from error
 
 
 def _load_live(name: str) -> Function:
@@ -101,17 +99,13 @@ def _load_named(name: str, built_ins: Mapping[str, Function], group: str | None)
             f"built-in: {listed(built_ins)}; entry points of the group {group}: {listed(plugins)}; "
             "a function of your own is named `file.py:function` or `module:function`"
         )
-    try:
+    with _load_errors(f"the entry point {plugins[name].value!r} cannot be imported"):
         return plugins[name].load()
-    except (Exception, SystemExit) as error:
-        raise LoadError(f"the entry point {plugins[name].value!r} cannot be imported: {_cause(error)}") from error
 
 
 def _load_module(name: str) -> ModuleType:
-    try:
+    with _load_errors(f"the module {name!r} cannot be imported from {Path.cwd()}"):
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise LoadError(f"the module {name!r} cannot be imported from {Path.cwd()}: {_cause(error)}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -127,11 +121,11 @@ def _load_file(path: Path) -> ModuleType:
     assert spec and spec.loader, "the name ends in .py"
     module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)
     try:
-        with _importable_from(path.parent):
+        with _load_errors(f"{path} cannot be imported"), _importable_from(path.parent):
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException:
         del sys.modules[str(path)]
-        raise LoadError(f"{path} cannot be imported: {_cause(error)}") from error
+        raise
     return module
 
 
@@ -148,5 +142,12 @@ def _importable_from(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {text_of(error)}"
+@contextmanager
+def _load_errors(problem: str) -> Iterator[None]:
+    """Raise LoadError, whose message begins with `problem`, for anything that the block raises but Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise LoadError(f"{problem}: {type(error).__name__}: {text_of(error)}") from error

@@ -202,9 +202,9 @@ def row_errors(where: str) -> Iterator[None]:
     """Raise DataError, whose message begins with `where`, for any error in the block."""
     try:
         yield
-    except DataError:
+    except (DataError, KeyboardInterrupt):
         raise
-    except Exception as error:  # a row of a function or a file can hold anything
+    except BaseException as error:  # a row of a function or a file can hold anything
         raise DataError(f"{where}: it cannot be read: {type(error).__name__}: {shorten(text_of(error))}") from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rl_vlm.config.data_sources import is_file
 from rl_vlm.data.mixture import MixedRows
 from rl_vlm.data.tables import ArrowRows, ListRows, Table
-from rl_vlm.errors import DataError, RLVLMError
+from rl_vlm.errors import DataError, RLVLMError, text_of
 from rl_vlm.functions import LoadError, load_function
 
 Source = Table | MixedRows
@@ -42,10 +42,12 @@ def open_source(name: str, split: str, subset: str | None, asked_by: str | None 
         try:
             with chdir("."):  # the function may change the working directory
                 data = function()
-        except RLVLMError:
+        except (RLVLMError, KeyboardInterrupt):
             raise
-        except Exception as error:
-            raise DataError(f"Dataset {name!r}: the function raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise DataError(
+                f"Dataset {name!r}: the function raised {type(error).__name__}: {text_of(error)}"
+            ) from error
         return choose_split(data, name, split, asked_by), Path()
     return load_with_datasets(name, subset, split), Path()
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rl_vlm.errors import RLVLMError
+from rl_vlm.errors import RLVLMError, Stopped
 
 Severity = Literal["error", "warning", "info"]
 """error: the run stops, or trains on something else than is meant. warning: it runs, and its result is worse or
@@ -39,9 +39,11 @@ class Diagnosis:
 
     @contextmanager
     def noting(self, kind: str, remedy: str) -> Iterator[None]:
-        """Note an RLVLMError of the block as a finding."""
+        """Note an RLVLMError of the block as a finding, but for a stop."""
         try:
             yield
+        except Stopped:
+            raise
         except RLVLMError as error:
             self.findings.append(Finding("error", kind, str(error), remedy))
 

@@ -13,7 +13,7 @@ from rl_vlm.data.check import UsableRows
 from rl_vlm.data.images import image_path
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
 from rl_vlm.doctor.findings import Diagnosis, Finding
-from rl_vlm.errors import RLVLMError, shorten
+from rl_vlm.errors import RLVLMError, Stopped, shorten, text_of
 from rl_vlm.run import train
 
 NUM_LARGEST = 2
@@ -56,8 +56,10 @@ def run_two_steps(
     try:
         train(smoke_config(config, initial, held_out is not None))
         diagnosis.checked.append(f"two steps of the run on {len(_rows['train'])} rows, and a checkpoint")
-    except Exception as error:  # of any library below
-        text = str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {shorten(error)}"
+    except (Stopped, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # of any library below
+        text = str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {shorten(text_of(error))}"
         diagnosis.findings.append(Finding("error", "two steps of the run", text, REMEDY))
     finally:
         PACKAGE.setLevel(level)

@@ -167,10 +167,9 @@ class Reward:
             answers = asyncio.to_thread(self.worker.call, [batch([group]) for group in groups])
             waiting = asyncio.run_coroutine_threadsafe(answers, background_loop())
             return lambda: join(wait_for(waiting))
-        calls = []
-        for part in [groups] if self.calls == "window" else [[group] for group in groups]:
-            stop.check()
-            calls.append(Call(self.function, *batch(part)))
+        parts = [groups] if self.calls == "window" else [[group] for group in groups]
+        calls = [Call(self.function, *batch(part)) for part in stop.checked(parts)]
+        stop.check()  # the KeyboardInterrupt of a signal during the last call became a fault
 
         def wait_for_calls() -> list[Answer]:
             for call in calls:

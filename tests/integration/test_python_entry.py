@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import yaml
 
 from rl_vlm.config.load import load_config
+from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import CheckpointError, RewardError, RLVLMError
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run import train
@@ -91,6 +95,21 @@ def test_within_a_window_another_function_is_refused(tiny_checkpoint, tmp_path):
         trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[89], max_steps=2, **WITHIN_WINDOW).train(True)
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A process in the background may ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    """Send this process Ctrl-C, and wait until the thread that reads signals has noted it."""
+    os.kill(os.getpid(), signal.SIGINT)
+    while stop.signum is None:
+        time.sleep(0.01)
+
+
 def interrupted(function: Any, at_call: int) -> Any:
     """The function, which is interrupted at one of its calls."""
     calls = []
@@ -98,7 +117,7 @@ def interrupted(function: Any, at_call: int) -> Any:
     def interrupted_function(**given: Any) -> list[float]:
         calls.append(None)
         if len(calls) == at_call:
-            raise KeyboardInterrupt
+            interrupt()
         return function(**given)
 
     return interrupted_function
@@ -147,7 +166,7 @@ def test_a_failed_training_leaves_no_checkpoint_that_is_deleted(tiny_checkpoint,
 
     def function(completion_ids: list[list[int]], **_: Any) -> list[float]:
         if broken:
-            raise KeyboardInterrupt
+            interrupt()
         return tiny_run.token_sum(completion_ids)
 
     made = trainer(tiny_checkpoint, tmp_path, reward_funcs=function, max_steps=1, overwrite_output_dir=True)

@@ -129,15 +129,17 @@ def test_images_in_a_table_are_checked_by_their_headers(batch, monkeypatch):
     assert "row 2, column images, x.png: not an image" in reasons(usable)[2]
 
 
-def test_a_row_that_raises_anything_is_a_finding(monkeypatch):
+@pytest.mark.parametrize("error", [TypeError("unhashable"), BaseException("a panic\nof Rust")])
+def test_a_row_that_raises_anything_is_a_finding(error, monkeypatch):
     def parse(row: dict, config: DataConfig, where: str) -> Any:
-        raise TypeError("unhashable") if row["id"] == "r3" else DataError(f"{where}: bad")
+        raise error if row["id"] == "r3" else DataError(f"{where}: bad")
 
     monkeypatch.setattr("rl_vlm.data.samples.parse_row", parse)
     with pytest.raises(DataError, match=r"row 0: bad\. 5 more"):
         check(load({}))
     found = {finding.row: finding.problem for finding in find_problems(load({}), range(6))}
-    assert found[3] == "rows.jsonl, row 3: it cannot be read: TypeError: unhashable"
+    problem = {TypeError: "TypeError: unhashable", BaseException: "BaseException: a panic of Rust"}[type(error)]
+    assert found[3] == f"rows.jsonl, row 3: it cannot be read: {problem}"
 
 
 def test_an_error_of_the_check_is_agreed_on_by_all_ranks():

@@ -51,6 +51,12 @@ def test_a_split_of_data_without_splits_is_refused(name):
         prompts(dataset_name=name)
 
 
+def test_anything_that_a_function_raises_is_an_error_of_its_name():
+    Path("raising.py").write_text("def make(): raise BaseException('a panic\\n\\x1b[31mof Rust')")
+    with pytest.raises(DataError, match=r"'raising\.py:make': the function raised BaseException: a panic of Rust$"):
+        prompts(dataset_name="raising.py:make")
+
+
 def test_entries_without_a_split_have_that_of_the_section():
     Path("rows.jsonl").write_text('{"prompt": "a"}\n')
     names = ["saved", "rows.jsonl", {"name": "saved", "split": "test"}]

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from PIL import Image
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
-from rl_vlm.doctor import environment
+from rl_vlm.doctor import environment, smoke
 from rl_vlm.doctor.duplicates import find_duplicates
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.doctor.golds import check_golds
 from rl_vlm.doctor.report import report_text
 from rl_vlm.doctor.rows import Split, inspect_rows, kind_of, row_findings, usable_rows
+from rl_vlm.errors import Stopped
 from rl_vlm.reward.suite import RewardSuite
 from tests.helpers.tiny_run import make_config
 
@@ -276,6 +278,21 @@ def test_prompts_that_end_with_a_message_of_the_assistant(tmp_path: Path):
     split = split_of(tmp_path, [{}, {"prompt": messages}])
     (finding,) = row_findings(split.rows, split.facts)
     assert (finding.severity, finding.row, finding.kind) == ("warning", 1, "prompt that ends with an answer")
+
+
+@pytest.mark.parametrize("ending", [Stopped(15), KeyboardInterrupt(), BaseException("a panic\nof Rust")], ids=repr)
+def test_a_stop_is_no_finding_and_anything_else_that_ends_the_two_steps_is(ending, tmp_path, monkeypatch):
+    def train(config: Any) -> None:
+        raise ending
+
+    monkeypatch.setattr(smoke, "train", train)
+    monkeypatch.setattr(smoke, "few_rows", lambda usable: [])
+    diagnosis, rows = Diagnosis(), split_of(tmp_path, [{}]).usable
+    is_stop = isinstance(ending, Stopped | KeyboardInterrupt)
+    with pytest.raises(type(ending)) if is_stop else nullcontext(), diagnosis.noting("model", "Change it."):
+        smoke.run_two_steps(make_config("m", tmp_path), "m", rows, None, diagnosis)
+    found = [finding.what for finding in diagnosis.findings]
+    assert found == ([] if is_stop else ["BaseException: a panic of Rust"])
 
 
 def test_a_problem_without_a_kind_of_its_own():

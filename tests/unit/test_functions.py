@@ -125,6 +125,9 @@ class Unprintable(Mine):
 class Leaves(Mine):
     def __init__(self): raise SystemExit(3)
 
+class Panics(Mine):
+    def __init__(self): raise BaseException("\\x1b[31mof\\nRust")
+
 class Data: ...
 
 def function(completions): return [2.0]
@@ -145,6 +148,7 @@ def test_a_class_is_constructed_and_anything_else_is_as_it_was(folder):
         ("Broken", "'Broken' cannot be constructed: OSError: no model"),
         ("Unprintable", r"'Unprintable' cannot be constructed: Unprintable: <exception str\(\) failed>"),
         ("Leaves", "'Leaves' cannot be constructed: SystemExit: 3"),
+        ("Panics", "'Panics' cannot be constructed: BaseException: of Rust$"),
         ("Data", "the class 'Data' has no method `__call__`"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rewards.adapters import rows_of
 from rewards.stand_ins import stand_ins
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.errors import RewardError
@@ -386,12 +387,38 @@ def test_a_setting_without_a_default_must_be_set(first_line: str) -> None:
 @pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
 def test_an_exception_for_one_completion_is_a_fault_of_that_completion(first_line: str, timeout: float | None) -> None:
     text = "solution_str" if "solution_str" in first_line else "predict"
-    Path("theirs.py").write_text(f"{first_line.format(more='')}\n    return float(len({text}.split()[0]))\n")
+    body = f"    word = {text}.split()[0]\n    if word in ERRORS: raise ERRORS[word]\n    return float(len(word))\n"
+    errors = "ERRORS = {'panic': BaseException(), 'interrupt': KeyboardInterrupt(), 'end': GeneratorExit()}\n"
+    Path("theirs.py").write_text(f"{errors}{first_line.format(more='')}\n{body}")
     with RewardSuite(RewardsConfig(reward_funcs=[RewardSpec(function="theirs.py:f", timeout=timeout)])) as suite:
-        table = suite.score([group(["a b", "", "ccc", " "], solution="7")], STATE)
-    assert rounded(table) == [[[1.0], [None], [3.0], [None]]]
-    assert table.fault_counts == {"f/exception": 2}
-    assert "IndexError: list index out of range (theirs.py:2 in f)" in table.fault_messages[0]
+        table = suite.score([group(["a b", "", "ccc", " ", "panic", "interrupt", "end"], solution="7")], STATE)
+    assert rounded(table) == [[[1.0], [None], [3.0], *[[None]] * 4]]
+    assert table.fault_counts == {"f/exception": 5}
+    assert "IndexError: list index out of range (theirs.py:3 in f)" in table.fault_messages[0]
+
+
+GOLDS = {"ground_truth": "a", "reward_model": {"ground_truth": "b"}, "solution": "c", "answer": "d"}
+"""Columns with gold answers that differ, the first that counts first."""
+
+
+@pytest.mark.parametrize(("first", "gold"), [*enumerate("abcd")])
+def test_the_first_column_with_a_gold_answer_counts(first: int, gold: str) -> None:
+    golds = {name: [None] if i < first else [value] for i, (name, value) in enumerate(GOLDS.items())}
+    (row,) = rows_of(["7"], {"completion_ids": [[1]], "data_source": None, "extra_info": None} | golds)
+    assert row.ground_truth == gold
+
+
+def test_scores_that_are_there_and_those_that_come_later_stay_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text(
+        "import asyncio\nasync def later(score):\n    await asyncio.sleep(0.1 / score)\n    return score\n"
+        "def f(predict, ground_truth):\n    score = float(predict)\n    return later(score) if score % 2 else score\n"
+    )
+    with RewardSuite(RewardsConfig(reward_funcs=["theirs.py:f"])) as suite:
+        table = suite.score([group(["1", "2", "3", "x", "4", "5", "7"], solution="7")], STATE)
+    assert rounded(table) == [[[1.0], [2.0], [3.0], [None], [4.0], [5.0], [7.0]]]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """One call: arguments, logs, exceptions, async functions."""
 
 import asyncio
-import sys
 
 import pytest
 
-from rewards.calling import Call, describe, select_arguments
+from rewards.calling import Call, describe, select_arguments, text_of
 from rewards.contract import Answer, Fault
+from rl_vlm import errors
 
 
 def test_a_function_gets_what_it_declares():
@@ -53,23 +53,62 @@ def test_an_exception_is_a_fault_that_names_the_line(function):
     assert scores == [Fault("exception", message)] * 2
 
 
-async def exits_later(completions):
-    await asyncio.sleep(0)
-    sys.exit(3)
+class Panic(BaseException):
+    """As those of Rust's libraries, and FunctionTimedOut of func_timeout."""
 
 
-def exits(completions):
-    sys.exit(3)
+NO_EXCEPTIONS = [Panic("lost"), SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
+"""Errors that do not derive from Exception."""
 
 
-@pytest.mark.parametrize(("function", "raised"), [(exits, "SystemExit: 3"), (exits_later, "RuntimeError: sys.exit(3)")])
-def test_sys_exit_is_a_fault_and_ends_nothing(function, raised):
-    (fault,) = Call(function, {"completions": ["a"]}, 1).answer().scores
-    line = function.__code__.co_firstlineno + (1 if function is exits else 2)
-    message = f"raised {raised} (test_rewards_calling.py:{line} in {function.__name__})"
-    assert fault == Fault("exception", message)
-    (fault,) = Call(raises_later, {"completions": ["a"]}, 1).answer().scores
-    assert isinstance(fault, Fault) and "ValueError" in fault.message
+@pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=repr)
+@pytest.mark.parametrize("how", ["sync", "async", "in a task of its own"])
+def test_what_is_no_exception_is_a_fault_and_ends_nothing(how, error):
+    met = asyncio.Event()
+
+    def function(completions):
+        raise error
+
+    async def later(completions):
+        await asyncio.sleep(0)
+        function(completions)
+
+    async def in_a_task(completions):
+        await asyncio.gather(asyncio.create_task(later(completions)))
+
+    async def waits(completions):
+        await asyncio.wait_for(met.wait(), timeout=10)
+        return [1.0]
+
+    async def lets_go(completions):
+        met.set()
+        return [2.0]
+
+    called = {"sync": function, "async": later, "in a task of its own": in_a_task}[how]
+    calls = [Call(one, {"completions": ["a"]}, 1) for one in (waits, called, lets_go)]
+    for call in calls:
+        call.returned.result(timeout=10)
+    ((waited,), (fault,), (let_go,)) = (call.answer().scores for call in calls)
+    assert (waited, let_go) == (1.0, 2.0)
+    assert isinstance(fault, Fault) and fault.kind == "exception"
+    assert fault.message.startswith(f"raised {type(error).__name__}: {error}".rstrip())
+    if how != "in a task of its own":
+        assert f"test_rewards_calling.py:{function.__code__.co_firstlineno + 1} in function" in fault.message
+
+
+class EndsOnLooking:
+    """Raises what is no Exception when its elements are read."""
+
+    def tolist(self):
+        raise Panic("lost")
+
+    ndim, item = 0, tolist
+
+
+def test_what_an_objects_methods_raise_is_a_fault_of_what_they_concern():
+    assert [fault.kind for fault in Call(lambda: EndsOnLooking(), {}, 1).answer().scores] == ["exception"]
+    first, second = Call(lambda: [1.0, EndsOnLooking()], {}, 2).answer().scores
+    assert first == 1.0 and second == Fault("type", "returned a EndsOnLooking that cannot be read: Panic")
 
 
 def test_a_missing_argument_is_a_fault():
@@ -131,3 +170,14 @@ def test_an_exception_without_a_text_is_a_fault():
 
 def test_an_exception_without_a_place_is_described():
     assert describe(ValueError("no luck")) == "ValueError: no luck"
+
+
+ESCAPES = (
+    "\x1b[31mred\x1b[0m \x1b[2J\x1b]0;title\x07\x1b]8;;http://x\x1b\\link\x9b1m\r\nsecond\x08\u2028third\u202e\ttab\x00"
+)
+
+
+@pytest.mark.parametrize("text", [text_of, errors.text_of, lambda error: describe(error).removeprefix("ValueError: ")])
+def test_the_text_of_an_exception_is_one_line_without_escape_sequences(text):
+    assert text(ValueError(ESCAPES)) == "red link 1m second third tab"
+    assert text(ValueError("größer als 3 × 4 🙂")) == "größer als 3 × 4 🙂"

@@ -9,17 +9,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
+from launch import cli
+from rl_vlm.config.schema import RewardsConfig, RewardSpec
 from rl_vlm.distributed import signals
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import handled, stop, wait_for
 from rl_vlm.errors import Stopped
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.vllm.in_process import before_steps
+from tests.unit.test_reward_suite import STATE, group
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +141,57 @@ def test_vllm_in_process_stops_between_its_steps():
     with pytest.raises(Stopped):
         engine.step()
     assert steps == ["step"]
+
+
+def interrupts(completions: list[str]) -> list[float]:
+    raise KeyboardInterrupt
+
+
+async def interrupts_later(completions: list[str]) -> list[float]:
+    raise KeyboardInterrupt
+
+
+def is_sent_a_signal(completions: list[str], *, number: int = signal.SIGINT) -> list[float]:
+    os.kill(os.getpid(), number)
+    wait_until(lambda: stop.signum is not None)
+    return [1.0 for _ in completions]
+
+
+def hides_a_signal(completions: list[str]) -> list[float]:
+    with suppress(BaseException):
+        is_sent_a_signal(completions)
+    return [1.0 for _ in completions]
+
+
+def called(function: Callable) -> RewardSuite:
+    name = f"{__name__}:{function.__name__}"
+    return RewardSuite(RewardsConfig(reward_funcs=[RewardSpec(function=name, calls="group")]))
+
+
+@pytest.mark.parametrize("is_deferred", [True, False], ids=["while it takes steps", "while it is built"])
+def test_a_reward_function_is_stopped_by_a_signal_and_not_by_what_it_raises(is_deferred):
+    groups = [group(["a", "b"], "one"), group(["c", "d"], "two")]
+    with handled(), stop.deferred(60.0) if is_deferred else nullcontext():
+        for function in (interrupts, interrupts_later):
+            assert called(function).score(groups, STATE).fault_counts == {f"{function.__name__}/exception": 4}
+        stop.check()
+        with pytest.raises(Stopped) as stopped:
+            called(is_sent_a_signal).score(groups[:1], STATE)
+    assert stopped.value.exit_status == 130
+    with handled(), pytest.raises(Stopped):
+        called(hides_a_signal).score(groups[:1], STATE)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_a_call_ends_the_check_of_a_function(number, status, tmp_path, capsys):
+    Path(tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "solution": "2"}\n' * 3)
+    function = f"{{function: '{__name__}:is_sent_a_signal', kwargs: {{number: {int(number)}}}}}"
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{model_name_or_path: m}}\ndata: {{dataset_name: {tmp_path}/rows.jsonl}}\n"
+        f"rewards: {{reward_funcs: [{function}]}}\n"
+    )
+    assert cli.main(["rewards", "check", str(tmp_path / "run.yaml")]) == status
+    assert capsys.readouterr().err.endswith("\nInterrupted.\n")
 
 
 class OtherRanks(Ranks):
