@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
+from rewards.contract import on_one_line
+from rewards.judges.body import ACCEPTED, BodyError, read_body
 from rewards.judges.replies import ReplyCache
 
 RETRIED_STATUSES = {408, 409, 425, 429, *range(500, 600)}
@@ -20,6 +22,8 @@ FIRST_PAUSE = 0.5
 """Seconds before the first retry; each further one waits twice as long."""
 LONGEST_PAUSE = 120.0
 LONGEST_SHOWN = 200
+LONGEST_READ = 2000
+"""Characters of a refusal from which those that are shown are taken."""
 
 
 class Limits(NamedTuple):
@@ -90,19 +94,24 @@ class Endpoint:
             raise RequestError(f"{self.url} {self.refusal(response)}")
         try:
             return response.json()
-        except ValueError:
+        except (ValueError, RecursionError):  # lists within lists may be nested too deeply
             raise TryAgainError("answers with something else than JSON") from None
 
     async def respond(self, body: dict[str, Any]) -> httpx.Response:
-        """Send one request and wait for the answer, whatever its status. Raises TryAgainError."""
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        """Send one request and wait for the answer, whatever its status. Raises TryAgainError or RequestError."""
+        headers = ACCEPTED | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        request = {"method": "POST", "url": self.url, "json": body, "headers": headers}
         try:
-            async with asyncio.timeout(self.limits.timeout):
-                return await self.client.post(self.url, json=body, headers=headers)
+            async with asyncio.timeout(self.limits.timeout), self.client.stream(**request) as response:
+                content = await read_body(response)
+        except BodyError as error:
+            raise RequestError(f"{self.url} answers with {error}") from None
         except TimeoutError:
             raise TryAgainError(f"does not answer within {self.limits.timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise TryAgainError(f"cannot be reached: {self.without_key(str(error)) or type(error).__name__}") from None
+        kept = {name: value for name, value in response.headers.items() if name == "retry-after"}
+        return httpx.Response(response.status_code, headers=kept, content=content)
 
     async def wait_for_turn(self) -> None:
         """Wait until requests that are evenly spaced leave room for one more."""
@@ -125,7 +134,7 @@ class Endpoint:
 
     def refusal(self, response: httpx.Response) -> str:
         """Describe an answer that is no success."""
-        text = self.without_key(response.text)
+        text = on_one_line(self.without_key(response.text)[:LONGEST_READ])
         return f"answers with status {response.status_code}: {text[:LONGEST_SHOWN]}"
 
     def without_key(self, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,7 +22,7 @@ class JudgeServer(ThreadingHTTPServer):
         self.reply: Any = '{"score": 8}'
         self.seconds = 0.0
         """Of thinking before each answer."""
-        self.answers: list[tuple[int, dict[str, str], str]] = []
+        self.answers: list[tuple[int, dict[str, str], str | bytes]] = []
         """Status, headers and body of the next answers; replies when there are no more."""
         self.bodies: list[dict[str, Any]] = []
         self.authorizations: list[str] = []
@@ -61,7 +62,8 @@ class JudgeHandler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(answer.encode())
+        with suppress(ConnectionError):  # a reply that is too large is not read to its end
+            self.wfile.write(answer.encode() if isinstance(answer, str) else answer)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing on standard error."""

@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import gzip
 import json
 import logging
 import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from io import BytesIO
@@ -215,6 +217,57 @@ def test_what_may_help_later_is_tried_again(server, status):
 def test_an_answer_that_is_no_json_is_tried_again(server):
     server.answers = [(200, {}, "<html>")]
     assert ask(server, ["a"], retries=1) == [0.8]
+
+
+@pytest.mark.parametrize("answer", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, b'{"choices": "\xff"}'])
+def test_a_malformed_answer_masks_its_completion_alone(server, answer):
+    server.answers = [(200, {}, answer)]
+    (first, second) = ask(server, ["a", "b"], concurrency=1, retries=0)
+    assert first == Fault(
+        "request", f"{server.url}/v1/chat/completions answers with something else than JSON (1 tries)"
+    )
+    assert second == 0.8
+
+
+BOMB = gzip.compress(bytes(64 * 2**20))
+"""64 MiB of zeros."""
+GZIP = {"Content-Encoding": "gzip"}
+TOO_LARGE = "more than 8 MiB"
+
+
+@pytest.mark.parametrize(
+    ("headers", "answer", "problem"),
+    [
+        (GZIP, BOMB, TOO_LARGE),
+        ({}, b" " * (8 * 2**20 + 1), TOO_LARGE),
+        (GZIP, gzip.compress(b"{}") + bytes(8 * 2**20), TOO_LARGE),
+        (GZIP, b"{}", "damaged gzip"),
+        ({"Content-Encoding": "br"}, b"{}", "the encoding 'br', which was not asked for"),
+    ],
+    ids=["compressed", "plain", "behind the compressed", "damaged", "brotli"],
+)
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_reply_has_a_bound_in_bytes(server, status, headers, answer, problem):
+    server.answers = [(status, headers, answer)]
+    tracemalloc.start()
+    first, second = ask(server, ["a", "b"], concurrency=1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert first == Fault("request", f"{server.url}/v1/chat/completions answers with {problem}")
+    assert (second, len(server.bodies)) == (0.8, 2)
+    assert peak < 40 * 2**20
+
+
+def test_a_compressed_reply_is_read(server):
+    reply = {"choices": [{"message": {"role": "assistant", "content": "7"}}]}
+    server.answers = [(200, GZIP, gzip.compress(json.dumps(reply).encode()))]
+    assert ask(server, ["a"]) == [0.7]
+
+
+def test_a_refusal_is_shown_on_one_line(server):
+    server.answers = [(400, {}, "\x1b[31mtoo\r\n\x1b]0;title\x07long")]
+    (fault,) = ask(server, ["a"])
+    assert fault.message.endswith("answers with status 400: too long")
 
 
 def test_retries_end_in_a_fault(server):
