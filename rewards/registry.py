@@ -1,6 +1,14 @@
-"""The built-in reward functions by name. Their keyword-only parameters are settings; the others are columns."""
+"""The built-in reward functions by name. Their keyword-only parameters are settings; the others are columns.
+
+A function raises TypeError or ValueError for settings without a meaning before it reads a completion, so that a call
+for no completions checks them. Such a call is cheap: no model is loaded, and no server is asked.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rewards.answers.choice import choice
 from rewards.answers.counting import counting
@@ -78,3 +86,9 @@ TIMEOUTS: dict[str, float] = {"json_schema": 30.0, "maths": 60.0}
 
 ASKS_A_MODEL = ("judge", "reward_model")
 """Functions whose every call costs: checks before a run leave them out."""
+
+LARGEST_SCORES: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "cosine_length": lambda settings: settings["max_value_correct"],
+    "reward_model": lambda settings: 1.0 if settings["sigmoid"] else math.inf,
+}
+"""The largest score of functions that may give more than 1.0, by their settings."""

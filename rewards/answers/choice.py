@@ -36,10 +36,12 @@ def choice(
     Options are named by one of `letters`, in either case. If the row has the options' texts in its column `options` or
     `choices`, a list or a dict by letter, they are named by their text as well. An answer that names several options,
     or none, scores 0.0. A solution that is none of the row's options is a fault. With `solution_is="index"`, `solution`
-    is the place of the option, an int from 0. Raises ValueError if `solution_is` is neither `answer` nor `index`.
+    is the place of the option, an int from 0. Raises ValueError if a setting has no meaning.
     """
     if solution_is not in ("answer", "index"):
         raise ValueError(f"solution_is={solution_is!r} is neither 'answer' nor 'index'")
+    if len(set(letters.upper())) != len(letters) or len(letters) < 2:
+        raise ValueError(f"letters={letters!r} must be two or more different letters")
     columns = [column for column in (options, choices) if column is not None]
     given = [next((v for v in values if v is not None), None) for values in zip(*columns, strict=True)]
 

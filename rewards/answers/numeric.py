@@ -49,8 +49,11 @@ def numeric(
 
     A solution that has digits and is not one number is a fault. Tolerances are those of `math.isclose`, in the unit of
     `solution`. If both sides have a unit, the answer is converted into that of `solution`; if `convert_units` is False,
-    both must be equal. `50%` equals both 0.5 and 50.
+    both must be equal. `50%` equals both 0.5 and 50. Raises ValueError if a tolerance has no meaning.
     """
+    for name, tolerance in (("rel_tol", rel_tol), ("abs_tol", abs_tol)):
+        if not 0 <= tolerance < math.inf:
+            raise ValueError(f"`{name}` is {tolerance}; a tolerance is a finite number of 0 or more")
 
     def scored(text: str, gold: str | Fault | None) -> Score:
         expected = _gold_quantity(gold) if isinstance(gold, str) else gold

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rewards.text import Completion, completion_text
+
+TAG = re.compile(r"[^<>/\s]+")
+"""The name of a tag, without its brackets."""
 
 
 def format_tags(
@@ -12,10 +16,14 @@ def format_tags(
 ) -> list[float]:
     """Return 1.0 if a completion has each of `tags` exactly once, closed, not empty and in this order, else 0.0.
 
-    Text outside the tags scores 0.0 unless `allow_outside` is True.
+    Text outside the tags scores 0.0 unless `allow_outside` is True. Raises TypeError or ValueError if no completion
+    could have these tags, or every one would have them.
     """
     if isinstance(tags, str):
         raise TypeError(f"`tags` is a list of tag names; write [{tags}]")
+    names = {tag for tag in tags if TAG.fullmatch(tag)}
+    if not tags or len(names) < len(tags):
+        raise ValueError(f"`tags` is {list(tags)}; it must be one or more different names of tags, such as answer")
     return [float(_has_format(completion_text(completion), tags, allow_outside)) for completion in completions]
 
 

@@ -31,7 +31,7 @@ DEFAULT_BODY = {"temperature": 0}
 NO_TEXT = "the judge's answer is no chat completion with a text"
 
 RULES = {
-    "base_url": "the address of a server, such as http://localhost:8000, without a password",
+    "base_url": "the address of a server, such as http://localhost:8000, without a login",
     "model": "the name of the model there",
     "prompt": "a template with the field {completion}",
     "scale": "a finite number above 0, the judge's best score",
@@ -74,6 +74,8 @@ async def judge(
     limits = Limits(base_url, api_key_env, concurrency, requests_per_minute, retries, timeout, cache, max_calls)
     body = {"model": model} | (DEFAULT_BODY if extra_body is None else extra_body)
     check_settings(limits, model, prompt, scale, extra_body or {})
+    if not completions:
+        return {"reward": [], "reply": []}
     server = endpoint(limits, asyncio.get_running_loop())
 
     urls = {id(row): [data_url(image) for image in row] for row in images if row} if send_image else {}
@@ -152,9 +154,10 @@ async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: floa
 
 def check_settings(limits: Limits, model: str, prompt: str, scale: float, extra_body: dict[str, Any]) -> None:
     """Raise ValueError if a setting is missing or has no meaning."""
-    address = urlsplit(limits.base_url)
+    from rewards.judges.endpoint import api_key
+
     rules = {
-        "base_url": address.scheme in ("http", "https") and bool(address.hostname) and address.password is None,
+        "base_url": is_address(limits.base_url),
         "model": bool(model),
         "prompt": not prompt or "completion" in fields_of(prompt),
         "scale": 0 < scale < math.inf,
@@ -168,3 +171,15 @@ def check_settings(limits: Limits, model: str, prompt: str, scale: float, extra_
     for name, is_kept in rules.items():
         if not is_kept:
             raise ValueError(f"judge: `{name}` must be {RULES[name]}")
+    api_key(limits.api_key_env)
+
+
+def is_address(url: str) -> bool:
+    """Return whether a URL is the address of a server, with a possible port and without a login."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+        )
+    except ValueError:  # of a port that cannot be, or of brackets
+        return False

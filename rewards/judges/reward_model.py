@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rewards.contract import Score
 from rewards.forms import prompt_in
 from rewards.text import Completion, completion_text
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""`name` or `owner/name`."""
 
 
 class RewardModel(NamedTuple):
@@ -33,12 +38,13 @@ def reward_model(
     The model reads text only: images are left out. Raises ValueError if a setting is missing or has no meaning, or if
     the model is no reward model.
     """
-    if not model:
-        raise ValueError("reward_model needs `model` in its kwargs: the name or the folder of a reward model")
+    check_name(model)
     if batch_size < 1 or max_length < 1:
         raise ValueError(f"batch_size={batch_size} and max_length={max_length} must be 1 or more")
     if device not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device={device!r} is none of cpu, cuda and auto")
+    if not completions:
+        return []
     loaded = load(model, device)
     token_ids = [
         tokenize(loaded.tokenizer, conversation(prompt, completion), max_length)
@@ -47,6 +53,16 @@ def reward_model(
     size = batch_size if pad_token_id(loaded.model) is not None else 1
     parts = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
     return [score for part in parts for score in forward(loaded.model, part, sigmoid)]
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless a model's name is a folder with a config, or can be one on the hub."""
+    if not name:
+        raise ValueError("reward_model needs `model` in its kwargs: the name or the folder of a reward model")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ValueError(f"reward_model: the folder {name} holds no model (config.json)")
+    if not Path(name).is_dir() and not HUB_NAME.fullmatch(name):
+        raise ValueError(f"reward_model: `model` is {name!r}, which is neither a folder nor a name on the hub")
 
 
 @functools.cache

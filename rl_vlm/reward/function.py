@@ -29,6 +29,7 @@ from rl_vlm.functions import LoadError, load_callable
 from rl_vlm.live import LIVE, label_of, live
 from rl_vlm.reward.arguments import arguments
 from rl_vlm.reward.made_up import made_up_group, state_outside
+from rl_vlm.reward.settings import check_settings
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample, TrainerState
@@ -42,7 +43,7 @@ class Reward:
     """One reward function with its settings, and its worker if it has a timeout."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        """Load the function. Raises RewardError if that fails, or if it does not have one of the settings."""
+        """Load the function. Raises RewardError if that fails, or if it cannot use one of the settings."""
         require_packages(spec.function)
         try:
             with chdir("."):
@@ -56,6 +57,8 @@ class Reward:
         self.solved_from = spec.solved_from
         is_built_in = spec.function in BUILT_INS
         self.settings = self.checked_settings(spec, no_columns=is_built_in or adapted.is_wrapped)
+        if is_built_in:
+            check_settings(spec.function, self.function, self.settings, spec.solved_from)
         self.applies_to = {column: as_list(values) for column, values in spec.applies_to.items()}
         self.calls = spec.calls
         self.must_not_fail = spec.on_error == "raise"

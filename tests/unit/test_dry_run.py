@@ -108,6 +108,70 @@ def test_a_reward_that_needs_a_column_that_is_not_there(capsys):
     assert found == "reward function 'wants' needs a column 'gold'; the data has: solution"
 
 
+JUDGE = {"base_url": "http://127.0.0.1:9", "model": "critic"}
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        ("judge", {}, "`base_url` must be the address of a server"),
+        ("judge", JUDGE | {"base_url": "localhost:8000"}, "`base_url` must be the address of a server"),
+        ("judge", JUDGE | {"scale": 0}, "`scale` must be a finite number above 0"),
+        ("judge", JUDGE | {"scale": "ten"}, "`scale` is 'ten': it should be a valid number"),
+        ("judge", JUDGE | {"max_calls": -1}, "`max_calls` must be 0 or more"),
+        ("judge", JUDGE | {"max_calls": 2.5}, "`max_calls` is 2.5: it should be a valid integer"),
+        ("judge", JUDGE | {"prompt": "Judge {response}."}, "`prompt` must be a template with the field {completion}"),
+        ("judge", JUDGE | {"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY, which is not set"),
+        ("reward_model", {}, "needs `model` in its kwargs"),
+        ("reward_model", {"model": "./nowhere"}, "`model` is './nowhere', which is neither a folder nor a name"),
+        ("reward_model", {"model": "."}, "the folder . holds no model (config.json)"),
+        ("overlong", {}, "needs `max_completion_length`"),
+        ("overlong", {"max_completion_length": "8"}, "`max_completion_length` is '8': it should be a valid integer"),
+        ("json_schema", {}, "needs `schema`"),
+        ("json_schema", {"schema": {"type": "nonsense"}}, "`schema` is invalid at $.type"),
+        ("numeric", {"rel_tol": -0.1}, "`rel_tol` is -0.1; a tolerance is a finite number of 0 or more"),
+        ("numeric", {"abs_tol": ".inf"}, "`abs_tol` is '.inf': it should be a valid number"),
+        ("language", {"language": "english"}, "language='english' is none of py3langid's codes"),
+        ("format_tags", {"tags": []}, "`tags` is []; it must be one or more different names of tags"),
+        ("format_tags", {"tags": ["answer", "answer"]}, "`tags` is ['answer', 'answer']"),
+        ("format_tags", {"tags": ["<answer>"]}, "`tags` is ['<answer>']"),
+        ("format_tags", {"tags": "answer"}, "`tags` is 'answer': "),
+        ("format_tags", {"allow_outside": "yes"}, "`allow_outside` is 'yes': it should be a valid boolean"),
+        ("choice", {"letters": "AAB"}, "letters='AAB' must be two or more different letters"),
+        ("short_answer", {"metric": "f2"}, "`metric` is 'f2': it should be 'exact' or 'f1'"),
+        ("iou", {"coordinates": "pixels"}, "`coordinates` is 'pixels': it should be 'absolute'"),
+    ],
+)
+def test_a_built_in_with_a_setting_that_it_cannot_use(capsys, function, settings, message):
+    entry = json.dumps([{"function": function, "kwargs": settings}])
+    found = problem(capsys, f"reward_funcs={entry}")
+    assert found.startswith(f"reward function '{function}': ") and message in found
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "largest"),
+    [
+        ("exact_match", {}, "1"),
+        ("reward_model", {"model": "owner/model", "sigmoid": True}, "1"),
+        ("cosine_length", {"max_value_correct": 2.5}, "2.5"),
+    ],
+)
+def test_a_score_that_a_built_in_cannot_reach(capsys, function, settings, largest):
+    entry = {"function": function, "kwargs": settings, "solved_from": 3}
+    found = problem(capsys, f"reward_funcs={json.dumps([entry])}")
+    assert f"solved_from 3, and its largest score is {largest}: no completion would count as solved" in found
+
+
+def test_scores_that_built_ins_can_reach(capsys):
+    entries = [
+        {"function": "reward_model", "kwargs": {"model": "owner/model"}, "solved_from": 3},
+        {"function": "cosine_length", "kwargs": {"max_value_correct": 3.0}, "solved_from": 3},
+        {"function": "rewards_of_mine.py:likes", "solved_from": 3},
+        "exact_match",
+    ]
+    assert cli.main(["train", "run.yaml", "--dry-run", f"reward_funcs={json.dumps(entries)}"]) == 0
+
+
 def test_a_template_that_cannot_be_filled(capsys):
     assert "data.prompt_template '{question}' cannot be filled" in problem(
         capsys, "prompt_template='{question}'", "eval_dataset_name=null"

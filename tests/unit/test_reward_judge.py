@@ -434,6 +434,7 @@ def test_a_key_that_is_not_set_is_named(server, monkeypatch):
     "wrong",
     [
         {"base_url": ""}, {"base_url": "localhost:8000"}, {"base_url": "ftp://host"}, {"base_url": "http://a:b@host"},
+        {"base_url": "http://key@host"}, {"base_url": "http://host:99999"}, {"base_url": "http://[::1"},
         {"model": ""}, {"prompt": "{question}"}, {"scale": 0}, {"scale": float("nan")}, {"scale": float("inf")},
         {"extra_body": {"messages": []}}, {"extra_body": {"stream": True}}, {"concurrency": 0}, {"retries": -1},
         {"requests_per_minute": 0}, {"timeout": 0}, {"max_calls": -1},
