@@ -17,6 +17,7 @@ from launch.plan import add_plan_flags, plan_command
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.secrets import without_secrets
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.signals import handled, ignore_signals, kill_children, stop
 from rl_vlm.errors import ConfigError, RLVLMError, Stopped
@@ -234,7 +235,7 @@ def _run_in_log(name: str, options: argparse.Namespace) -> int:
     except RLVLMError as error:
         # All processes of a machine find the same error in a config; other errors may occur in one process only.
         if is_first_of_machine() or not isinstance(error, ConfigError):
-            print(f"rl-vlm {name} {options.config} failed:\n{error}", file=sys.stderr)
+            _print_failure(f"{name} {options.config}", error)
         return error.exit_status
 
 
@@ -255,7 +256,7 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
         print("\nInterrupted.", file=sys.stderr)
         return stop.exit_status
     except RLVLMError as error:
-        print(f"rl-vlm {name} {' '.join(arguments)} failed:\n{error}", file=sys.stderr)
+        _print_failure(f"{name} {' '.join(arguments)}", error)
         return 2
 
 
@@ -312,6 +313,10 @@ def _show(description: str, problems: Sequence[str]) -> None:
     _print(description)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))  # both data may lack the same column
+
+
+def _print_failure(command: str, error: RLVLMError) -> None:
+    print(without_secrets(f"rl-vlm {command} failed:\n{error}"), file=sys.stderr)
 
 
 def _print(text: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.secrets import starred
 
 UNCHANGEABLE = {
     "the checkpoint's weights were trained with the old value": (
@@ -45,22 +46,19 @@ OF_ONE_START = ("train.resume_from_checkpoint", "train.overwrite_output_dir")
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Return every setting by its full name, in types that JSON has."""
-    sections = config.model_dump(mode="json")
+    """Return every setting by its full name, in types that JSON has. Secrets are starred out."""
+    sections = starred(config.model_dump(mode="json"))
     return {f"{section}.{leaf}": value for section, leaves in sections.items() for leaf, value in leaves.items()}
 
 
 def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, str]:
     """Return `old -> new` for each setting that differs from the saved ones, by full name.
 
-    A setting that the checkpoint's version did not have counts as unchanged.
+    A setting that the checkpoint's version did not have counts as unchanged, and so does another secret.
     """
     present = {name: value for name, value in flat_settings(config).items() if name not in OF_ONE_START}
-    return {
-        name: f"{saved[name]!r} -> {value!r}"
-        for name, value in present.items()
-        if name in saved and saved[name] != value
-    }
+    before = starred({name: saved[name] for name in present if name in saved})  # an earlier version starred nothing
+    return {name: f"{before[name]!r} -> {present[name]!r}" for name in before if before[name] != present[name]}
 
 
 def refused_changes(changes: Mapping[str, str], within_window: bool, keeps_best: bool) -> list[str]:

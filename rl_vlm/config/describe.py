@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import BatchPlan
 from rl_vlm.config.schema import SECTIONS, DataSource, MemoryConfig, RewardSpec, RunConfig, Section
+from rl_vlm.config.secrets import starred
 
 REWARD_ENTRY = "an entry of rewards.reward_funcs"
 DATA_ENTRY = "an entry of data.dataset_name"
@@ -17,8 +18,11 @@ HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, DATA_ENTRY: DataSource, R
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return every setting with its value as YAML, which `load_config` reads back to an equal config."""
-    return yaml_text.dump(config.model_dump(mode="json"))
+    """Return every setting with its value as YAML, which `load_config` reads back to an equal config.
+
+    Secrets are starred out, and `load_config` asks for them.
+    """
+    return yaml_text.dump(starred(config.model_dump(mode="json")))
 
 
 def describe(config: RunConfig, plan: BatchPlan | None = None) -> str:

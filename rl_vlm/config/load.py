@@ -9,7 +9,7 @@ them for another run.
 import difflib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from rl_vlm.config import trl_fields, yaml_text
 from rl_vlm.config.elsewhere import NESTED, instead_of
 from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec, RunConfig
+from rl_vlm.config.secrets import STARS, starred_places, without_secrets
 from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
 from rl_vlm.config.trl_objects import given_fields, is_trl_object, plain
 from rl_vlm.errors import ConfigError
@@ -91,6 +92,7 @@ def _merge(
         sources |= dict.fromkeys(found, source)
         problems += [f"{source}: {problem}" for problem in refused]
     settings |= fixed
+    problems += _starred_problems(settings, sources, path)
     if settings.get("rollout.engine") in (None, "hf"):
         settings = {name: value for name, value in settings.items() if name not in disabled}
     notes: list[str] = []
@@ -103,10 +105,20 @@ def _merge(
     except ValidationError as error:
         problems += _validation_problems(error, sources, path)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(without_secrets("\n".join(problems)))
     if flat and os.environ.get("RANK", "0") == "0":
         _log_defaults(path, defaults, [*notes, *missing_defaults(settings, in_file)])
     return config
+
+
+def _starred_problems(settings: Mapping[str, Any], sources: Mapping[str, str], path: str) -> Iterator[str]:
+    """Yield a line for each value that is starred out."""
+    for setting, value in settings.items():
+        for place in starred_places(value, setting):
+            yield (
+                f"{sources.get(setting, path)}: `{place}` is starred out ({STARS}), since a run writes no secrets; set "
+                f"`{setting}` again with the value, or let the function read it from an environment variable"
+            )
 
 
 def _log_defaults(path: str, taken: Mapping[str, Any], notes: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_vlm.config.schema import LogConfig
+from rl_vlm.config.secrets import starred
 from rl_vlm.errors import ConfigError, text_of
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,12 @@ class Trackers:
         )
 
     def start(self, run_name: str, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Open the trackers and send them the settings as `section.leaf`: numbers unchanged, all else as text."""
-        flat = {f"{section}.{leaf}": value for section, leaves in settings.items() for leaf, value in leaves.items()}
+        """Open the trackers and send them the settings as `section.leaf`: numbers unchanged, all else as text.
+
+        Secrets are starred out.
+        """
+        public = starred(settings)
+        flat = {f"{section}.{leaf}": value for section, leaves in public.items() for leaf, value in leaves.items()}
         plain = {name: value if isinstance(value, int | float) else str(value) for name, value in flat.items()}
         self.accelerator.init_trackers(run_name, config=plain)
 

@@ -17,6 +17,7 @@ from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
@@ -222,18 +223,23 @@ def has_live_names(config: RunConfig) -> bool:
 
 
 def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict[str, Any]:
-    """Return the fingerprint of an evaluation. One resumes another only if their fingerprints are equal."""
+    """Return the fingerprint of an evaluation, without secrets.
+
+    One resumes another only if their fingerprints are equal.
+    """
     files = [file_stamps(entry.name.split(":")[0]) for entry in data_sources(config.data, "eval")]
     sample_ids = [usable.rows.sample_ids[index] for index in usable.indices]
-    return {
-        "model": config.model.model_dump() | {"files": file_stamps(checkpoint)},
-        "data": config.data.model_dump() | {"files": files},
-        "samples": hashlib.sha256("\n".join(sample_ids).encode()).hexdigest(),
-        "rewards": config.rewards.model_dump()
-        | {"files": [file_stamps(s.function.split(":")[0]) for s in config.rewards.specs]},
-        "sampling": asdict(evaluation_sampling(config)),
-        "engine": config.evaluation.endpoint_url or config.rollout.engine,
-    }
+    return starred(
+        {
+            "model": config.model.model_dump() | {"files": file_stamps(checkpoint)},
+            "data": config.data.model_dump() | {"files": files},
+            "samples": hashlib.sha256("\n".join(sample_ids).encode()).hexdigest(),
+            "rewards": config.rewards.model_dump()
+            | {"files": [file_stamps(s.function.split(":")[0]) for s in config.rewards.specs]},
+            "sampling": asdict(evaluation_sampling(config)),
+            "engine": config.evaluation.endpoint_url or config.rollout.engine,
+        }
+    )
 
 
 def file_stamps(name: str) -> list[tuple[str, int, int]]:

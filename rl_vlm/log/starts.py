@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+
+from rl_vlm.config import yaml_text
+from rl_vlm.config.secrets import starred, without_secrets
 
 STARTS = "starts.jsonl"
 LAUNCHERS = {
@@ -55,7 +59,10 @@ def describe_start(num_processes: int) -> dict[str, Any]:
 
 
 def command_line(arguments: list[str]) -> str:
-    """Return the command as it can be typed: an installed script without its folder, a module of `launch` by name."""
+    """Return the command as it can be typed: an installed script without its folder, a module of `launch` by name.
+
+    Secrets are starred out.
+    """
     script = Path(arguments[0])
     program = [script.name]
     if script.name == "ipykernel_launcher.py":
@@ -64,7 +71,7 @@ def command_line(arguments: list[str]) -> str:
         program = (
             ["python", "-m", f"launch.{script.stem}"] if script.parent.name == "launch" else ["python", str(script)]
         )
-    return shlex.join([*program, *arguments[1:]])
+    return shlex.join([*program, *map(without_secrets_in, arguments[1:])])
 
 
 def launcher_command() -> str:
@@ -78,8 +85,20 @@ def launcher_command() -> str:
         arguments = []
     for i, argument in enumerate(arguments):
         if launcher := LAUNCHERS.get(Path(argument).name):
-            return f"{launcher} {shlex.join(arguments[i + 1 :])}"
+            return f"{launcher} {shlex.join(map(without_secrets_in, arguments[i + 1 :]))}"
     return command_line(sys.argv)
+
+
+def without_secrets_in(argument: str) -> str:
+    """Return an argument of a command with `***` in place of secrets: those of a setting, and what looks like one."""
+    key, equals, text = argument.partition("=")
+    try:
+        value = yaml_text.parse(text) if equals else None
+    except yaml.YAMLError:
+        value = None
+    if (public := starred(value, key.rpartition(".")[2].lstrip("-"))) != value:
+        return f"{key}={yaml_text.one_line(public)}"
+    return without_secrets(argument)
 
 
 def installed_version(package: str) -> str | None:

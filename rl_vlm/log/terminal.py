@@ -6,14 +6,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rl_vlm.config.secrets import without_secrets
+
 
 class BarAwareHandler(logging.Handler):
-    """Prints messages on standard error, above a progress bar if there is one."""
+    """Prints messages without secrets on standard error, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stderr)
+        tqdm.write(without_secrets(self.format(record)), file=sys.stderr)
 
 
 @contextmanager

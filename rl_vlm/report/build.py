@@ -17,10 +17,10 @@ from typing import Any
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.secrets import without_secrets
 from rl_vlm.errors import ConfigError, shorten, text_of
 from rl_vlm.log.directory import REPORT
 from rl_vlm.log.files import write_file
-from rl_vlm.log.private import without_secrets
 from rl_vlm.log.terminal import is_first_process
 from rl_vlm.report.curves import charts_of
 from rl_vlm.report.diversity import MOST_LISTED, diversity_of

@@ -15,6 +15,7 @@ from rewards.calling import parameters
 from rewards.contract import Answer, Fault, Score, failed
 from rewards.forms import Form
 from rl_vlm.config.schema import RewardsConfig
+from rl_vlm.config.secrets import without_secrets
 from rl_vlm.errors import RewardError, shorten
 from rl_vlm.names import is_column, is_metric
 from rl_vlm.reward.function import Reward, random_states_kept
@@ -145,12 +146,12 @@ class RewardSuite:
         for (p, i), score in zip(rows, scores, strict=True):
             if isinstance(score, Fault):
                 places.setdefault(score, {}).setdefault(groups[p].prompt.sample.sample_id, []).append(i)
-                table.faults.setdefault((p, i), []).append(shorten(f"{name}/{score.kind}: {score.message}"))
+                table.faults.setdefault((p, i), []).append(shown(f"{name}/{score.kind}: {score.message}"))
         for fault, masked in places.items():
             key = f"{name}/{fault.kind}"
             table.fault_counts[key] = table.fault_counts.get(key, 0) + sum(map(len, masked.values()))
             where = ", ".join(f"{sample_id} {completions}" for sample_id, completions in masked.items())
-            message = shorten(f"{key}: {fault.message}; masked completions of samples: {where}")
+            message = shown(f"{key}: {fault.message}; masked completions of samples: {where}")
             table.fault_messages.append(message)
             if key not in self._warned:
                 self._warned.add(key)
@@ -181,6 +182,11 @@ def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list
         fault = Fault("name", f"{', '.join(problems)}: the run or another function has this name; choose another")
         checked.append(failed(fault, len(answer.scores)) if problems else answer)
     return checked
+
+
+def shown(text: str) -> str:
+    """Return the text of a fault as files and the log show it."""
+    return shorten(without_secrets(text))
 
 
 def _as_float(score: Score) -> float:

@@ -25,6 +25,9 @@ VLLM = """
 SERVED = [*MODEL, *REVISION, *PROCESSOR, *GENERATION, *VLLM]
 """The settings that serving reads, by full name."""
 
+UNREAD = {"rewards.reward_funcs": None, "rewards.reward_weights": None}
+"""Settings of a run that may hold secrets, which its config.yaml does not have."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -44,7 +47,7 @@ def find_served(name: str, engine: str, overrides: Sequence[str]) -> Served:
     """
     checkpoint, record = find_checkpoint(name)
     source = str(record or checkpoint)
-    recorded = {} if record is None else recorded_settings(load_config(record), checkpoint, engine)
+    recorded = {} if record is None else recorded_settings(load_config(record, fixed=UNREAD), checkpoint, engine)
     given = recorded | {"model.model_name_or_path": checkpoint, "rollout.engine": engine}
     before, config = config_with(given, source, []), config_with(given, source, overrides)
     changed = [name for name, value in flat_settings(config).items() if value != flat_settings(before)[name]]

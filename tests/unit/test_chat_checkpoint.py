@@ -45,6 +45,14 @@ def test_the_newest_complete_checkpoint_of_a_run_with_its_settings(run):
     assert (config.data.system_prompt, config.rollout.top_k, config.data.dataset_name) == (None, 0, None)
 
 
+def test_a_run_whose_config_lacks_secrets_is_served(tmp_path):
+    entry = {"function": "mine.py:f", "kwargs": {"api_key": "a"}}
+    run = make_run(tmp_path / "run", reward_funcs=[entry], reward_weights=[2.0], max_pixels=1024)
+    write_checkpoint(run, 4)
+    assert "api_key: '***'" in (run / "config.yaml").read_text()
+    assert find_served(str(run), "hf", []).config.data.max_pixels == 1024
+
+
 def test_the_checkpoint_of_the_summary_comes_first(run):
     (run / "summary.json").write_text(json.dumps({"checkpoint": "moved/checkpoint-4"}))
     assert find_served(str(run), "hf", []).checkpoint == str(run / "checkpoint-4")

@@ -480,7 +480,7 @@ def test_secrets_in_settings_and_commands_are_not_on_the_page(tmp_path: Path):
     (folders[0] / "starts.jsonl").write_text(json.dumps(start) + "\n")
     page = build_page(read_records(folders))
     assert not [secret for secret in ("abc123secret", "hunter2", "hunter3", "hf_abcdefghijkl") if secret in page]
-    assert "tokens: 16384" in page and "rl-vlm train c.yaml hub_token=…" in page
+    assert "tokens: 16384" in page and "rl-vlm train c.yaml hub_token=***" in page
 
 
 def test_faults_of_evaluations_within_a_run_count_and_rows_that_no_function_scores_do_not(tmp_path: Path):
