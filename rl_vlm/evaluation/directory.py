@@ -8,7 +8,7 @@ evaluation/
     report.html             all of it, to look at; see rl_vlm/report/
     dropped_prompts.jsonl   the rows of the data that were left out, each with the reason
     kept.parquet            the rows of the data whose success rate is in the range of `--keep`
-    images/                 images that the data holds as pixels, each once; others stay where they are
+    images/                 small copies of the images, each once, for the report
     unfinished/             settings.json and a file per finished chunk; deleted when the command is complete
 """
 
@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.data.images import image_path
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row
 from rl_vlm.log.completions import write_rows
 from rl_vlm.log.directory import DROPPED, write_dropped
-from rl_vlm.log.files import atomic_write, write_file
-from rl_vlm.log.images import image_digest
+from rl_vlm.log.files import write_file
+from rl_vlm.log.images import PromptImages
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,7 +50,7 @@ class EvaluationDirectory:
     def __init__(self, path: Path, image_folder: Path) -> None:
         """`image_folder` may be shared with the evaluations of other models."""
         self.path = path
-        self.image_folder = image_folder
+        self.images = PromptImages(image_folder, num_prompts=1)
         self.unfinished = path / "unfinished"
 
     def resume(self, settings: Mapping[str, Any]) -> list[Chunk]:
@@ -75,25 +73,9 @@ class EvaluationDirectory:
         write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
         return Chunk(**json.loads(text))
 
-    def image_references(self, row: Row, images: Sequence[Image], folder: Path) -> list[str]:
-        """Return a path per image of a row: the data's own, in `folder`, or that of a file written here.
-
-        The latter is relative to `path`.
-        """
-        values = [value for name in IMAGE_COLUMNS for value in as_list(row.get(name))]
-        return [
-            str(folder / given) if (given := image_path(value)) else os.path.relpath(self.write_image(image), self.path)
-            for value, image in zip(values, images, strict=True)
-        ]
-
-    def write_image(self, image: Image) -> Path:
-        """Write an image as a PNG named by a hash of its pixels, unless it exists, and return the path."""
-        path = self.image_folder / f"{image_digest(image)}.png"
-        if not path.exists():
-            self.image_folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as unfinished:
-                image.save(unfinished, format="PNG")
-        return path
+    def write_images(self, images: Sequence[Image]) -> list[str]:
+        """Write a small copy of each image, unless it exists, and return their paths relative to `path`."""
+        return [os.path.relpath(self.images.write_image(image), self.path) for image in images]
 
     def write(
         self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]
@@ -119,9 +101,3 @@ class EvaluationDirectory:
 def plain(value: Any) -> Any:
     """Return the value as it is read back from JSON."""
     return json.loads(json.dumps(value, default=str))
-
-
-def as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]

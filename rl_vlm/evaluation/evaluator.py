@@ -158,8 +158,7 @@ class Evaluator:
         """Return the sample's columns as `data/<column>`, and the paths of its images."""
         columns = data_columns(sample.columns)
         if directory is not None:
-            folder = self.rows.part(index).image_folder
-            columns["images"] = directory.image_references(self.rows.source[index], sample.images, folder)
+            columns["images"] = directory.write_images(sample.images)
         elif self.images is not None:
             with disk_errors(self.images.folder):
                 columns["images"] = self.images.write(sample)

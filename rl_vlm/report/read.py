@@ -68,6 +68,11 @@ class Record:
         return self.path / "completions" if self.kind == "training" else self.path
 
     @property
+    def root(self) -> Path:
+        """Return the directory below which its images are: the evaluations of a comparison share that of all."""
+        return self.path if self.kind == "training" else started_in(self.path)
+
+    @property
     def reward_funcs(self) -> list[Any]:
         return self.settings.get("rewards", {}).get("reward_funcs", [])
 
@@ -172,10 +177,10 @@ def read_run(folder: Path) -> Record:
 
 
 def read_evaluation(folder: Path, name: str) -> Record:
-    """Read the evaluation of one model. The starts of a comparison are in the folder above."""
+    """Read the evaluation of one model."""
     notes: list[str] = []
     rows, num_rows = read_windows([folder / EVALUATED], MOST_ROWS, notes)
-    started = folder if (folder / STARTS).is_file() else folder.parent
+    started = started_in(folder)
     return Record(
         name,
         folder,
@@ -189,6 +194,11 @@ def read_evaluation(folder: Path, name: str) -> Record:
         dropped=readable(read_json_lines, folder / DROPPED, [], notes),
         notes=notes,
     )
+
+
+def started_in(folder: Path) -> Path:
+    """Return the folder of the starts of an evaluation: of one in a comparison, the folder above."""
+    return folder if (folder / STARTS).is_file() else folder.parent
 
 
 def readable(read: Callable[[Path], T], path: Path, instead: T, notes: list[str]) -> T:

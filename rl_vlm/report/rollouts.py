@@ -28,6 +28,9 @@ MOST_IMAGES = 250
 """Images on the page: a few more than a run keeps on average."""
 IMAGE_BYTES = 9_000_000
 """Bytes of all images on the page, as text."""
+MOST_FILE_BYTES = 30_000_000
+MOST_PIXELS = 32_000_000
+"""Of an image file. A run itself writes small ones."""
 TEXT_BYTES = 3_500_000
 """Bytes of all completions on the page. Longer ones lose their middle first."""
 PROMPT_BYTES = 1_500_000
@@ -60,11 +63,11 @@ class Images:
         self.num_left_out = 0
         self.size = 0
 
-    def add(self, path: Path) -> int | None:
-        """Return the number of an image on the page, or None if it is missing or the page has enough."""
+    def add(self, path: Path, root: Path) -> int | None:
+        """Return the number of an image on the page, or None if it is no file below `root` or the page has enough."""
         key = str(path)
         if key not in self.index:
-            self.index[key] = self.read(path)
+            self.index[key] = self.read(path) if is_file_below(root, path) else None
         return self.index[key]
 
     def read(self, path: Path) -> int | None:
@@ -80,12 +83,26 @@ class Images:
         return len(self.uris) - 1
 
 
+def is_file_below(root: Path, path: Path) -> bool:
+    """Return whether a path, whatever its links and dots, is a file below `root` that is not too large to be read.
+
+    The files of a run may come from someone else. They may name a device, which has no end, or a file of this machine.
+    """
+    try:
+        real = path.resolve()
+        return real.is_relative_to(root.resolve()) and real.is_file() and real.stat().st_size <= MOST_FILE_BYTES
+    except (OSError, ValueError):  # of a loop of links, a name that is too long, a null byte
+        return False
+
+
 def data_uri(path: Path) -> str:
-    """Return an image as a JPEG of at most `LONG_SIDE` pixels in a data URI."""
+    """Return an image as a JPEG of at most `LONG_SIDE` pixels in a data URI. Raises ValueError if it has too many."""
     from PIL import Image, ImageOps
 
     content = path.read_bytes()
-    with Image.open(io.BytesIO(content)) as image:
+    with Image.open(io.BytesIO(content), formats=["JPEG", "PNG"]) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{path} has {image.width} x {image.height} pixels")
         if image.format != "JPEG" or max(image.size) > LONG_SIDE or image.getexif():
             image.draft("RGB", (2 * LONG_SIDE, 2 * LONG_SIDE))
             file = io.BytesIO()
@@ -232,7 +249,7 @@ def length_limit(lengths: Sequence[int], budget: int) -> int:
 def describe_group(one: Shown, record: Record, page: Page) -> dict[str, Any]:
     """Describe a group and its completions."""
     row = one.group[0]
-    numbers = [page.images.add(image_path(record.image_folder, name)) for name in row.get("images") or []]
+    numbers = [page.images.add(record.image_folder / name, record.root) for name in row.get("images") or []]
     return {
         "run": one.run,
         "heldOut": one.is_held_out,
@@ -317,11 +334,6 @@ def num_bytes(text: str) -> int:
 
 def describe_regions(regions: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"at": [round(number, 1) for number in region.numbers], "label": region.label} for region in regions]
-
-
-def image_path(folder: Path, name: str) -> Path:
-    """Return the path of an image: relative to the completions file, or as the data gave it to the evaluation."""
-    return folder / name if (folder / name).is_file() else Path(name)
 
 
 def cut(text: str, limit: int) -> str:

@@ -65,17 +65,13 @@ def noise(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(256, size=(4, 6, 3), dtype=np.uint8))
 
 
-def test_images_are_named_where_they_lie_or_written_once(tmp_path):
-    files, scan, other = directory(tmp_path), noise(0), noise(1)
-    folder = Path("data")
-    assert files.image_references({"image": "a.png"}, [scan], folder) == ["data/a.png"]
-    assert files.image_references({"images": [{"bytes": None, "path": "a.png"}]}, [scan], folder) == ["data/a.png"]
-    pixels = files.image_references({"images": [scan, {"bytes": b"png", "path": "gone.png"}]}, [scan, other], folder)
-    assert files.image_references({"image": scan}, [scan.copy()], folder) == pixels[:1]
-    assert files.image_references({"image": None, "prompt": "text"}, [], folder) == []
-    written = [files.path / reference for reference in pixels]
-    assert sorted(files.image_folder.iterdir()) == sorted(written)
-    assert [np.array(Image.open(path)).tolist() for path in written] == [np.array(i).tolist() for i in (scan, other)]
+def test_small_copies_of_images_are_written_once(tmp_path):
+    files, scan, other = directory(tmp_path), Image.new("RGB", (900, 600), "red"), noise(1)
+    names = files.write_images([scan, other])
+    assert files.write_images([scan.copy()]) == names[:1] and files.write_images([]) == []
+    written = [files.path / name for name in names]
+    assert sorted((files.path / "images").iterdir()) == sorted(written)
+    assert [Image.open(path).size for path in written] == [(448, 299), other.size]
 
 
 def scored(*scores: tuple[int, float | None]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@ import base64
 import io
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -410,8 +411,26 @@ def test_boxes_and_logged_values_have_budgets(tmp_path: Path, monkeypatch: pytes
 
 def test_an_image_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (record,) = read_records([write_run(tmp_path / "run")])
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow refuses twice as many
+    monkeypatch.setattr("rl_vlm.report.rollouts.MOST_PIXELS", 40 * 20 - 1)
     assert browser_data([record])["images"] == []
+    monkeypatch.setattr("rl_vlm.report.rollouts.MOST_PIXELS", 40 * 20)
+    assert len(browser_data([record])["images"]) == 2
+    monkeypatch.setattr("rl_vlm.report.rollouts.MOST_FILE_BYTES", 100)
+    assert browser_data([record])["images"] == []
+
+
+def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    outside = tmp_path / "outside.jpg"
+    Image.new("RGB", (8, 6), "red").save(outside)
+    names = ["/dev/zero", "../../outside.jpg", str(outside), "images/link.jpg", "images/pipe.jpg", "images", "a" * 5000]
+    folder = write_run(tmp_path / "run", more={"images": [*names, "images/../images/0.jpg", "nul\x00"]})
+    (folder / "completions" / "images" / "link.jpg").symlink_to(outside)
+    os.mkfifo(folder / "completions" / "images" / "pipe.jpg")
+    opened = []
+    monkeypatch.setattr("rl_vlm.report.rollouts.data_uri", lambda path: opened.append(path) or "data:")
+    (group, *_) = browser_data(read_records([folder]))["groups"]
+    assert [path.resolve() for path in opened] == [folder / "completions" / "images" / "0.jpg"]
+    assert group["images"] == [None] * len(names) + [0, None]
 
 
 def test_ranks_record_the_command_of_their_launcher(tmp_path: Path):
