@@ -1,12 +1,13 @@
 """The `rl-vlm` command. Commands import what they need when they run, so help and config errors need no torch."""
 
 import argparse
+import atexit
 import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.distributed.launcher import end_with_launcher
-from rl_vlm.distributed.signals import handled, ignore_signals, kill_children, stop
+from rl_vlm.distributed.signals import handled, ignored_afterwards, kill_children, stop
 from rl_vlm.errors import ConfigError, RLVLMError, Stopped
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_first_process, shown_log
 from rl_vlm.memory.allocator import configure_allocator
@@ -154,20 +155,26 @@ def command() -> NoReturn:
 
 
 def end_process_after(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and exit with the status that it returns.
+    """Call `main` and end the process with the status that it returns.
 
-    Python waits for threads and child processes before it exits. Those of users' functions may never end, so that the
-    process is ended after `EXIT_SECONDS`, with a message that names them.
+    Threads and child processes are waited for, as Python does. Those of users' functions may never end, so that the
+    process is ended after `EXIT_SECONDS`, with a message that names them. The interpreter is not torn down: a thread
+    in C++ code that needs Python's lock meanwhile, such as one of gloo or of the watch, would abort the process.
     """
     status = 1
     try:
-        status = main()
-    finally:
-        ignore_signals()  # first: the launcher may repeat a signal now
-        timer = threading.Timer(EXIT_SECONDS, end_at_once, [status])
-        timer.daemon = True
-        timer.start()
-    sys.exit(status)
+        with ignored_afterwards():
+            status = main()
+    except SystemExit as ended:  # of argparse
+        status = int(ended.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    timer = threading.Timer(EXIT_SECONDS, end_at_once, [status])
+    timer.daemon = True
+    timer.start()
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    _end(status)
 
 
 def end_at_once(status: int) -> NoReturn:
@@ -182,7 +189,14 @@ def end_at_once(status: int) -> NoReturn:
         flush=True,
     )
     kill_children()
-    sys.stdout.flush()
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process without the interpreter's teardown."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader has ended, or it is closed
+            stream.flush()
     os._exit(status)
 
 

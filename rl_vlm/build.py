@@ -25,7 +25,7 @@ from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, has_max_pixels, load_processor
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.optimizer import Optimizer
-from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import ConfigError, DataError
@@ -123,9 +123,7 @@ class Parts:
 
 def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     """Build the parts of a run; `opened` closes them. Raises RLVLMError if they cannot be built."""
-    ranks = Ranks(config.train)
-    opened.callback(ranks.close)
-    opened.enter_context(ranks.failures_shared())
+    ranks = opened.enter_context(joined(config.train))
     with ranks.agree():
         strategy = select_strategy(ranks, config)
         plan = plan_batches(config, ranks.world_size)

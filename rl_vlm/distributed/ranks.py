@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -138,6 +138,16 @@ class Ranks:
         elif torch.distributed.is_initialized():
             atexit.unregister(leave_group)
             atexit.register(leave_group)
+
+
+@contextmanager
+def joined(train: TrainConfig) -> Iterator[Ranks]:
+    """Join the processes for the block, as `Ranks` does, and leave them however it ends.
+
+    A rank that ended otherwise would be watched, and would watch, while the interpreter is torn down.
+    """
+    with closing(Ranks(train)) as ranks, ranks.failures_shared():
+        yield ranks
 
 
 @contextmanager

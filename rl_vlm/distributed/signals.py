@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
@@ -127,6 +127,9 @@ class Stop:
             self.num_postponed -= 1
 
 
+_restored: dict[int, Any] = {}
+"""Handlers that `handled` sets at its end in place of the earlier ones."""
+
 stop = Stop()
 """The request to stop this process, which is one for all of its runs."""
 
@@ -164,13 +167,11 @@ def handled() -> Iterator[None]:
     descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=_note_signals, args=(reader,), name="signals", daemon=True)
     thread.start()
-    for number in before:
-        signal.signal(number, _interrupt)
+    _set_handlers(dict.fromkeys(before, _interrupt))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _set_handlers(before | _restored)
         signal.set_wakeup_fd(descriptor_before)
         os.write(writer, NO_MORE)  # a forked process may keep the pipe open
         thread.join()  # or a signal that it notes later would end the process
@@ -180,10 +181,23 @@ def handled() -> Iterator[None]:
             stop.timer.cancel()
 
 
-def ignore_signals() -> None:
-    """Ignore the signals from now on, in a process that is ending: its exit status stands."""
-    for number in COUNTS_AS:
-        signal.signal(number, signal.SIG_IGN)
+@contextmanager
+def ignored_afterwards() -> Iterator[None]:
+    """Run a process's command in this context, and ignore the signals from its end: its exit status stands.
+
+    The launcher sends the other ranks a signal when the first one has ended.
+    """
+    global _restored
+    _restored = dict.fromkeys(COUNTS_AS, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        _set_handlers(_restored)
+
+
+def _set_handlers(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -20,7 +20,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.data.samples import Rows
-from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import check_evaluation_launch
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
@@ -98,13 +98,10 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     """
     config = next(iter(configs.values()))
     check_evaluable(config)
-    ranks = Ranks(config.train)
-    check_evaluation_launch(ranks.launch, config.model.dtype)
     root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
-    with ExitStack() as opened:
-        opened.callback(ranks.close)
-        opened.enter_context(ranks.failures_shared())
+    with joined(config.train) as ranks, ExitStack() as opened:
         with ranks.agree():
+            check_evaluation_launch(ranks.launch, config.model.dtype)
             if ranks.is_main:
                 opened.enter_context(lock_directory(root))
         return evaluate_in(root, configs, options, ranks)

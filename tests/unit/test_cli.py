@@ -317,10 +317,21 @@ def test_help_and_config_errors_need_no_torch(config):
 
 
 LEAVES = """
-import multiprocessing, sys, threading, time
+import atexit, multiprocessing, os, signal, sys, threading, time
 from launch import cli
+from rl_vlm.distributed.signals import handled
 
 def stay(): time.sleep(600)
+
+def use_store():
+    from torch.distributed import TCPStore
+    store = TCPStore("127.0.0.1", 0, None, True)
+    def use():
+        while True:
+            store.set("beat", "0")
+    for _ in range(4):
+        threading.Thread(target=use, daemon=True).start()
+    time.sleep(0.1)
 
 def main():
     print("written")
@@ -328,8 +339,16 @@ def main():
         threading.Thread(target=stay, name="stays").start()
     if "process" in sys.argv:
         multiprocessing.get_context("fork").Process(target=stay, name="stays").start()
+    if "store" in sys.argv:
+        use_store()
+    if "signal" in sys.argv:
+        with handled():
+            pass
+        atexit.register(print, "signalled", os.kill(os.getpid(), signal.SIGTERM))
     if "error" in sys.argv:
         raise ValueError("no luck")
+    if "usage" in sys.argv:
+        cli.main(["train"])
     return 3
 
 cli.EXIT_SECONDS = 600 if "short" in sys.argv else 0.5
@@ -345,11 +364,14 @@ cli.end_process_after(main)
         ("thread error", 1, "ValueError: no luck"),
         ("short", 3, ""),
         ("short error", 1, "ValueError: no luck"),
+        ("short usage", 2, "the following arguments are required: CONFIG"),
+        ("short signal", 3, ""),
+        ("short store", 3, ""),
     ],
 )
 def test_a_finished_command_ends_whatever_users_functions_left(words, status, said):
     command = [sys.executable, "-c", LEAVES, *words.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout) == (status, "written\n")
+    assert (result.returncode, result.stdout) == (status, "written\n" + "signalled None\n" * ("signal" in words))
     assert said in result.stderr
     assert ("rl-vlm has finished" in result.stderr) is ("short" not in words)
