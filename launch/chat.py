@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from launch.help import LOCAL_HOSTS, add_host
+from launch.help import LOCAL_HOSTS, add_host, port_or_any
 from rl_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def chat_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="what samples; default: hf")
     add_host(parser)
-    parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="default: 8000; 0 is any that is free")
+    parser.add_argument(
+        "--port", type=port_or_any, default=8000, metavar="PORT", help="default: 8000; 0 is any that is free"
+    )
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="name that requests give the model; default: CHECKPOINT as written"
     )

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from launch.doctor import add_doctor_flags, doctor_command
-from launch.help import add_help, add_host
+from launch.help import add_help, add_host, port
 from launch.nodes import add_launch_flags, launch_command
 from launch.plan import add_plan_flags, plan_command
 from rl_vlm.config.batches import plan_batches
@@ -85,7 +85,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.usage} [--host HOST] [--port PORT]"
     add_host(parser)
     parser.add_argument(
-        "--port", type=int, metavar="PORT",
+        "--port", type=port, metavar="PORT",
         help="port of the first server, and the next ones for others; default: any that is free",
     )  # fmt: skip
 

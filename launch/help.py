@@ -55,6 +55,7 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+LAST_PORT = 65535
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Values of `--host` that other machines cannot reach."""
 
@@ -65,3 +66,16 @@ def add_host(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", metavar="HOST",
         help="interface to listen on; default: 127.0.0.1, which other machines cannot reach",
     )  # fmt: skip
+
+
+def port(text: str) -> int:
+    """Return the number of a port. Raises ArgumentTypeError if there is no such port."""
+    number = int(text) if text.isdecimal() and len(text) <= len(str(LAST_PORT)) else 0
+    if not 1 <= number <= LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 1 to {LAST_PORT}")
+    return number
+
+
+def port_or_any(text: str) -> int:
+    """Return the number of a port, or 0, which stands for any that is free."""
+    return 0 if text == "0" else port(text)

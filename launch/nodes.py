@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import math
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
+from launch.help import LAST_PORT, LOCAL_HOSTS, port
 from launch.serve import joining_words
+from rl_vlm.config import yaml_text
+from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
@@ -21,17 +27,28 @@ FILES = Path(__file__).parent / "accelerate"
 ENGINES = ("ddp", "zero2", "zero3", "zero3_offload", "fsdp2")
 """How ranks hold the model: the files of `FILES` for GPUs."""
 FIRST_PORT, SERVER_PORT = 29500, 8000
+DAY = "24:00:00"
 MARGIN = 30
 """Seconds that a launcher, and Slurm, wait for longer than the run's own grace period."""
 MOST_RESTARTS = 3
 """Of the processes of one machine, after one of them has died."""
+LONGEST_WARNING = 65535
+"""Seconds before the time limit at which Slurm can send a signal."""
+HOST_NAME = re.compile(r"(?!.{254})[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*", re.ASCII)
+SLURM_TIME = re.compile(
+    r"(?P<days>\d{1,6})-(?P<hours>\d{1,6})(:(?P<minutes>\d{1,6})(:(?P<seconds>\d{1,6}))?)?"
+    r"|((?P<h>\d{1,6}):)?(?P<m>\d{1,6}):(?P<s>\d{1,6})|(?P<alone>\d{1,6})",
+    re.ASCII,
+)
 
 
 class Shell(str):
-    """Part of a command that the shell expands; other words are quoted."""
+    """Part of a word that the shell expands, such as `$i`. All others are quoted."""
 
 
-Words = Sequence[str]
+Word = str | tuple[str, ...]
+"""A word of a command, whole or in parts."""
+Words = Sequence[Word]
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,7 @@ class Cluster:
     """The machines of a run."""
 
     hosts: list[str]
-    """Names or addresses, in the shell's language: those that train, then those that sample."""
+    """Names, addresses or, in a Slurm job, expressions of class `Shell`: those that train, then those that sample."""
     num_training: int
     gpus: int
     """Of each machine."""
@@ -60,6 +77,8 @@ class Job:
     words: list[str]
     """The config's path and overrides."""
     cluster: Cluster
+    time: str = DAY
+    """Time limit of a Slurm job."""
 
     @property
     def output_dir(self) -> str:
@@ -71,31 +90,38 @@ class Job:
         """Return the time that launchers give their processes to save."""
         return math.ceil(self.config.train.stop_grace_seconds) + MARGIN
 
+    @property
+    def warning_seconds(self) -> int:
+        """Return the time before the limit of a Slurm job at which the run is told to save."""
+        return self.shutdown_seconds + MARGIN
+
     def trainer_words(self) -> Words:
         """Return the arguments of `launch.train`, which resumes a run that has begun."""
         resumed = ["resume_from_checkpoint=auto"]
         if not self.cluster.num_sampling:
             return [*self.words, *resumed]
         urls = [
-            f"http://{host}:{SERVER_PORT + i}"
+            part
             for host in self.cluster.hosts[self.cluster.num_training :]
             for i in range(self.num_servers())
+            for part in (",http://", host, f":{SERVER_PORT + i}")
         ]
-        joins = Shell(f'"vllm_server_base_url=[{",".join(urls)}]"')
+        joins = ("vllm_server_base_url=[", urls[0].removeprefix(","), *urls[1:], "]")
         return [*joining_words(self.words, self.config.vllm), joins, *resumed]
 
     def num_servers(self) -> int:
         """Return the number of servers on a machine."""
         return self.cluster.gpus // self.config.vllm.vllm_tensor_parallel_size
 
-    def server_words(self, folder: str) -> Words:
-        """Return the command that starts the servers of one machine, with logs in `folder` of the run directory."""
+    def server_words(self, number: str) -> Words:
+        """Return the command that starts the servers of one machine, with logs in a folder of this number."""
         size = self.config.vllm.vllm_tensor_parallel_size
         devices = [",".join(map(str, range(i * size, (i + 1) * size))) for i in range(self.num_servers())]
         settings = [f"vllm_num_servers={len(devices)}", f"vllm_server_devices={json.dumps(devices)}"]
         if self.config.rollout.engine != "vllm_server":  # the file has the share of GPUs that also train
             settings.append("vllm_gpu_memory_utilization=0.9")
-        place = Shell(f'"train.output_dir={self.output_dir}/{folder}"')
+        before, _, after = yaml_text.one_line(f"{self.output_dir}/servers-0").rpartition("0")
+        place = (f"train.output_dir={before}", number, after)
         return ["rl-vlm", "serve", *self.words, *settings, place, "--host", "0.0.0.0", "--port", str(SERVER_PORT)]
 
     def accelerate_words(self) -> Words:
@@ -105,13 +131,8 @@ class Job:
         options = ["--config_file", file if not file.startswith("..") else str(FILES / f"{cluster.engine}.yaml")]
         options += ["--num_processes", str(cluster.num_training * cluster.gpus)]
         if cluster.num_training > 1:
-            options += [
-                "--num_machines",
-                str(cluster.num_training),
-                "--main_process_ip",
-                Shell(f'"{cluster.hosts[0]}"'),
-            ]
-            options += ["--main_process_port", str(cluster.port)]
+            options += ["--num_machines", str(cluster.num_training)]
+            options += ["--main_process_ip", cluster.hosts[0], "--main_process_port", str(cluster.port)]
         else:
             options += ["--max_restarts", str(MOST_RESTARTS)]
         return [*options, "-m", "launch.train", *self.trainer_words()]
@@ -138,36 +159,87 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
         help="names or addresses of the machines: those that train, then those with servers; not for --slurm",
     )  # fmt: skip
     parser.add_argument(
-        "--port", type=int, default=FIRST_PORT, metavar="PORT",
+        "--port", type=port, default=FIRST_PORT, metavar="PORT",
         help=f"free port of the first machine; default: {FIRST_PORT}",
     )  # fmt: skip
     parser.add_argument("--slurm", action="store_true", help="print one file for sbatch, which queues itself again")
-    parser.add_argument(
-        "--time", default="24:00:00", metavar="TIME", help="time limit of the Slurm job; default: 1 day"
-    )
+    parser.add_argument("--time", metavar="TIME", help=f"time limit of the Slurm job; default: {DAY}")
 
 
 def launch_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Print the commands that start a run on several machines, or a job file for Slurm."""
     job = planned_job(config, options)
     check(job)
-    print(slurm_file(job, options.time) if options.slurm else commands(job), end="")
+    print(slurm_file(job) if options.slurm else commands(job), end="")
 
 
 def planned_job(config: RunConfig, options: argparse.Namespace) -> Job:
-    """Return the job that the options describe. Raises ConfigError if a number is out of range."""
+    """Return the job that the options describe. Raises ConfigError if a value is out of range."""
     num_hosts = options.nodes + options.rollout_nodes
     if min(options.nodes, options.gpus) < 1 or options.rollout_nodes < 0:
         raise ConfigError("--nodes and --gpus are numbers from 1, and --rollout-nodes is one from 0")
-    if options.hosts and options.slurm:
+    if options.hosts is not None and options.slurm:
         raise ConfigError("--hosts: Slurm chooses the machines; leave it out")
-    if options.hosts and len(options.hosts) != num_hosts:
-        raise ConfigError(f"--hosts has {len(options.hosts)} names for {num_hosts} machines; give one for each")
-    hosts = options.hosts or [f"node-{i}" for i in range(num_hosts)]
-    if options.slurm:
-        hosts = [f"${{hosts[{i}]}}" for i in range(num_hosts)]
+    if options.time is not None and not options.slurm:
+        raise ConfigError("--time is the limit of a Slurm job: add --slurm, or leave it out")
+    if options.hosts is not None:
+        check_hosts(options.hosts, num_hosts)
+    plan_batches(config, options.nodes * options.gpus)  # refuses numbers for which the lists below would be long
+    hosts = options.hosts or [Shell(f"${{hosts[{i}]}}") if options.slurm else f"node-{i}" for i in range(num_hosts)]
     cluster = Cluster(hosts, options.nodes, options.gpus, options.engine, options.port)
-    return Job(config, [options.config, *options.overrides], cluster)
+    path = options.config if not options.config.startswith("-") else f"./{options.config}"  # no option of a command
+    job = Job(config, [path, *options.overrides], cluster, DAY if options.time is None else options.time)
+    if options.slurm:
+        check_time(job.time, job.warning_seconds)
+    return job
+
+
+def check_hosts(hosts: Sequence[str], number: int) -> None:
+    """Raise ConfigError unless these are names or addresses of so many machines."""
+    for host in hosts:
+        if not is_host(host):
+            raise ConfigError(
+                f"--hosts: {host!r} is no name or IPv4 address of a machine; give them separated by commas, as in a,b"
+            )
+    if len(hosts) != number:
+        raise ConfigError(f"--hosts has {len(hosts)} names for {number} machines; give one for each")
+    if twice := [host for host in hosts if hosts.count(host) > 1]:
+        raise ConfigError(f"--hosts names {twice[0]} twice; each machine has one entry")
+    if number > 1 and (local := [host for host in hosts if host in LOCAL_HOSTS or host.startswith("127.")]):
+        raise ConfigError(f"--hosts: {local[0]} is another machine on each of them; give a name that all can reach")
+
+
+def is_host(text: str) -> bool:
+    """Return whether the text is a name of a host, or an IPv4 address that a machine can have."""
+    if re.fullmatch(r"[0-9.]+", text, re.ASCII):
+        try:
+            return not ipaddress.IPv4Address(text).is_unspecified
+        except ValueError:
+            return False
+    return HOST_NAME.fullmatch(text) is not None
+
+
+def check_time(text: str, warning: int) -> None:
+    """Raise ConfigError unless the text is a time limit of Slurm that leaves the `warning` in seconds, with which the
+    run saves.
+    """
+    found = SLURM_TIME.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"--time {text!r} is no time limit of Slurm: write hours:minutes:seconds, or days-hours")
+    if warning > LONGEST_WARNING:
+        raise ConfigError(
+            f"`stop_grace_seconds` asks for a signal {warning} s before the time limit, and Slurm sends it at most "
+            f"{LONGEST_WARNING} s before: set it lower"
+        )
+    numbers = {name: int(value or 0) for name, value in found.groupdict().items()}
+    minutes = numbers["minutes"] + numbers["m"] + numbers["alone"]
+    hours = 24 * numbers["days"] + numbers["hours"] + numbers["h"]
+    seconds = 3600 * hours + 60 * minutes + numbers["seconds"] + numbers["s"]
+    if seconds <= warning:
+        raise ConfigError(
+            f"--time {text} is {seconds} s, and the run is told to save {warning} s before the end: give it more, or "
+            "set `stop_grace_seconds` lower"
+        )
 
 
 def check(job: Job) -> None:
@@ -181,8 +253,9 @@ def check(job: Job) -> None:
         raise ConfigError(
             f"`vllm_tensor_parallel_size` {size} is more than the {cluster.gpus} GPUs of a machine with servers"
         )
-    words = replace(job, cluster=cluster).trainer_words()
-    path, *overrides = shlex.split(shell(words))
+    if cluster.num_sampling and job.num_servers() > LAST_PORT - SERVER_PORT:
+        raise ConfigError(f"--gpus {cluster.gpus}: there are not as many ports from {SERVER_PORT} on")
+    path, *overrides = map("".join, replace(job, cluster=cluster).trainer_words())
     config = load_config(path, overrides)
     check_trainable(config)
     check_setup(config, BY_NAME[cluster.engine], cluster.num_training * cluster.gpus)
@@ -195,19 +268,20 @@ def commands(job: Job) -> str:
     before = f"cd {shlex.quote(os.getcwd())}\n{token}export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown_seconds}\n"
     parts = ["# Every machine needs the same environment, and this directory on a file system that all share.\n"]
     for i, host in enumerate(cluster.hosts[cluster.num_training :]):
-        parts.append(f"# On {host}:\n{before}{shell(job.server_words(f'servers-{i}'))}\n")
+        parts.append(f"# On {host}:\n{before}{shell(job.server_words(str(i)))}\n")
     for i, host in enumerate(cluster.hosts[: cluster.num_training]):
         number = ["--machine_rank", str(i)] if cluster.num_training > 1 else []
         parts.append(f"# On {host}:\n{before}{shell(['accelerate', 'launch', *number, *job.accelerate_words()])}\n")
     return "\n".join(parts)
 
 
-def slurm_file(job: Job, time: str) -> str:
+def slurm_file(job: Job) -> str:
     """Return a file for sbatch."""
     cluster, last = job.cluster, job.cluster.num_training
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(job.output_dir).name).strip("-") or "rl-vlm"
     return SLURM.format(
-        name=shlex.quote(Path(job.output_dir).name), nodes=len(cluster.hosts), gpus=cluster.gpus, time=time,
-        before=job.shutdown_seconds + MARGIN, shutdown=job.shutdown_seconds, output_dir=shlex.quote(job.output_dir),
+        name=name, nodes=len(cluster.hosts), gpus=cluster.gpus, time=job.time, before=job.warning_seconds,
+        shutdown=job.shutdown_seconds, output_dir=shlex.quote(os.path.abspath(job.output_dir)),
         folder=shlex.quote(os.getcwd()), num_training=last, launcher=shell(job.accelerate_words()),
         servers=slurm_servers(job) if cluster.num_sampling else "",
     )  # fmt: skip
@@ -216,18 +290,27 @@ def slurm_file(job: Job, time: str) -> str:
 def slurm_servers(job: Job) -> str:
     """Return the lines that start rollout servers on the last machines of a Slurm job."""
     first, last = job.cluster.num_training, len(job.cluster.hosts) - 1
-    return SERVERS.format(first=first, last=last, command=shell(job.server_words("servers-$i")))
+    return SERVERS.format(first=first, last=last, command=shell(job.server_words(Shell("$i"))))
 
 
 def shell(words: Words) -> str:
     """Return a command for the shell, with a line for each option."""
     text = ""
-    for word in words:
+    for word in map(quoted, words):
         begins = word.startswith("-") and not text.endswith("-m ")
-        text += (" \\\n    " if begins and text else " " if text else "") + (
-            word if isinstance(word, Shell) else shlex.quote(word)
-        )
+        text += (" \\\n    " if begins and text else " " if text else "") + word
     return text
+
+
+def quoted(word: Word) -> str:
+    """Return a word for the shell, which expands the parts of class `Shell` and nothing else."""
+    parts = (word,) if isinstance(word, str) else word
+    joined = [
+        text if is_expanded else shlex.quote(text)
+        for is_expanded, group in groupby(parts, lambda part: isinstance(part, Shell))
+        if (text := f'"{"".join(group)}"' if is_expanded else "".join(group))
+    ]
+    return "".join(joined) or "''"
 
 
 SERVERS = """\
