@@ -19,7 +19,7 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import without_secrets
-from rl_vlm.distributed.launcher import end_with_launcher
+from rl_vlm.distributed.launcher import check_numbers, end_with_launcher
 from rl_vlm.distributed.signals import handled, ignored_afterwards, kill_children, stop
 from rl_vlm.errors import ConfigError, RLVLMError, Stopped
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_first_process, shown_log
@@ -242,6 +242,7 @@ def handled_signals(name: str) -> AbstractContextManager[None]:
 def _run_in_log(name: str, options: argparse.Namespace) -> int:
     """Load the config, run the command and return its status. Errors are printed."""
     try:
+        check_numbers()
         config = load_config(options.config, options.overrides, FIXED.get(name, {}))
         end_with_launcher()
         with shown_log():
@@ -264,6 +265,7 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
         "rewards": rewards_command, "report": report_command, "export": export_command, "chat": chat_command,
     }  # fmt: skip
     try:
+        check_numbers()
         with handled_signals(name), shown_log():
             return commands[name](arguments)
     except (KeyboardInterrupt, Stopped):

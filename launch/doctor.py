@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
+from launch.help import path
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.doctor.findings import Diagnosis
 from rl_vlm.errors import ConfigError
+from rl_vlm.log.files import check_output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
 
 
@@ -24,7 +25,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
         "--ranks", action="store_true",
         help="under the launcher of the run: compare all ranks with rank 0, and load nothing",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings; docs/doctor.md has the keys")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write all findings; docs/doctor.md has the keys")
 
 
 def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
@@ -37,6 +38,8 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
         )
     from rl_vlm.doctor.report import report_text, write_json
 
+    if options.json is not None:
+        check_output(options.json, "--json")
     diagnosis = diagnose(config, options)
     if not is_first_process():
         return diagnosis.status

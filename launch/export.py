@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+
+from launch.help import path
 
 
 def export_parser() -> argparse.ArgumentParser:
@@ -14,7 +15,7 @@ def export_parser() -> argparse.ArgumentParser:
         description="Write the model of a run as a directory that transformers, peft and vLLM load.",
     )
     parser.add_argument(
-        "source", type=Path, metavar="RUN_OR_CHECKPOINT",
+        "source", type=path, metavar="RUN_OR_CHECKPOINT",
         help="train.output_dir of a run, whose best or newest checkpoint is exported, or a checkpoint",
     )  # fmt: skip
     parser.add_argument(
@@ -23,7 +24,7 @@ def export_parser() -> argparse.ArgumentParser:
         help="merge the adapter of a LoRA run into its base model, and write all weights",
     )
     parser.add_argument(
-        "--to", type=Path, metavar="DIR", help="directory to write; default: export, beside the checkpoint"
+        "--to", type=path, metavar="DIR", help="directory to write; default: export, beside the checkpoint"
     )
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_vlm.config.describe import DATA_ENTRY, REWARD_ENTRY, settings_help, short_help
 from rl_vlm.config.schema import SECTIONS
+from rl_vlm.errors import shorten, text_of
 
 MOST_USED = """
     model_name_or_path dtype use_peft dataset_name eval_dataset_name prompt_template max_pixels engine num_generations
@@ -55,6 +58,13 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+def host(text: str) -> str:
+    """Return the text. Raises ArgumentTypeError if it can be no name or address, such as '', which is any interface."""
+    if not text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no host: give a name or an address")
+    return text
+
+
 LAST_PORT = 65535
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Values of `--host` that other machines cannot reach."""
@@ -63,7 +73,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 def add_host(parser: argparse.ArgumentParser) -> None:
     """Add `--host` to the parser of a command that listens."""
     parser.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST",
+        "--host", type=host, default="127.0.0.1", metavar="HOST",
         help="interface to listen on; default: 127.0.0.1, which other machines cannot reach",
     )  # fmt: skip
 
@@ -79,3 +89,21 @@ def port(text: str) -> int:
 def port_or_any(text: str) -> int:
     """Return the number of a port, or 0, which stands for any that is free."""
     return 0 if text == "0" else port(text)
+
+
+def filled(text: str) -> str:
+    """Return the text. Raises ArgumentTypeError if it is empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def path(text: str) -> Path:
+    """Return a path, of something or of nothing. Raises ArgumentTypeError if the file system can have none such."""
+    try:
+        os.lstat(filled(text))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # too long, not permitted, or with a zero byte
+        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is no path here: {text_of(error)}") from error
+    return Path(text)

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from launch.help import path
+from rl_vlm.config import yaml_text
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 
@@ -38,16 +40,20 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", choices=ENGINES, help="how ranks hold the model; default: that of --config_file, or ddp"
     )
-    parser.add_argument("--config_file", type=Path, metavar="FILE", help="the file for `accelerate launch`")
+    parser.add_argument("--config_file", type=path, metavar="FILE", help="the file for `accelerate launch`")
     parser.add_argument(
         "--suggest", action="store_true", help="find the fastest set-up that fits, and what each saving costs"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/memory.md has its keys")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the phases as stacked bars, in a PNG file")
+    parser.add_argument("--picture", type=path, metavar="FILE", help="draw the phases as stacked bars, in a PNG file")
 
 
 def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Show the memory that a run needs, by phase, on hardware that need not be here."""
+    if options.picture:
+        from rl_vlm.plan.picture import check_picture
+
+        check_picture(options.picture)
     hardware = planned_hardware(options)
     from rl_vlm.plan.build import inspect_model, plan_memory
     from rl_vlm.plan.check import check_setup
@@ -87,7 +93,7 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     gpus = asked.get("gpus", 1) if options.gpus is None else options.gpus
     if gpus < 1 or nodes < 1:
         raise ConfigError("--gpus and --nodes are numbers from 1")
-    card = parse_card(options.gpu_memory) if options.gpu_memory else local_card()
+    card = local_card() if options.gpu_memory is None else parse_card(options.gpu_memory)
     engine = BY_NAME[options.engine] if options.engine else asked.get("engine", BY_NAME["ddp"])
     return Hardware(card, gpus, nodes, engine)
 
@@ -103,29 +109,29 @@ def local_card() -> Any:
     return this_card(torch.device("cuda", 0))
 
 
-def accelerate_file(path: Path) -> dict[str, Any]:
+def accelerate_file(file: Path) -> dict[str, Any]:
     """Return the engine, the number of nodes and that of GPUs of each node of a file for `accelerate launch`.
 
     Raises ConfigError if the file is not one, or if its launch cannot be planned.
     """
     try:
-        asked = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config_file {path} cannot be read: {error}") from error
+        asked = yaml_text.parse(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config_file {file} cannot be read: {error}") from error
     if not isinstance(asked, dict):
-        raise ConfigError(f"--config_file {path} has no settings: give a file such as launch/accelerate/ddp.yaml")
+        raise ConfigError(f"--config_file {file} has no settings: give a file such as launch/accelerate/ddp.yaml")
     kind, nodes, processes = (
         asked.get(key, default)
         for key, default in (("distributed_type", "NO"), ("num_machines", 1), ("num_processes", 1))
     )
     if kind not in PLANNED_LAUNCHES:
         raise ConfigError(
-            f"--config_file {path} has distributed_type {kind}, which runs do not support; those that can be planned: "
+            f"--config_file {file} has distributed_type {kind}, which runs do not support; those that can be planned: "
             f"{', '.join(PLANNED_LAUNCHES)}"
         )
     if not all(isinstance(number, int) and number > 0 for number in (nodes, processes)) or processes % nodes:
         raise ConfigError(
-            f"--config_file {path}: num_processes {processes} is the number of all GPUs, and must be a multiple of "
+            f"--config_file {file}: num_processes {processes} is the number of all GPUs, and must be a multiple of "
             f"num_machines {nodes}"
         )
     return {"nodes": nodes, "gpus": processes // nodes, "engine": asked_engine(asked)}
@@ -133,16 +139,26 @@ def accelerate_file(path: Path) -> dict[str, Any]:
 
 def asked_engine(asked: dict[str, Any]) -> Any:
     """Return the engine of a file for `accelerate launch`. Raises ConfigError if it cannot be planned."""
-    from rl_vlm.distributed.environment import deepspeed_config
+    from rl_vlm.distributed.environment import check_fsdp, deepspeed_config
+    from rl_vlm.distributed.zero_config import check_zero
     from rl_vlm.plan.engines import ENGINES as BY_NAME
     from rl_vlm.plan.engines import zero_engine
 
     if asked.get("distributed_type") == "DEEPSPEED":
-        return zero_engine(deepspeed_config(deepspeed_environment(asked))["zero_optimization"])
-    return BY_NAME["fsdp2" if asked.get("distributed_type") == "FSDP" else "ddp"]
+        options = section(asked, "deepspeed_config").items()
+        names = {f"ACCELERATE_DEEPSPEED_{key.removeprefix('deepspeed_').upper()}": value for key, value in options}
+        zero = deepspeed_config(names)["zero_optimization"]
+        check_zero(zero)
+        return zero_engine(zero)
+    if asked.get("distributed_type") == "FSDP":
+        check_fsdp({key.upper(): value for key, value in section(asked, "fsdp_config").items()})
+        return BY_NAME["fsdp2"]
+    return BY_NAME["ddp"]
 
 
-def deepspeed_environment(asked: dict[str, Any]) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for the section `deepspeed_config` of its file."""
-    options = asked.get("deepspeed_config") or {}
-    return {f"ACCELERATE_DEEPSPEED_{key.removeprefix('deepspeed_').upper()}": str(options[key]) for key in options}
+def section(asked: dict[str, Any], name: str) -> dict[str, str]:
+    """Return what `accelerate launch` sets as variables for a section of its file. Raises ConfigError if it is none."""
+    options = asked.get(name) or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"--config_file: {name} is {options!r}: write it as a section, with `key: value`")
+    return {str(key): str(value) for key, value in options.items() if value is not None}

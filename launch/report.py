@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+
+from launch.help import path
 
 
 def report_parser() -> argparse.ArgumentParser:
@@ -14,11 +15,11 @@ def report_parser() -> argparse.ArgumentParser:
         description="Write the report of a run or an evaluation again, or compare several.",
     )
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER",
+        "folders", nargs="+", type=path, metavar="FOLDER",
         help="train.output_dir of a run, complete or not, or the evaluation/ in it; of several, one page compares all",
     )  # fmt: skip
     parser.add_argument(
-        "--output", type=Path, metavar="FILE",
+        "--output", type=path, metavar="FILE",
         help="file to write; default: report.html in FOLDER, or, if there are several, in the current directory",
     )  # fmt: skip
     return parser

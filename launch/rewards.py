@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from launch.help import filled
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.errors import ConfigError
@@ -26,11 +27,13 @@ def rewards_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="action", required=True, metavar="list | show | check")
     commands.add_parser("list", help="print the names of built-in and installed functions")
     show = commands.add_parser("show", help="print what a function does, its columns and its settings")
-    show.add_argument("name", metavar="NAME", help="built-in name, file.py:function or module:function")
+    show.add_argument("name", type=filled, metavar="NAME", help="built-in name, file.py:function or module:function")
     check = commands.add_parser("check", help="score gold answers and cheats, and say what is wrong")
-    check.add_argument("target", metavar="CONFIG_OR_FUNCTION", help="a run's YAML file, or the name of a function")
+    check.add_argument(
+        "target", type=filled, metavar="CONFIG_OR_FUNCTION", help="a run's YAML file, or the name of a function"
+    )
     check.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the run")
-    check.add_argument("--data", metavar="NAME", help="data.dataset_name: where rows come from")
+    check.add_argument("--data", type=filled, metavar="NAME", help="data.dataset_name: where rows come from")
     check.add_argument("-n", type=int, default=1000, metavar="N", help="rows at most, evenly spread; default: 1000")
     check.add_argument(
         "--completions", type=int, default=0, metavar="N",

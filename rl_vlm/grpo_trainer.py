@@ -26,6 +26,7 @@ from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
 from rl_vlm.data.fingerprint import contents
 from rl_vlm.data.sources import choose_split
+from rl_vlm.distributed.launcher import check_numbers
 from rl_vlm.distributed.signals import handled, stop
 from rl_vlm.errors import ConfigError, DataError, Stopped, text_of
 from rl_vlm.live import PREFIX, Function, content_of, label_of, live, live_name
@@ -66,6 +67,7 @@ class GRPOTrainer:
 
         Raises ConfigError for settings that cannot be used, and DataError for data that have no rows.
         """
+        check_numbers()
         self.objects: dict[str, Function] = {}
         """What the settings name, by name."""
         given = {

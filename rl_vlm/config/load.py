@@ -166,6 +166,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         content = yaml_text.parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # bytes that are no UTF-8, or a zero byte in the path
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     return _flatten(str(path), {} if content is None else content)

@@ -37,12 +37,27 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+class _LineDumper(_Dumper):
+    pass
+
+
+def _represent_line(dumper: _LineDumper, text: str) -> yaml.ScalarNode:
+    """Represent a text on one line."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+
+
 _Dumper.add_representer(str, _represent_text)
+_LineDumper.add_representer(str, _represent_line)
 
 
 def parse(text: str) -> Any:
     """Parse `text`. Raises yaml.YAMLError if it is not valid or if a mapping has a key twice."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ValueError as error:  # PyYAML leaves these, such as for the date 2020-13-45
+        raise yaml.YAMLError(str(error)) from error
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
 
 
 def dump(value: Any) -> str:
@@ -52,4 +67,4 @@ def dump(value: Any) -> str:
 
 def one_line(value: Any) -> str:
     """Return a value as YAML on one line."""
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf")).splitlines()[0]
+    return yaml.dump(value, Dumper=_LineDumper, default_flow_style=True, width=float("inf")).splitlines()[0]

@@ -154,7 +154,7 @@ def read_json(path: str) -> dict[str, Any]:
     """Return the content of a DeepSpeed config file. Raises LaunchError if it has no ZeRO section."""
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"the DeepSpeed config {path} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise LaunchError(f"the DeepSpeed config {path} has no section zero_optimization with a stage")
@@ -167,6 +167,8 @@ def set_option(config: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         config[section] = config.get(section) or {}
         config = config[section]
+        if not isinstance(config, dict):
+            raise LaunchError(f"the DeepSpeed config file sets {section} to {config!r}: write a section, {{…}}")
     if config.get(name, "auto") not in ("auto", value):
         raise LaunchError(
             f"accelerate's options set {key} to {value}, and the DeepSpeed config file to {config[name]}: remove one"

@@ -1,4 +1,4 @@
-"""What launchers do to their ranks: the end of a rank whose launcher is gone, and the time that torchrun leaves."""
+"""What launchers do to their ranks: their variables, the end of a rank whose launcher is gone, and torchrun's time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 
+from rl_vlm.errors import LaunchError
+
+LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
+"""Launch variables that are whole numbers, with the least value of each."""
+COUNT_OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+"""Numbers of a process, each below a number of processes."""
+TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Launch variables without which several processes do not find each other."""
+HOW_TO_LAUNCH = "Start the processes with `accelerate launch`, which sets all of them, or unset them for one process"
 SET_BY_LAUNCHERS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 """Environment variables of torchrun and of `accelerate launch`."""
 INTERVAL = 1.0
@@ -15,6 +25,35 @@ TORCHRUN_SECONDS = 30.0
 """Time after a signal in which torchrun, and with it `accelerate launch`, lets ranks end, by default."""
 
 logger = logging.getLogger(__name__)
+
+
+def check_numbers(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise LaunchError if a launch variable is no number, or none that it can have."""
+    numbers = {name: environment[name] for name in LEAST if name in environment}
+    for name, text in numbers.items():
+        if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) < LEAST[name]:
+            raise LaunchError(
+                f"the launch variable {name} is {text!r}: it is a whole number from {LEAST[name]}. {HOW_TO_LAUNCH}"
+            )
+    for name, count in COUNT_OF.items():
+        if name in numbers and count in numbers and int(numbers[name]) >= int(numbers[count]):
+            raise LaunchError(
+                f"the launch variable {name} is {numbers[name]}, and {count} is {numbers[count]}: processes are "
+                f"numbered from 0. {HOW_TO_LAUNCH}"
+            )
+
+
+def check_variables(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise LaunchError unless the launch variables are those of one process, or of one among several."""
+    check_numbers(environment)
+    given = [name for name in (*TOGETHER, "LOCAL_RANK") if environment.get(name)]
+    missing = [name for name in TOGETHER if name not in given]
+    is_alone = environment.get("WORLD_SIZE", "1") == "1" and not {"RANK", "LOCAL_RANK"} & {*given}
+    if missing and not is_alone:
+        values = ", ".join(f"{name}={environment[name]}" for name in given)
+        raise LaunchError(
+            f"the launch variables do not fit together: {values} without {', '.join(missing)}. {HOW_TO_LAUNCH}"
+        )
 
 
 def end_with_launcher() -> None:

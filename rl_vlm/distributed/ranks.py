@@ -14,6 +14,7 @@ import torch
 
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.environment import kept_request, take_launch
+from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import init_method
 from rl_vlm.distributed.progress import mark_progress
 from rl_vlm.distributed.watch import Watch, watch_ranks
@@ -41,12 +42,13 @@ class Ranks:
     def __init__(self, train: TrainConfig | None = None) -> None:
         """Join the processes that the launcher started, with the time limits of `train`, or the defaults.
 
-        Raises LaunchError if accelerate sees another number of them, or if the launcher asks for something that has no
-        effect.
+        Raises LaunchError if accelerate sees another number of them, if the launcher asks for something that has no
+        effect, or if its variables do not fit together.
         """
         from accelerate import Accelerator, InitProcessGroupKwargs
 
         train = train or TrainConfig()
+        check_variables()
         self.launch = take_launch()
         check_devices(torch.accelerator.device_count())
 

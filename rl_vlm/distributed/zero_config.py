@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from rl_vlm.config.batches import plan_batches
@@ -173,7 +174,9 @@ def check_zero(zero: Mapping[str, Any]) -> None:
 
 
 def check_zero_keys(zero: Mapping[str, Any]) -> None:
-    """Raise LaunchError if DeepSpeed does not know a key or cannot use its value."""
+    """Raise LaunchError if DeepSpeed, unless it is not installed, does not know a key or cannot use its value."""
+    if find_spec("deepspeed") is None:
+        return
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
@@ -191,6 +194,8 @@ def check_offload(zero: Mapping[str, Any]) -> None:
     """Raise LaunchError if optimizer state or weights are to be kept elsewhere than in host memory."""
     sections = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
     for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise LaunchError(f'zero_optimization.{name} is {section!r}: write a section, {{"device": "cpu"}}')
         device = section.get("device", "none")
         if device not in ("none", "cpu"):
             raise LaunchError(f"zero_optimization.{name}.device {device} is not supported: cpu and none are")

@@ -17,6 +17,7 @@ from typing import Any
 
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.doctor.environment import installed_versions, unreachable_servers
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
@@ -52,6 +53,8 @@ class Exchange:
     """The launcher's store, at which ranks leave messages for each other."""
 
     def __init__(self) -> None:
+        """Join the store. Raises LaunchError if the launch variables do not fit together."""
+        check_variables()
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.store = connect("doctor", LIMIT)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.doctor.findings import STATUS, Diagnosis, Finding
-from rl_vlm.errors import ConfigError, shorten
+from rl_vlm.errors import shorten
+from rl_vlm.log.files import output
 
 NUM_SHOWN = 5
 """Rows of a group that the text names."""
@@ -58,7 +59,5 @@ def write_json(diagnosis: Diagnosis, path: Path) -> None:
         "not_checked": diagnosis.not_checked,
         "findings": [vars(finding) for finding in diagnosis.findings],
     }
-    try:
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+    with output(path, "--json") as file:
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

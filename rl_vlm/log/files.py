@@ -28,6 +28,31 @@ def atomic_write(path: Path) -> Iterator[Path]:
     os.replace(unfinished, path)
 
 
+def check_output(path: Path, option: str) -> None:
+    """Raise ConfigError if `option` names a place where no file can be: a directory, or one in no directory."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: it is a directory; name a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: there is no directory {path.parent}; make it first")
+
+
+@contextmanager
+def output(path: Path, option: str) -> Iterator[Path]:
+    """Yield the path to write to for the file that `option` names, which is written completely or not at all.
+
+    A pipe or a device, such as /dev/stdout, is written to and never replaced. Raises ConfigError if that fails.
+    """
+    check_output(path, option)
+    try:
+        if path.exists() and not path.is_file():
+            yield path
+        else:
+            with atomic_write(path) as unfinished:
+                yield unfinished
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}; name another file") from error
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
     with atomic_write(path) as unfinished:

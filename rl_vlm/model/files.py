@@ -48,7 +48,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError if the file is missing or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")

@@ -11,7 +11,7 @@ import logging
 import shutil
 from contextlib import chdir, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function, names_function
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.families import family_of
-from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
+from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_unread_revision
 from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INITIAL_ADAPTER = "initial"
 SHAREABLE_LAYERS = {"full_attention", "sliding_attention", *STATE_LAYERS}
@@ -109,12 +111,21 @@ def base_of(source: str) -> str:
     """Return the base model that a PEFT adapter names, or `source` itself if it is no adapter."""
     if not is_adapter(source):
         return source
-    return json.loads((Path(source) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    return adapter_setting(source, "base_model_name_or_path", str)
 
 
 def adapter_rank(source: str) -> int | None:
     """Return the rank of a PEFT adapter, or None if the checkpoint is no adapter."""
-    return json.loads((Path(source) / ADAPTER_CONFIG).read_text())["r"] if is_adapter(source) else None
+    return adapter_setting(source, "r", int) if is_adapter(source) else None
+
+
+def adapter_setting(source: str, name: str, kind: type[T]) -> T:
+    """Return a setting of a PEFT adapter. Raises ModelError if its file has none of this type."""
+    path = Path(source) / ADAPTER_CONFIG
+    value = read_json(path).get(name)
+    if not isinstance(value, kind):
+        raise ModelError(f"{path} has the {name} {value!r}: write the adapter again with save_pretrained")
+    return value
 
 
 def is_adapter(source: str) -> bool:

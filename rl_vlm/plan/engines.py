@@ -147,9 +147,18 @@ def zero_engine(zero: Mapping[str, Any]) -> Engine:
         stage = 1 + engine.shards_gradients + engine.shards_weights
         offloads = (engine.offloads_state, engine.offloads_weights)
         if engine.copies and stage == zero.get("stage") and offloads == (state, weights):
-            bucket = zero.get("reduce_bucket_size", REDUCE_BUCKET)
-            return replace(engine, reduce_bucket=None if bucket == "auto" else int(bucket))
+            return replace(engine, reduce_bucket=reduce_bucket(zero))
     raise ConfigError(f"ZeRO stage {zero.get('stage')} with offload_param is not supported: use stage 3")
+
+
+def reduce_bucket(zero: Mapping[str, Any]) -> int | None:
+    """Return the size of DeepSpeed's bucket, or None if the model decides it. Raises ConfigError if it is no size."""
+    size = zero.get("reduce_bucket_size", REDUCE_BUCKET)
+    if size == "auto":
+        return None
+    if not isinstance(size, int | float) or not 0 < size < 2**63:
+        raise ConfigError(f"zero_optimization.reduce_bucket_size is {size!r}: it should be a number of values, or auto")
+    return int(size)
 
 
 def is_offloaded(zero: Mapping[str, Any], name: str) -> bool:

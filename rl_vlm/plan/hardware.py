@@ -99,7 +99,7 @@ def parse_card(text: str) -> Card:
     name = text.strip().lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-")
     if name in CARDS:
         return CARDS[name]
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)-?(gib|gb|g|)", name)
+    size = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)-?(gib|gb|g|)", name, re.ASCII)
     if size is None or float(size[1]) == 0:
         raise ConfigError(
             f"`--gpu-memory` {text!r} is neither a size nor a known card{did_you_mean(name, CARDS)}; give a size such "

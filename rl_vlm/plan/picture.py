@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_vlm.errors import ConfigError
+from rl_vlm.log.files import check_output, output
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.memory import MemoryPlan, part_names
 
+FORMATS = ("png", "svg", "pdf")
+OPTION = "--picture"
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError if no picture can be at `path`, before the plan that it shows is made."""
+    check_output(path, OPTION)
+    if format_of(path) not in FORMATS:
+        raise ConfigError(f"{OPTION} {path} has no ending of a picture: .{', .'.join(FORMATS)}")
+
+
+def format_of(path: Path) -> str:
+    return path.suffix.removeprefix(".").lower()
+
 
 def draw_plan(plan: MemoryPlan, path: Path) -> None:
-    """Write a PNG or SVG file, by the ending of `path`."""
+    """Write a picture in the format that the ending of `path` names. Raises ConfigError if that fails."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), layout="constrained")
@@ -24,4 +40,5 @@ def draw_plan(plan: MemoryPlan, path: Path) -> None:
     axes.set_ylabel("GiB per GPU")
     axes.set_title(f"{plan.card.name}, {plan.engine.name}, {plan.num_ranks} GPUs")
     figure.legend(loc="outside right upper")
-    figure.savefig(path)
+    with output(path, OPTION) as file:
+        figure.savefig(file, format=format_of(path))

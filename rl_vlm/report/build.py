@@ -18,9 +18,9 @@ from typing import Any
 from rl_vlm.config import yaml_text
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import without_secrets
-from rl_vlm.errors import ConfigError, shorten, text_of
+from rl_vlm.errors import shorten, text_of
 from rl_vlm.log.directory import REPORT
-from rl_vlm.log.files import write_file
+from rl_vlm.log.files import output
 from rl_vlm.log.terminal import is_first_process
 from rl_vlm.report.curves import charts_of
 from rl_vlm.report.diversity import MOST_LISTED, diversity_of
@@ -84,16 +84,14 @@ def evaluation_report(config: RunConfig) -> Iterator[None]:
             write_folder_report(folder)
 
 
-def write_report(folders: Sequence[Path], output: Path) -> None:
+def write_report(folders: Sequence[Path], path: Path) -> None:
     """Write the report of one run or evaluation, or the comparison of several.
 
     Raises ConfigError if a folder holds neither, or if the file cannot be written.
     """
     page = build_page(read_records(folders)).encode("utf-8", "replace")
-    try:
-        write_file(output, page)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}; name a file with --output") from error
+    with output(path, "the report") as file:
+        file.write_bytes(page)
 
 
 def report_path(folders: Sequence[Path]) -> Path:

@@ -39,9 +39,11 @@ class ChatServer(ThreadingHTTPServer):
         super().__init__((host, port), ChatHandler, bind_and_activate=False)
         try:
             self.server_bind()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             self.server_close()
-            raise ConfigError(f"port {port} of {host} cannot be used ({error}); choose another --port") from error
+            raise ConfigError(
+                f"port {port} of {host} cannot be used ({error}); choose another --port or --host"
+            ) from error
         self.key = key
         self.thread = threading.Thread(target=self.serve_forever, name="endpoint", daemon=True)
         self.idle = threading.Condition()

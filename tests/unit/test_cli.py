@@ -96,6 +96,54 @@ def test_ranges_that_are_none(text, config, capsys):
     assert f"{text!r} is no range of success rates from 0 to 1, such as 0.1..0.9" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "CONFIG", "--port", "99999"], "argument --port: '99999' is no port: give a number from 1 to 65535"),
+        (["serve", "CONFIG", "--port", "0"], "argument --port: '0' is no port"),
+        (["serve", "CONFIG", "--host", ""], "argument --host: '' is no host"),
+        (["chat", "FOLDER", "--host", "\udcff"], "argument --host: '\\udcff' is no host"),
+        (["chat", "FOLDER", "--port", "65536"], "argument --port: '65536' is no port"),
+        (["chat", "ADAPTER"], "adapter_config.json has the base_model_name_or_path 3: write the adapter again"),
+        (["chat", "LIST"], "adapter_config.json holds no JSON object"),
+        (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "nowhere/x.png"], "there is no directory nowhere"),
+        (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "FOLDER"], "it is a directory; name a file"),
+        (["plan", "CONFIG", "--gpu-memory", "80GB", "--picture", "x"], "has no ending of a picture: .png, .svg, .pdf"),
+        (["plan", "CONFIG", "--gpu-memory", ""], "`--gpu-memory` '' is neither a size nor a known card"),
+        (["plan", "CONFIG", "--gpu-memory", "80GB", "--config_file", "a\0b"], "is no path here: embedded null byte"),
+        (["plan", "CONFIG", "--gpu-memory", "80GB", "--config_file", ""], "argument --config_file: it is empty"),
+        (["doctor", "CONFIG", "--json", "nowhere/x"], "--json nowhere/x cannot be written: there is no directory"),
+        (["report", "x" * 5000], "is no path here: [Errno 36] File name too long"),
+        (["report", "RUN", "--output", ""], "argument --output: it is empty"),
+        (["export", "x" * 5000], "is no path here: [Errno 36] File name too long"),
+        (["export", "RUN", "--to", "a\0b"], "is no path here: embedded null byte"),
+        (["rewards", "show", ""], "argument NAME: it is empty"),
+        (["rewards", "check", "", "--data", "d"], "argument CONFIG_OR_FUNCTION: it is empty"),
+        (["rewards", "check", "exact_match", "--data", ""], "argument --data: it is empty"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(words, said, config, tmp_path, capsys, monkeypatch):
+    places = {"CONFIG": config} | {name: str(tmp_path / name) for name in ("FOLDER", "RUN", "ADAPTER", "LIST")}
+    for name, content in (("ADAPTER", '{"base_model_name_or_path": 3}'), ("LIST", "[1]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(content)
+    (tmp_path / "FOLDER").mkdir()
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main([places.get(word, word) for word in words])
+    except SystemExit as end:  # of argparse
+        status = end.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train", "CONFIG", "--dry-run"], ["chat", "x"], ["doctor", "CONFIG"]])
+def test_launch_variables_that_are_no_numbers_are_named(words, config, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert cli.main([config if word == "CONFIG" else word for word in words]) == 2
+    assert "the launch variable WORLD_SIZE is 'two'" in capsys.readouterr().err
+
+
 def test_training_has_no_flags_of_an_evaluation(config, capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", config, "--by", "source"])

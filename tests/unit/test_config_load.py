@@ -181,6 +181,9 @@ def test_all_problems_are_reported_at_once(write):
         ("[1, 2]", "expected `key: value` settings, found [1, 2]"),
         ("train: 3", "`train` is a section and holds `key: value` settings, found 3"),
         ("train: {", "not valid YAML"),
+        ("seed: 2020-13-45", "not valid YAML: month must be in 1..12"),
+        ("seed: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
+        ("seed: " + "[" * 3000, "not valid YAML: it is nested too deeply"),
     ],
 )
 def test_unreadable_files(write, text, expected):
@@ -190,6 +193,22 @@ def test_unreadable_files(write, text, expected):
 def test_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load_config(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.yaml", b"seed: \xff"), ("a\0.yaml", None)])
+def test_files_that_hold_no_text(tmp_path, name, content):
+    if content:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.*\.yaml: cannot be read as text: "):
+        load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "value", ["a\nb", {"a": "b\nc"}, ["---\n"], "a\r\tb", "\u2028", "é😀", "\x1b[31m", "$(id) # x", "x: y"]
+)
+def test_one_line_is_read_back(value):
+    line = yaml_text.one_line(value)
+    assert "\n" not in line and yaml_text.parse(line) == value
 
 
 def test_malformed_overrides(write):

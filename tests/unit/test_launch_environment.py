@@ -9,9 +9,9 @@ import trl
 import yaml
 
 from rl_vlm.distributed.environment import FSDP_KEYS, Launch, take_launch
-from rl_vlm.distributed.launcher import note_short_grace
+from rl_vlm.distributed.launcher import check_numbers, check_variables, note_short_grace
 from rl_vlm.distributed.meeting_point import init_method
-from rl_vlm.distributed.ranks import check_devices, check_launch
+from rl_vlm.distributed.ranks import Ranks, check_devices, check_launch
 from rl_vlm.distributed.strategy import check_evaluation_launch, check_precision
 from rl_vlm.errors import LaunchError
 from tests.helpers.launching import FILES, environment_of, set_environment
@@ -246,6 +246,83 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch, variables
         LaunchError, match=rf"asked for {launched} processes, but this one sees {seen} .*ACCELERATE_USE_CPU"
     ):
         check_launch(seen)
+
+
+ALL = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def without(*names: str, **others: str) -> dict[str, str]:
+    return {name: value for name, value in (ALL | others).items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        ALL,
+        without("LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # a script for several machines with a process on each
+        {"WORLD_SIZE": "1"},
+        without(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_PORT="0"),
+        {"MASTER_ADDR": "127.0.0.1"},  # of `accelerate launch --cpu`, for which `check_launch` has a message of its own
+    ],
+)
+def test_launch_variables_that_fit_together(variables: dict[str, str]):
+    check_variables(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE=2 without RANK, MASTER_ADDR, MASTER_PORT. Start the processes with `accelerate",
+        ),
+        ({"RANK": "0"}, "RANK=0 without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 without RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (without("MASTER_ADDR"), "WORLD_SIZE=2, MASTER_PORT=1, LOCAL_RANK=1 without MASTER_ADDR"),
+        (without("MASTER_ADDR", MASTER_ADDR=""), "without MASTER_ADDR"),
+        (without(MASTER_ADDR=""), "without MASTER_ADDR"),
+        (without("MASTER_PORT"), "without MASTER_PORT"),
+        (without("WORLD_SIZE"), "without WORLD_SIZE"),
+        (without("RANK"), "without RANK"),
+    ],
+)
+def test_launch_variables_that_do_not_fit_together(variables: dict[str, str], message: str):
+    check_numbers(variables)
+    with pytest.raises(LaunchError, match=rf"do not fit together: .*{re.escape(message)}"):
+        check_variables(variables)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        *(({name: text}, f"{name} is {text!r}: it is a whole number") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+          for text in ("", "x", "-1", "1.0", "²", "9" * 5000)),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it is a whole number from 1"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
+        (without(RANK="2"), "RANK is 2, and WORLD_SIZE is 2: processes are numbered from 0"),
+        (without(LOCAL_RANK="5"), "LOCAL_RANK is 5, and LOCAL_WORLD_SIZE is 2"),
+    ],
+)  # fmt: skip
+def test_launch_variables_that_are_no_numbers(variables: dict[str, str], message: str):
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        check_numbers(variables)
+
+
+@pytest.mark.parametrize("value", ["2", "x"])
+def test_a_world_size_set_by_hand_ends_a_run_with_a_message(monkeypatch, value: str):
+    for name in ALL:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(LaunchError, match="launch variable"):
+        Ranks()
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):

@@ -27,7 +27,7 @@ def test_a_card_by_size_or_name(text, name, gib):
     assert (card.name, card.memory) == (name, int(gib * 1073741824))
 
 
-@pytest.mark.parametrize("text", ["h1000", "eighty", "", "-80GB", "0GB", "80MB", "8e1"])
+@pytest.mark.parametrize("text", ["h1000", "eighty", "", "-80GB", "0GB", "80MB", "8e1", "9" * 400, "٣GB"])
 def test_an_unknown_accelerator_is_refused_with_the_known_ones(text):
     with pytest.raises(ConfigError, match=r"neither a size nor a known card.* 80GB .*rtx-3090, .* h100, .* b200"):
         parse_card(text)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,17 @@ def test_starts_of_other_versions_may_have_fewer_entries(tmp_path: Path):
 def test_an_output_that_cannot_be_written_is_an_error_of_the_settings(tmp_path: Path, output: str):
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report([write_run(tmp_path / "run")], tmp_path / output)
+
+
+def test_an_output_that_is_no_file_is_written_to_and_not_replaced(tmp_path: Path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_report([write_run(tmp_path / "run")], pipe)
+    reader.join(10)
+    assert pipe.is_fifo() and read[0].startswith("<!doctype html>")
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_names_become_paths_until_they_differ():

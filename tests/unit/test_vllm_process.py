@@ -9,6 +9,7 @@ from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.rollout.vllm import process as vllm_process
 from rl_vlm.rollout.vllm.process import ServerProcess, flags, free_port, server_environment, start_servers
+from rl_vlm.serving.server import ChatServer
 
 HOST = "127.0.0.1"
 
@@ -20,6 +21,14 @@ def test_a_port_that_is_taken_is_named():
         with pytest.raises(RolloutError, match=rf"No server can listen on port {port} of {HOST}: .*in use"):
             free_port(HOST, port)
     assert free_port(HOST, port) == port
+
+
+@pytest.mark.parametrize(("host", "port"), [(HOST, 65536), ("x" * 300, 0), ("a..b", 0), ("::1", 0)])
+def test_an_address_that_cannot_be_is_named(host, port):
+    with pytest.raises(RolloutError, match=rf"No server can listen on port {port} of .*Choose another"):
+        free_port(host, port)
+    with pytest.raises(ConfigError, match=rf"port {port} of .* cannot be used .* choose another --port or --host"):
+        ChatServer(host, port)
 
 
 def test_servers_get_their_devices_and_ports_in_turn(monkeypatch):

@@ -113,7 +113,7 @@ def free_port(host: str, port: int = 0) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # no such port, no such name
             raise RolloutError(f"No server can listen on port {port} of {host}: {error}. Choose another.") from None
         return probe.getsockname()[1]
 
