@@ -15,7 +15,7 @@ from typing import Any
 from launch.help import filled
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, RewardError
 
 PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
 """Where a checkout has the page; an installed package has none."""
@@ -44,7 +44,7 @@ def rewards_parser() -> argparse.ArgumentParser:
 
 
 def rewards_command(arguments: Sequence[str]) -> int:
-    """Run `rl-vlm rewards`, and return the exit status: 1 if a check finds an error."""
+    """Run `rl-vlm rewards`, and return the exit status: 1 if a check finds an error, 2 if it checks nothing."""
     options = parse(arguments)
     if options.action == "check":
         return check_functions(options)
@@ -120,13 +120,21 @@ def section(name: str) -> str | None:
 
 
 def check_functions(options: argparse.Namespace) -> int:
-    """Check functions on rows, print the report, and return 1 if there is an error."""
+    """Check functions on rows, print the report, and return 1 if there is an error.
+
+    Raises RewardError if nothing could be checked.
+    """
     data, rewards, run = what_to_check(options)
     from rl_vlm.reward_check.check import check_rewards
     from rl_vlm.reward_check.report import describe, describe_sampled, report_data
     from rl_vlm.reward_check.sampled import sample_completions
 
     found = check_rewards(data, rewards, options.n)
+    if not found.functions and not options.completions:
+        raise RewardError(
+            "nothing was checked: every function asks a model for each completion. --completions N samples and scores "
+            "completions of the initial model of CONFIG"
+        )
     sampled = sample_completions(run, options.completions) if run and options.completions else None
     findings = [*found.findings, *(sampled.findings() if sampled else [])]
     if options.json:

@@ -1,17 +1,28 @@
-"""The two forms in which reward functions get prompts and completions: messages, or text.
+"""The two forms in which reward functions get prompts and completions, and the forms in which completions answer.
 
 TRL gives text for rows whose prompt is text, and messages for conversations. A function is often written for one form.
+It often reads an answer in one form only, too: in `<answer>` tags, in a LaTeX box, after `####` and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
-from rewards.text import completion_text
+from rewards.text import answer_text, completion_text
 
 Form = Literal["messages", "text"]
 OTHER: dict[Form, Form] = {"messages": "text", "text": "messages"}
+
+THOUGHT = "<think>This completion is made up.</think>\n"
+AFTER = " after a thought"
+"""The end of the names of forms that begin with `THOUGHT`."""
+FENCE = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
+LAST_LINE = re.compile(r"(?:^#### ?|^(?:the )?(?:final )?answer: *)(.+)\Z", re.IGNORECASE | re.MULTILINE)
+MATHS = re.compile(r"\$[^$]+\$")
 
 
 def form_of(prompt: Any) -> Form:
@@ -36,8 +47,7 @@ def completion_in(form: Form, text: str) -> str | list[dict[str, str]]:
 def made_up_completion(columns: Mapping[str, Any]) -> str:
     """Return a completion that gives the row's solution, for a call that only shows whether a function can read it."""
     solution = columns.get("solution")
-    answer = "7" if solution is None else str(solution)
-    return f"<think>This completion is made up.</think>\n{tagged(answer)}"
+    return THOUGHT + tagged("7" if solution is None else str(solution))
 
 
 def tagged(answer: str) -> str:
@@ -45,10 +55,78 @@ def tagged(answer: str) -> str:
     return answer if "<answer>" in answer else f"<answer>{answer}</answer>"
 
 
-def gold_forms(answer: str) -> dict[str, str]:
-    """Return completions that give this answer, by name. A function may read one of the forms only."""
-    return {
-        "gold": answer,
-        "gold in tags": tagged(answer),
-        "gold after a thought": made_up_completion({"solution": answer}),
-    }
+def boxed(answer: str) -> str:
+    r"""Return an answer in `\boxed{…}`."""
+    return f"\\boxed{{{answer}}}"
+
+
+def as_objects(answer: str, in_list: bool) -> str:
+    """Return the JSON of one box as an object with `bbox_2d`, or of boxes as a list of them; others unchanged."""
+    value = json_of(answer)
+    boxes = [value] if is_box(value) else value
+    if not isinstance(boxes, list) or not boxes or not all(map(is_box, boxes)):
+        return answer
+    objects = [{"bbox_2d": box} for box in boxes]
+    return json.dumps(objects if in_list or len(objects) > 1 else objects[0])
+
+
+def fenced(answer: str) -> str:
+    """Return JSON in a code block within tags, boxes as objects, and other answers in tags alone."""
+    text = as_objects(answer, in_list=True)
+    return tagged(f"```json\n{text}\n```" if isinstance(json_of(text), list | dict) else answer)
+
+
+def json_of(text: str) -> Any:
+    """Return the value of JSON text, or None if it is none."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
+
+
+def is_box(value: Any) -> bool:
+    """Return whether a value is a list of four numbers."""
+    return isinstance(value, list) and len(value) == 4 and all(type(number) in (int, float) for number in value)
+
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "alone": str,
+    "in tags": tagged,
+    "in a box": boxed,
+    "after ####": lambda answer: f"#### {answer}",
+    "after Answer:": lambda answer: f"Answer: {answer}",
+    "as an object": lambda answer: as_objects(answer, in_list=False),
+    "as an object in tags": lambda answer: tagged(as_objects(answer, in_list=False)),
+    "as objects in tags": lambda answer: tagged(as_objects(answer, in_list=True)),
+    "as fenced JSON": fenced,
+}
+"""The forms in which functions expect an answer, by name. Each is tried with and without a thought before it."""
+
+
+def written(answer: str, form: str, has_thought: bool = True) -> str:
+    """Return an answer in one of the forms. Without `has_thought`, the thought of the form is left out."""
+    name = form.removesuffix(AFTER)
+    text = FORMS.get(name, str)(answer)
+    return THOUGHT + text if has_thought and name != form else text
+
+
+def bare_answer(gold: str) -> str:
+    r"""Return the answer that a gold answer gives in one of the forms: of `#### 7`, `\boxed{7}` or `$7$` the 7."""
+    text = answer_text(gold)
+    if fence := FENCE.fullmatch(text):
+        return fence[1].strip()
+    if last := LAST_LINE.search(text):
+        text = last[1].strip()
+    return text[1:-1].strip() if MATHS.fullmatch(text) else text
+
+
+def gold_forms(gold: str) -> dict[str, str]:
+    """Return completions that give this gold answer, by their form. A function may read one of the forms only.
+
+    Forms that would be the same text are left out. "as it stands" is the gold answer with whatever surrounds it.
+    """
+    answer = bare_answer(gold)
+    forms: dict[str, str] = {}
+    for form in (*FORMS, *(name + AFTER for name in FORMS)):
+        forms.setdefault(written(answer, form), form)
+    forms.setdefault(gold, "as it stands")
+    return {form: text for text, form in forms.items()}

@@ -12,7 +12,18 @@ from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.doctor.rows import Split
 from rl_vlm.errors import listed, shorten
 from rl_vlm.reward.function import Reward
-from rl_vlm.reward.golds import GoldScore, gives_less_than_zero, gold_columns, gold_scores, reads_images, why_not_scored
+from rl_vlm.reward.golds import (
+    PROBED,
+    GoldScore,
+    columns_to_write,
+    find_reading,
+    gives_less_than_zero,
+    gold_columns,
+    gold_scores,
+    reads_images,
+    spread_over,
+    why_not_scored,
+)  # fmt: skip
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Sample
 
@@ -48,7 +59,7 @@ def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosi
             all_scored = False
             continue
         with diagnosis.noting("gold answers", UNREAD):
-            scored[reward.name] = scores_of_rows(rows, used, reward, columns)
+            scored[reward.name] = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))
             subtracts[reward.name] = gives_less_than_zero(reward, example_of(rows, used[0], reward))
         if reward.name not in scored:
             all_scored = False
@@ -63,9 +74,11 @@ def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosi
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
     """Return the score of each row's gold answer. Images are decoded for functions that read them."""
-    samples = (example_of(rows, row, reward) for row in used)
     reward.form = reward.find_form(example_of(rows, used[0], reward))
-    return [score for part in in_parts(samples) for score in gold_scores(reward, part, columns)]
+    probed = [example_of(rows, row, reward) for row in spread_over(used, PROBED)]
+    reading = find_reading(reward, probed, columns, rows.columns)
+    samples = (example_of(rows, row, reward) for row in used)
+    return [score for part in in_parts(samples) for score in gold_scores(reward, part, columns, reading, rows.columns)]
 
 
 def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:

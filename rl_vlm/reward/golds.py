@@ -1,22 +1,35 @@
-"""Gold answers under their own reward: the score of completions that are made up from a row's columns."""
+"""Gold answers under their own reward: which columns hold them, in which form a function reads them, and their scores.
+
+columns ─ gold_columns ─► gold_completions: each gold answer in every form ─ find_reading ─► Reading ─► gold_scores
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import chdir
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rewards.adapters import ROW_COLUMNS
-from rewards.calling import is_async, parameters
+from rewards.adapters import GOLD_COLUMNS, ROW_COLUMNS
+from rewards.calling import is_async, parameters, takes_anything
 from rewards.contract import Fault, Score
-from rewards.forms import gold_forms
+from rewards.forms import bare_answer, gold_forms, written
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.made_up import made_up_group, state_outside
 
 if TYPE_CHECKING:
-    from rl_vlm.types import Sample
+    from rl_vlm.types import Group, Sample
+
+PROBED = 20
+"""Rows, evenly spread, on which it is found out in which form a function reads answers."""
+LEAST_EFFECT = 1e-6
+"""Difference of two scores that counts as none."""
+NO_ANSWER = "no such answer"
+MADE_UP = {"": "7"}
+"""The gold answer of a row that has none."""
 
 
 class GoldScore(NamedTuple):
@@ -47,25 +60,21 @@ def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[st
     return [name for name in columns if name in named - kinds]
 
 
-def gold_completions(golds: Sequence[Any]) -> list[str]:
-    """Return completions that give a gold answer: alone, in `<answer>` tags, and in tags after a thought."""
-    texts = [text for gold in golds if (text := gold_text(gold)) is not None]
-    return [completion for text in texts or [""] for completion in gold_forms(text).values()]
+def needs_gold(reward: Reward, columns: Sequence[str]) -> bool:
+    """Return whether a function, not the adapter around it, cannot be called without a column of gold answers."""
+    known = parameters(inspect.unwrap(reward.function))
+    golds = {*GOLD_COLUMNS, *gold_columns(columns, [reward])}
+    return any(p.default is p.empty for name, p in known.items() if name in golds)
 
 
-def gold_scores(reward: Reward, samples: Sequence[Sample], columns: Sequence[str]) -> list[GoldScore]:
-    """Return the best score that a function gives to a gold answer of each row. `columns` are those of gold answers.
+def columns_to_write(reward: Reward, columns: Sequence[str]) -> list[str]:
+    """Return the gold columns that a function names.
 
-    Global random states stay as they are.
+    If it names none, or takes columns of any name, those that usually hold gold answers follow.
     """
-    groups = [
-        made_up_group(sample, gold_completions([sample.columns.get(name) for name in columns])) for sample in samples
-    ]
-    names = {name for sample in samples for name in sample.columns}
-    with random_states_kept(), chdir("."):
-        answer = reward.start(groups, state_outside(), reward.form, names)()
-    scores = iter(answer.scores)
-    return [best([next(scores) for _ in group.completions]) for group in groups]
+    named = gold_columns(columns, [reward])
+    usual = [name for name in GOLD_COLUMNS if name in columns]
+    return list(dict.fromkeys([*named, *usual])) if takes_anything(reward.function) or not named else named
 
 
 def gold_text(gold: Any) -> str | None:
@@ -80,11 +89,148 @@ def gold_text(gold: Any) -> str | None:
     return gold if isinstance(gold, str) else json.dumps(gold, default=str)
 
 
+def gold_texts(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, str]:
+    """Return the gold answers of a row as text, by column."""
+    return {name: text for name in columns if (text := gold_text(row.get(name))) is not None}
+
+
+def gold_completions(golds: Mapping[str, str]) -> dict[str, str]:
+    """Return completions that give the gold answers of a row, by column and form. Each text occurs once."""
+    names: dict[str, str] = {}
+    for column, gold in golds.items():
+        for form, text in gold_forms(gold).items():
+            names.setdefault(text, f"{column} {form}")
+    return {name: text for text, name in names.items()}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which gold answers a function reads, and in which form: those for which another answer gets another score."""
+
+    names: frozenset[str]
+    """Names of the completions of `gold_completions` that it reads. Empty if it reads none of them."""
+    column: str
+    form: str
+    """The column and the form whose gold answers get the most."""
+    is_inverted: bool = False
+    """Whether other answers get more than gold answers in each of these."""
+
+    def chosen(self, completions: Mapping[str, str]) -> dict[str, str]:
+        """Return the completions of a row that the function reads, or all if it reads none."""
+        return {name: text for name, text in completions.items() if name in self.names} or dict(completions)
+
+    def answer(self, golds: Mapping[str, str]) -> str | None:
+        """Return the answer that a row's gold answer gives, or None if the row has none."""
+        gold = golds.get(self.column, next(iter(golds.values()), None))
+        return None if gold is None else bare_answer(gold)
+
+    def write(self, answer: str, has_thought: bool = True) -> str:
+        """Return an answer in the form that the function reads."""
+        return written(answer, self.form, has_thought)
+
+
+def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[str], data: Iterable[str]) -> Reading:
+    """Find out in which form a function reads answers: score gold answers and those of other rows in each form.
+
+    `columns` are those of gold answers, `data` are all.
+    """
+    golds = [gold_texts(sample.columns, columns) or MADE_UP for sample in samples]
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for sample, gold, other in zip(samples, golds, others_of(golds), strict=True):
+        if not reward.applies(sample.columns):
+            continue
+        mine = gold_completions(gold)
+        wrong = gold_completions(dict.fromkeys(gold, NO_ANSWER) if other is None else golds[other])
+        names = [name for name in mine if name in wrong]
+        scores = score_texts(reward, sample, [each[name] for each in (mine, wrong) for name in names], data)
+        for name, *both in zip(names, scores[: len(names)], scores[len(names) :], strict=True):
+            if all(isinstance(score, float) for score in both):
+                pairs.setdefault(name, []).append(tuple(both))
+    means = {name: fmean(score for score, _ in found) for name, found in pairs.items()}
+    effects = {name: fmean(score - other for score, other in found) for name, found in pairs.items()}
+    read = [name for name, effect in effects.items() if effect > LEAST_EFFECT]
+    is_inverted = not read and any(effect < -LEAST_EFFECT for effect in effects.values())
+    if is_inverted:
+        read = [name for name, effect in effects.items() if effect < -LEAST_EFFECT]
+    best = max(read or means, key=lambda name: (-1 if is_inverted else 1) * means[name], default="")
+    column = next((name for name in columns if best.startswith(f"{name} ")), "")
+    return Reading(frozenset(read), column, best.removeprefix(f"{column} "), is_inverted)
+
+
+def others_of(golds: Sequence[Any]) -> list[int | None]:
+    """Return for each gold answer the place of the next one, in a circle, that is another; None if all are equal."""
+    places: list[int | None] = []
+    for place, gold in enumerate(golds):
+        later = (*range(place + 1, len(golds)), *range(place))
+        places.append(next((i for i in later if golds[i] and golds[i] != gold), None))
+    return places
+
+
+def spread_over(rows: Sequence[Any], count: int) -> list[Any]:
+    """Return at most `count` of the rows, evenly spread."""
+    return list(rows) if count >= len(rows) else [rows[i * len(rows) // count] for i in range(count)]
+
+
+def gold_scores(
+    reward: Reward, samples: Sequence[Sample], columns: Sequence[str], reading: Reading, data: Iterable[str]
+) -> list[GoldScore]:
+    """Return the best score that a function gives to the gold answer of each row. `columns` are those of gold answers.
+
+    Rows whose gold answers get less than others in the forms that the function reads are scored in all forms.
+    """
+    golds = [gold_completions(gold_texts(sample.columns, columns) or {"": ""}) for sample in samples]
+    found = best_scores(reward, samples, [reading.chosen(texts) for texts in golds], data)
+    highest = max((each.score for each in found if each.score is not None), default=0.0)
+    low = [i for i, each in enumerate(found) if each.score is None or each.score < highest or highest <= 0]
+    if low and reading.names and not reading.is_inverted:
+        again = best_scores(reward, [samples[i] for i in low], [golds[i] for i in low], data)
+        for i, each in zip(low, again, strict=True):
+            found[i] = each
+    return found
+
+
+def best_scores(
+    reward: Reward, samples: Sequence[Sample], texts: Sequence[Mapping[str, str]], data: Iterable[str]
+) -> list[GoldScore]:
+    """Return the best score of each row's completions."""
+    groups = [made_up_group(sample, list(mine.values())) for sample, mine in zip(samples, texts, strict=True)]
+    with random_states_kept(), chdir("."):
+        scores = iter(score_made_up(reward, groups, data))
+    return [best([next(scores) for _ in group.completions]) for group in groups]
+
+
+def score_texts(reward: Reward, sample: Sample, texts: Sequence[str], data: Iterable[str]) -> list[Score]:
+    """Return the scores of texts as completions of a row. `data` are the columns of the data."""
+    return score_made_up(reward, [made_up_group(sample, texts)], data)
+
+
+def score_made_up(reward: Reward, groups: Sequence[Group], data: Iterable[str]) -> list[Score]:
+    """Return the scores of made-up completions. `data` are the columns of the data.
+
+    A call that raises is repeated in halves, so that an exception is a fault of those completions alone that cause it.
+    """
+    scores = reward.start(groups, state_outside(), reward.form, data)().scores
+    given = [score for score in scores if score is not None]
+    fault = given[0] if len(given) > 1 else None
+    if not isinstance(fault, Fault) or fault.kind != "exception" or any(score != fault for score in given):
+        return scores
+    return [score for half in halves(groups) for score in score_made_up(reward, half, data)]
+
+
+def halves(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return the groups in two parts. One group is parted into two with half of its completions each."""
+    if len(groups) > 1:
+        middle = len(groups) // 2
+        return [list(groups[:middle]), list(groups[middle:])]
+    (group,) = groups
+    middle = len(group.completions) // 2
+    return [[replace(group, completions=part)] for part in (group.completions[:middle], group.completions[middle:])]
+
+
 def gives_less_than_zero(reward: Reward, sample: Sample) -> bool:
     """Return whether a function gives an empty completion of a row less than 0, as penalties do."""
     with random_states_kept(), chdir("."):
-        group = made_up_group(sample, [""])
-        (score,) = reward.start([group], state_outside(), reward.form, sample.columns)().scores
+        (score,) = score_texts(reward, sample, [""], sample.columns)
     return isinstance(score, float) and score < 0
 
 

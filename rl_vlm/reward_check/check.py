@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.errors import DataError
+from rl_vlm.reward.golds import spread_over
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.reward_check.findings import Finding, findings_of, unlike_scales
 from rl_vlm.reward_check.measure import Measured, measure
@@ -52,7 +53,7 @@ def check_rewards(data_config: DataConfig, rewards: RewardsConfig, num_rows: int
 
 def read_samples(data: Rows, num_rows: int) -> tuple[list[int], list[Sample]]:
     """Read rows that are evenly spread over the data; those that cannot be read are left out."""
-    spread = range(len(data)) if num_rows >= len(data) else [i * len(data) // num_rows for i in range(num_rows)]
+    spread = spread_over(range(len(data)), num_rows)
     found: list[tuple[int, Sample]] = []
     problems: list[str] = []
     for index in spread:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rewards.contract import Fault
-from rl_vlm.reward_check.cheats import CHEATS, WORTHLESS
+from rl_vlm.reward_check.cheats import HEDGES, HOLLOW, SILENT, cheat_score, cheats_to_try
 from rl_vlm.reward_check.measure import Measured
 
 Severity = Literal["error", "warning"]
@@ -52,24 +52,30 @@ def findings_of(measured: Measured) -> list[Finding]:
 
 
 def faults(measured: Measured) -> Iterator[Finding]:
-    """Yield a finding per completion on which a function fails."""
+    """Yield a finding about the rows for all of whose completions a function fails, and one per other completion."""
+    every: list[tuple[int, Fault]] = []
     by_completion: dict[str, list[tuple[int, Fault]]] = {}
-    for row, scores in zip(measured.rows, measured.scores, strict=True):
-        for name, score in scores.items():
-            if isinstance(score, Fault):
-                by_completion.setdefault(name, []).append((row.index, score))
-    if by_completion and all(len(by_completion.get(name, ())) == len(measured.rows) for name in measured.scores[0]):
-        row, fault = next(iter(by_completion.values()))[0]
-        message = f"it fails on every completion: {fault.message}"
-        yield Finding(measured.name, f"fault: {fault.kind}", "error", message, (row,))
-        return
+    for row in measured.rows:
+        found = {name: score for name, score in row.scores.items() if isinstance(score, Fault)}
+        if len(found) == len(row.scores):
+            every.append((row.index, next(iter(found.values()))))
+            continue
+        for name, score in found.items():
+            by_completion.setdefault(name, []).append((row.index, score))
+    num = len(measured.rows)
+    if every:
+        where = "" if len(every) == num else f" of {len(every)} of {num} rows"
+        yield fault_finding(measured, f"it fails on every completion{where}, which are masked", every)
     for name, failed in by_completion.items():
-        kind, _ = Counter(fault.kind for _, fault in failed).most_common(1)[0]
-        message = (
-            f"it fails on the completion {name!r} of {len(failed)} of {len(measured.rows)} rows, which are masked: "
-            f"{failed[0][1].message}. Return a low score instead"
-        )
-        yield Finding(measured.name, f"fault: {kind}", "error", message, tuple(row for row, _ in failed))
+        what = f"it fails on the completion {name!r} of {len(failed)} of {num} rows, which are masked"
+        yield fault_finding(measured, what, failed)
+
+
+def fault_finding(measured: Measured, what: str, failed: Sequence[tuple[int, Fault]]) -> Finding:
+    """Build the finding about completions, each a row with its fault."""
+    kind, _ = Counter(fault.kind for _, fault in failed).most_common(1)[0]
+    message = f"{what}: {failed[0][1].message}. Return a low score instead, or None if it does not apply"
+    return Finding(measured.name, f"fault: {kind}", "error", message, tuple(row for row, _ in failed))
 
 
 def empty_columns(measured: Measured) -> Iterator[Finding]:
@@ -106,8 +112,9 @@ def constant(measured: Measured) -> Finding:
 
 def inverted(measured: Measured) -> Iterator[Finding]:
     """Yield a finding if gold answers get less than completions that say nothing."""
-    golds = [gold for gold in measured.best_golds() if gold is not None]
-    worthless = [s for row in measured.scores for s in map(row.get, WORTHLESS) if isinstance(s, float)]
+    golds = [row.best_gold for row in measured.rows if row.best_gold is not None]
+    silent = [name for name in cheats_to_try(measured.reads_gold) if name in SILENT | HOLLOW]
+    worthless = [s for row in measured.rows for s in map(row.scores.get, silent) if isinstance(s, float)]
     if golds and worthless and mean(golds) < mean(worthless):
         message = (
             f"gold answers get {mean(golds):.3g} on average, and completions that say nothing {mean(worthless):.3g}: "
@@ -118,9 +125,9 @@ def inverted(measured: Measured) -> Iterator[Finding]:
 
 def low_golds(measured: Measured) -> Iterator[Finding]:
     """Yield a finding if the gold answers of some rows get less than the best gold answer."""
-    golds = measured.best_golds()
-    best = max((gold for gold in golds if gold is not None), default=0.0)
-    low = [row.index for row, gold in zip(measured.rows, golds, strict=True) if gold is not None and gold < best - 1e-6]
+    golds = {row.index: row.best_gold for row in measured.rows}
+    best = max((gold for gold in golds.values() if gold is not None), default=0.0)
+    low = [row for row, gold in golds.items() if gold is not None and gold < best - 1e-6]
     if low and measured.reads_gold:
         message = (
             f"the gold answers of {len(low)} of {len(golds)} rows get less than the best, {best:g}: these rows can "
@@ -132,26 +139,24 @@ def low_golds(measured: Measured) -> Iterator[Finding]:
 def paying_cheats(measured: Measured) -> Iterator[Finding]:
     """Yield a finding per cheat that gets as much as the gold answer of its row on many rows.
 
-    It is a warning if the function reads no gold answer, since a format may well hold nothing. A penalty, whose scores
-    are 0 at most, may leave completions that say nothing alone.
+    It is a warning if the function reads no gold answer. A penalty, whose scores are 0 at most, may leave completions
+    that say nothing alone.
     """
     if not measured.reads_gold and max(measured.numbers()) <= 0:
         return
-    golds = measured.best_golds()
-    for name in CHEATS if measured.reads_gold else WORTHLESS:
+    for name in cheats_to_try(measured.reads_gold):
         pairs = [
-            (row.index, scores[name], gold)
-            for row, scores, gold in zip(measured.rows, measured.scores, golds, strict=True)
-            if isinstance(scores[name], float) and gold is not None
+            (row.index, score, row.best_gold)
+            for row in measured.rows
+            if (score := cheat_score(row.scores, name)) is not None and row.best_gold is not None
         ]
-        paid = [row for row, score, gold in pairs if score >= gold - 1e-6]  # type: ignore[operator]
+        paid = [row for row, score, gold in pairs if score >= gold - 1e-6]
         if len(paid) > MANY_ROWS * len(pairs):
-            is_wrong = name in WORTHLESS or name in ("long text", "instruction", "question", "answer of another row")
             message = (
                 f"the completion {name!r} gets as much as the gold answer on {len(paid)} of {len(pairs)} rows: a "
                 "policy will find it. Compare the whole answer, and give nothing for text that is not it"
             )
-            severity = "error" if is_wrong and measured.reads_gold else "warning"
+            severity = "error" if name not in HEDGES and measured.reads_gold else "warning"
             yield Finding(measured.name, f"cheat: {name}", severity, message, tuple(paid))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rewards.contract import Fault
-from rl_vlm.reward_check.cheats import CHEATS, WORTHLESS
+from rl_vlm.reward_check.cheats import cheat_score, cheats_to_try
 from rl_vlm.reward_check.findings import Finding
 from rl_vlm.reward_check.measure import Measured
 from rl_vlm.reward_check.sampled import Sampled
@@ -22,7 +22,7 @@ WIDTH = 60
 def figures(measured: Measured) -> dict[str, Any]:
     """Return what training would see of a function, as plain values. Times are seconds per completion."""
     numbers = measured.numbers()
-    scores = [score for row in measured.scores for score in row.values()]
+    scores = [score for row in measured.rows for score in row.scores.values()]
     quartiles = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1]).tolist() if numbers else []
     p50, p95, most = np.quantile(measured.seconds, [0.5, 0.95, 1]).tolist() if measured.seconds else (0.0, 0.0, 0.0)
     return {
@@ -33,7 +33,7 @@ def figures(measured: Measured) -> dict[str, Any]:
         "not_applicable": sum(score is None for score in scores) / max(1, len(scores)),
         "faults": sum(isinstance(score, Fault) for score in scores) / max(1, len(scores)),
         "scores": dict(zip(("min", "p25", "median", "p75", "max"), quartiles, strict=False)),
-        "groups_without_spread": sum(map(has_no_spread, measured.scores)) / max(1, len(measured.scores)),
+        "groups_without_spread": sum(has_no_spread(row.scores) for row in measured.rows) / max(1, len(measured.rows)),
         "seconds": {"p50": p50, "p95": p95, "max": most},
     }
 
@@ -45,13 +45,13 @@ def has_no_spread(scores: dict[str, Any]) -> bool:
 def oddest(measured: Measured) -> list[dict[str, Any]]:
     """Return the rows whose gold answers are furthest below a cheat, or above it by the least."""
     odd = []
-    for row, scores, gold in zip(measured.rows, measured.scores, measured.best_golds(), strict=True):
-        tried = CHEATS if measured.reads_gold else WORTHLESS
-        cheats = {name: score for name in tried if isinstance(score := scores[name], float)}
-        if gold is None or not cheats:
+    for row in measured.rows:
+        found = {name: cheat_score(row.scores, name) for name in cheats_to_try(measured.reads_gold)}
+        cheats = {name: score for name, score in found.items() if score is not None}
+        if row.best_gold is None or not cheats:
             continue
         best = max(cheats, key=lambda name: cheats[name])
-        odd.append((gold - cheats[best], row.index, gold, best, cheats[best], row.texts[best]))
+        odd.append((row.best_gold - cheats[best], row.index, row.best_gold, best, cheats[best], row.texts[best]))
     names = ("margin", "row", "gold", "cheat", "score", "completion")
     return [dict(zip(names, each, strict=True)) for each in sorted(odd)[:ODDEST]]
 

@@ -56,6 +56,11 @@ def by_method(completions: list[str], solution: list[str], method: list[str]) ->
     return [float(text == gold) for text, gold in zip(completions, solution, strict=True)]
 
 
+def of_numbers(completions: list[str], solution: list[str]) -> list[float]:
+    golds = [int(gold) for gold in solution]
+    return [float(text == f"#### {gold}") for text, gold in zip(completions, golds, strict=True)]
+
+
 def with_images(completions: list[str], solution: list[str], images: list[Any]) -> list[float]:
     return [float(text == gold) for text, gold in zip(completions, solution, strict=True)]
 
@@ -242,6 +247,13 @@ def test_a_function_that_fails_on_gold_answers(tmp_path: Path):
     diagnosis = gold_findings(split_of(tmp_path, [{"solution": "7"}, {"solution": "seven"}]), FAILING)
     assert {kind for _, kind in kinds(diagnosis)} == {"gold answer that a reward fails on"}
     assert "invalid literal for int()" in diagnosis.findings[-1].what
+
+
+@pytest.mark.parametrize("bad", [0, 3, 8])
+def test_a_gold_answer_on_which_a_function_raises_is_a_finding_on_its_row(bad: int, tmp_path: Path):
+    rows = [{"solution": "a dozen" if i == bad else str(i)} for i in range(9)]
+    found = gold_findings(split_of(tmp_path, rows), f"{__name__}:of_numbers")
+    assert kinds(found) == [(bad, "gold answer that a reward fails on")]
 
 
 def test_functions_that_may_cost_much_are_not_called(tmp_path: Path):

@@ -121,13 +121,67 @@ def test_a_sound_function_of_another_system_has_no_finding(style: str, capsys: p
     assert status == 0
 
 
-def test_a_format_that_may_be_empty_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_tags_are_no_cheat_for_a_function_of_the_form_alone(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text(OF_OTHERS["TRL, format"].replace(".+?", ".*?"))
-    status, report = check("mine.py:f", capsys)
-    assert [(finding["kind"], finding["severity"]) for finding in report["findings"]] == [
-        ("cheat: empty tags", "warning")
-    ]
-    assert status == 0
+    assert check("mine.py:f", capsys)[1]["findings"] == []
+    Path("mine.py").write_text("def f(completions, **kwargs):\n    return [float(not c) for c in completions]")
+    sys.modules.pop(str(Path("mine.py").absolute()), None)
+    assert "cheat: empty" in kinds(check("mine.py:f", capsys)[1])
+
+
+IN_A_BOX = """
+import re
+def f(completions, solution):
+    boxes = [re.search(r"boxed{(.*)}", c) for c in completions]
+    return [float(box is not None and (TEST)) for box, s in zip(boxes, solution)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("box[1] == s", set()),
+        ("s in box[1]", {"cheat: both answers", "cheat: gold within a longer answer", "cheat: gold 100 times"}),
+        ("True", {"cheat: answer of another row", "cheat: empty answer"}),
+        ("box[1].split()[:1] == [s]", set()),
+        ("box[1].split()[-1:] == [s]", set()),
+    ],
+)
+def test_cheats_have_the_form_that_the_function_reads(
+    test: str, expected: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A function may read the first of several answers or the last: one that takes any of them can be cheated."""
+    Path("mine.py").write_text(IN_A_BOX.replace("TEST", test))
+    found = kinds(check("mine.py:f", capsys)[1])
+    assert expected <= found
+    assert bool(found) is bool(expected)
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_a_gold_answer_on_which_a_function_raises_is_a_finding_on_its_row(
+    place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    rows[place]["solution"] = "a hundred"
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("mine.py").write_text(
+        SOURCE.format(body="return [exact(c, str(int(s))) for c, s in zip(completions, solution)]")
+    )
+    _, report = check("mine.py:f", capsys)
+    (finding,) = report["findings"]
+    assert (finding["kind"], finding["severity"], finding["rows"]) == ("fault: exception", "error", [place])
+    assert "every completion of 1 of 12 rows" in finding["message"] and "'a hundred'" in finding["message"]
+
+
+def test_a_completion_on_which_a_function_raises_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(
+        SOURCE.format(body="return [exact(c, s) / len(c) * len(c) for c, s in zip(completions, solution)]")
+    )
+    _, report = check("mine.py:f", capsys)
+    assert {finding["kind"] for finding in report["findings"]} == {"fault: exception"}
+    assert {finding["message"].partition(" of ")[0] for finding in report["findings"]} == {
+        "it fails on the completion 'empty'"
+    }
 
 
 @pytest.mark.parametrize("style", ["verl", "EasyR1"])
@@ -193,6 +247,16 @@ def test_all_functions_of_a_run_are_checked_and_their_scales_compared(capsys: py
     assert status == 0
     assert [(f["function"], f["kind"]) for f in report["findings"]] == [("exact_match", "scale")]
     assert [f["function"] for f in report["functions"]] == ["exact_match", "format_tags"]
+
+
+def test_a_check_that_checks_nothing_says_so_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(
+        "model: {model_name_or_path: none}\n"
+        "rewards: {reward_funcs: [{function: judge, kwargs: {base_url: 'http://127.0.0.1:9/v1', model: m}}]}\n"
+    )
+    assert cli.main(["rewards", "check", "run.yaml", "--data", "rows.jsonl", "data.text_only=true"]) == 2
+    printed = capsys.readouterr()
+    assert "nothing was checked" in printed.err and printed.out == ""
 
 
 def test_the_report_in_words_names_findings_with_rows(capsys: pytest.CaptureFixture[str]) -> None:
