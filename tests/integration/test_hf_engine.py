@@ -167,6 +167,44 @@ def test_completions_do_not_depend_on_what_else_is_sampled(tiny, model, prompts,
         assert token_ids(engine.generate(requests, sampling)) == expected
 
 
+def test_resumed_completions_have_the_logprobs_of_a_full_forward(engine, prompts):
+    requests, found = make_requests(prompts), []
+    for _ in range(3):
+        groups = engine.generate(requests, make_sampling(max_completion_length=5, max_rollout_tokens=2))
+        found.append({(len(c.token_ids), c.finish_reason) for group in groups for c in group.completions})
+        requests = [RolloutRequest(group.group_id, group.prompt, group) for group in groups]
+    assert found == [{(2, "paused")}, {(4, "paused")}, {(5, "length")}]
+    for group in groups:
+        for completion in group.completions:
+            expected = stock_logprobs(
+                engine.model, engine.vision.family, group.prompt, completion, banned=engine.banned_token_ids
+            )
+            assert (completion.generator_logprobs - expected).abs().max() < 1e-5
+
+
+class Full(HFEngine):
+    """An engine with memory for four completions at once."""
+
+    sizes: list[int]
+    """Completions of each batch, whether it fits or not."""
+
+    def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
+        self.sizes.append(len(requests) * sampling.num_generations)
+        if self.sizes[-1] > 4:
+            raise torch.OutOfMemoryError("Tried to allocate 1 byte")
+        return super().generate_batch(requests, sampling)
+
+
+def test_half_of_the_completions_that_ran_out_of_memory_are_generated_at_once(tiny, model, prompts):
+    requests, sampling = make_requests(prompts), make_sampling(max_completion_length=2)
+    expected = token_ids(make_engine(model, tiny[2]).generate(requests, sampling))
+    engine = Full(VisionEncoder(model, family_of(model.config)), tiny[2], NO_STOP, max_num_seqs=64)
+    engine.sizes = []
+    assert token_ids(engine.generate(requests, sampling)) == expected
+    assert engine.sizes == [12, 6, 3, 3, 3, 3]  # four prompts of three: 12 of at most 64, then of at most 6 and 3
+    assert (engine.max_num_seqs, engine.counters) == (3, {"out_of_memory/rollout": 2})
+
+
 def test_groups_come_in_the_order_of_requests(engine, prompts):
     engine.policy_version = 7
     names = ["two", "text", "one"]

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from rl_vlm.config.schema import RolloutConfig
 from rl_vlm.data.sampler import Draw
-from rl_vlm.rollout.partial import InFlight, roll_on
+from rl_vlm.errors import CheckpointError
+from rl_vlm.rollout.partial import InFlight, check_in_flight, roll_on
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample
 
 
@@ -99,3 +101,18 @@ def test_what_is_in_flight_survives_a_checkpoint():
     assert again[2].request.partial is None
     finished, _ = roll_on(again, 3, Rollouts(b=3, d=1))
     assert names(finished) == "bcd"
+
+
+def test_paused_completions_of_a_checkpoint_need_room_for_another_token():
+    _, in_flight = roll_on(new("abc"), 1, Rollouts(a=9, b=9, c=1))
+    _, in_flight = roll_on([*in_flight, *new("d")], 1, Rollouts(a=9, b=9, d=1))
+    assert [one.request.num_paused_tokens for one in in_flight] == [2, 2]
+
+    def check(max_completion_length: int, max_rollout_tokens: int | None = 1) -> None:
+        settings = {"max_completion_length": max_completion_length, "max_rollout_tokens": max_rollout_tokens}
+        check_in_flight(in_flight, RolloutConfig.model_validate(settings))
+
+    check(3)
+    for refused in ((2, 1), (3, None)):
+        with pytest.raises(CheckpointError, match=r"paused completions of up to 2 tokens, .*max_completion_length \d"):
+            check(*refused)

@@ -137,3 +137,10 @@ def test_generator_logprobs_are_those_before_truncation():
     token_ids, logprobs = next_tokens(logits, stream_keys(0, "g", 2), 0, sampling(2.0, top_k=1), banned_token_ids=[])
     assert token_ids.tolist() == [1, 1]
     assert logprobs.exp().tolist() == pytest.approx([0.75, 0.75])
+
+
+def test_each_rollout_adds_at_most_its_limit_of_tokens():
+    limited = Sampling(num_generations=1, max_completion_length=8, temperature=1.0, seed=0, max_rollout_tokens=3)
+    assert [limited.end(start) for start in (0, 3, 6)] == [3, 6, 8]
+    assert [limited.reason_at(length) for length in (3, 6, 8)] == ["paused", "paused", "length"]
+    assert sampling(1.0).end(0) == 1  # without a limit, at once
