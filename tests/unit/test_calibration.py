@@ -38,9 +38,11 @@ class Ledger:
     def __init__(self, start: int, gradients: int, bytes_per_token: int = 10) -> None:
         self.now = self.most = start
         self.start, self.gradients, self.bytes_per_token = start, gradients, bytes_per_token
+        self.num_restarts = 0
 
     def restart(self) -> None:
         self.most = self.now
+        self.num_restarts += 1
 
     def read(self) -> int:
         return self.most + OF_ENGINE
@@ -82,6 +84,12 @@ def calibrated(
 def test_the_budget_fills_what_is_available():
     # 300 bytes with gradients, and 100 that are fixed: (1000 - 300 - 100) / 10 = 60 tokens.
     assert calibrated(Ledger(100, 200), [50, 40]).micro_batch_tokens == 60
+
+
+def test_the_training_passes_of_three_steps_are_measured_and_no_others():
+    memory = Ledger(100, 200)
+    calibrated(memory, [50, 40])
+    assert memory.num_restarts == 3 * 2
 
 
 def test_a_larger_peak_than_planned_lowers_the_budget():

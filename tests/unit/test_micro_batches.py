@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.memory.micro_batches import make_micro_batches, pad_with_dummies, sharing_ratio
+from rl_vlm.memory.micro_batches import batch_tokens, make_micro_batches, pad_with_dummies, sharing_ratio
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup
 
 
@@ -63,6 +63,15 @@ def test_a_group_that_is_split_does_not_pay_for_its_images():
     (batch,) = make_micro_batches([make_group("a", 10, [4, 4, 4, 4])], 26, "shared", vision_tokens=lambda prompt: 8)
     assert [s.vision_apart for s in batch.subgroups] == [True]  # fits without its images
     assert not make_micro_batches([split], 26, "shared")[0].subgroups[0].vision_apart
+
+
+def test_tokens_of_a_micro_batch_are_those_that_the_budget_counts():
+    whole, split = make_group("whole", 10, [2]), make_group("split", 10, [4, 4, 4, 4, 4])
+    batches = make_micro_batches([whole, split], 26, "shared", vision_tokens=lambda prompt: 8)
+    # 10 + 4 · 4 and 10 + 4 without the images of the split group; 10 + 2 + 8 with those of the whole one
+    assert [batch_tokens(batch, lambda prompt: 8) for batch in batches] == [26, 14, 20]
+    (batch,) = make_micro_batches([whole, make_group("other", 11, [3, 2])], 100, "dense", lambda prompt: 8)
+    assert batch_tokens(batch, lambda prompt: 8) == 3 * 14 + 2 * 8
 
 
 def test_what_a_split_group_leaves_free_is_filled():

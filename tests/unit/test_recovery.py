@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.memory.recovery import Recovery, is_out_of_memory
+from rl_vlm.memory.recovery import Failure, Recovery, is_out_of_memory
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
 
@@ -45,3 +45,12 @@ def test_tensors_of_failed_passes_are_free_when_they_are_repeated() -> None:
 
     assert recovery.repeat("training", passes, lambda: None, together=False) == [True]
     assert recovery.events == {"training": 1}
+
+
+@pytest.mark.parametrize("tokens", [[21], [21, 30, 50], [50, 21, 30], [30, 50, 21]])
+def test_the_budget_becomes_half_of_the_smallest_micro_batch_that_failed(tokens: list[int]) -> None:
+    progress = Progress(1, micro_batch_tokens=1000)
+    recovery = Recovery.unrecorded(Ranks(), progress, lambda prompt: 0)
+    failures = [Failure(rank, 1, 4, num, "sample s", "") for rank, num in enumerate(tokens)]
+    recovery.lower("training", failures)
+    assert progress.micro_batch_tokens == 10

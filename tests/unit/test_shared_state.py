@@ -46,6 +46,14 @@ def test_a_convolution_sees_the_past_of_its_own_completion(layout: RowLayout) ->
     assert sums[0, 0].tolist() == [1, 3, 6, 9, 12, 11, 7, 15, 24]
 
 
+def test_convolutions_of_other_widths_in_one_row_see_other_pasts(layout: RowLayout) -> None:
+    row, inputs = SharedRow(layout), torch.arange(1.0, 10.0)[None, None]
+    sums = [convolve_row(causal_conv1d_fn, row, inputs, torch.ones(1, width), None)[0, 0] for width in (2, 3, 2)]
+    assert sums[1].tolist() == [1, 3, 6, 9, 12, 11, 7, 15, 24]
+    assert sums[0].tolist() == sums[2].tolist() == [1, 3, 5, 7, 9, 9, 7, 15, 17]
+    assert [len(row.packing(num_past).source) for num_past in (1, 2)] == [9 + 5 * 1, 9 + 5 * 2]
+
+
 def test_a_convolution_is_that_of_each_sequence(layout: RowLayout) -> None:
     row, weight = torch.randn(1, 5, 9, requires_grad=True), torch.randn(5, 4)
     ours = convolve_row(causal_conv1d_fn, SharedRow(layout), row, weight, None, activation="silu")
