@@ -18,7 +18,7 @@ TRL_PER_DEVICE_BATCH_SIZE = 8
 
 SAME = frozenset(
     """
-    model_name_or_path model_revision trust_remote_code dtype attn_implementation
+    model_name_or_path model_revision trust_remote_code attn_implementation
     use_peft lora_r lora_alpha use_rslora load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant
 
     dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs shuffle_dataset
@@ -126,11 +126,36 @@ def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
 
 
 def _bf16(value: Any, given: Mapping[str, Any]) -> Settings:
-    """Choose the compute precision. Beside a `dtype`, the weights' in TRL, `bf16: false` decides nothing."""
+    """Choose the compute precision: bfloat16, or, with `bf16: false`, that of the weights. docs/migrate.md has a table.
+
+    bfloat16 weights are left to the field that asks for them.
+    """
     if value:
         return {"dtype": "bfloat16"}
-    weights = [given, given.get("model_init_kwargs") or {}]
-    return {} if any(place.get("dtype") or place.get("torch_dtype") for place in weights) else {"dtype": "float32"}
+    weights = _weights(given)
+    if weights == "auto":
+        raise ValueError(f"with it TRL computes in the checkpoint's precision; {NAME_DTYPE} instead of `auto`")
+    return {} if weights == "bfloat16" else {"dtype": "float32"}
+
+
+NAME_DTYPE = "name `bfloat16` or `float32` as `dtype`"
+
+
+def _weights(given: Mapping[str, Any]) -> Any:
+    """Return the precision of TRL's weights, `auto` for the checkpoint's, or None if it is left out."""
+    kwargs = given.get("model_init_kwargs")
+    if isinstance(kwargs, dict) and "dtype" in kwargs:
+        return kwargs["dtype"] or "auto"
+    return given.get("dtype") or given.get("torch_dtype")
+
+
+def _dtype(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Convert the precision of TRL's weights, which is also that of the computation if `bf16` is false."""
+    if value == "float16":
+        raise ValueError(f"float16 is not in this project; {NAME_DTYPE}")
+    if value == "auto":
+        return {} if given.get("bf16") is False else {"dtype": "bfloat16"}
+    return {"dtype": value}
 
 
 def _generation_batch_size(value: Any, given: Mapping[str, Any]) -> Settings:
@@ -170,13 +195,23 @@ INIT_KWARGS = {
 
 
 def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
-    """Convert arguments of `from_pretrained`. Weights are always loaded in float32."""
+    """Convert arguments of `from_pretrained`."""
     if not isinstance(value, dict) or value.keys() - INIT_KWARGS:
         raise ValueError(
             f"only {', '.join(INIT_KWARGS)} can be given; they are `model.dtype`, `model.attn_implementation`, "
             "`model.model_revision` and `model.trust_remote_code`"
         )
-    return {INIT_KWARGS[name]: item for name, item in value.items() if item not in (None, "float32")}
+    settings = {
+        INIT_KWARGS[name]: item
+        for name, item in value.items()
+        if item is not None and not (name == "torch_dtype" and "dtype" in value)
+    }
+    computes_in_weights = given.get("bf16") is False
+    if computes_in_weights and value.get("torch_dtype") not in (None, "float32"):
+        raise ValueError("TRL does not read `torch_dtype` here, and loads float32; write `dtype`")
+    if settings.get("dtype") == "float32" and not computes_in_weights:
+        del settings["dtype"]  # weights that are trained are always float32, and the default decides the rest
+    return settings | (_dtype(settings["dtype"], given) if "dtype" in settings else {})
 
 
 def _vlm_r1_paths(value: Any, given: Mapping[str, Any]) -> Settings:
@@ -233,6 +268,7 @@ def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
 
 CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "bf16": _bf16,
+    "dtype": _dtype,
     "generation_batch_size": _generation_batch_size,
     "model_init_kwargs": _model_init_kwargs,
     "optim": _optim,

@@ -121,7 +121,7 @@ def test_defaults_of_flat_files_and_of_files_with_sections(load, text, name, fla
         ("bf16: false", "float32"),
         ("dtype: float32\nbf16: false", "float32"),
         ("dtype: bfloat16\nbf16: false", "bfloat16"),
-        ("model_init_kwargs: {torch_dtype: bfloat16}\nbf16: false", "bfloat16"),
+        ("model_init_kwargs: {dtype: bfloat16}\nbf16: false", "bfloat16"),
     ],
 )
 def test_the_precision_of_a_flat_file_is_trls(load, text, dtype):
