@@ -44,7 +44,7 @@ class ModelConfig(Section):
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the vision tower and of the dense path."""
     freeze_vision_tower: bool = False
-    """Train the language model only; the vision tower then runs without gradients."""
+    """Train the language model only; the vision tower then runs without gradients. Not with an adapter in the tower."""
     trainable_modules: list[str] | str | None = None
     """Modules to train; all others are frozen. A list of names, or a regular expression for whole module paths. The
     names `lm_head`, `language_model`, `projector` and `vision_tower` mean these parts in every family. Default: all."""

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError, did_you_mean, listed
 
@@ -32,6 +34,28 @@ def check_module_names(setting: str, value: list[str] | str | None, paths: Seque
                 f"model.{setting}: the regular expression {value!r} matches none of the model's modules, such as "
                 f"{paths[-1]}; it must match a whole path (a list holds names)"
             )
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that hold an adapter's weights beside or in place of the model's own, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)}
+
+
+def refuse_frozen_adapter(transformer: nn.Module, vision_prefixes: tuple[str, ...]) -> None:
+    """Raise ConfigError if an adapter has layers in the vision tower, which `freeze_vision_tower` would freeze.
+
+    Policy and reference share the image features of a frozen tower, and those of an adapter and its base model differ.
+    """
+    within = [name for name in adapter_layers(transformer) if f"{name}.".startswith(vision_prefixes)]
+    if within:
+        raise ConfigError(
+            f"model.freeze_vision_tower cannot be used with an adapter inside the vision tower ({len(within)} layers, "
+            f"such as {within[0]}): set it to false to train these layers. Or keep the adapter out of the tower: leave "
+            "lora_exclude_modules out for a new one, or merge that of a checkpoint into its base model first"
+        )
 
 
 def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:

@@ -15,6 +15,7 @@ from rl_vlm.distributed.shards import local_part
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
+from rl_vlm.model.lora import adapter_layers
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.types import MicroBatch, PolicyOutput
@@ -59,13 +60,10 @@ class Reference:
         PEFT's own methods also set `requires_grad` of the adapters. FSDP2 reads that when it first gathers a weight,
         and would never train one that is first gathered in this block.
         """
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-
         model = self.policy.model
         has_initial = INITIAL_ADAPTER in model.peft_config
         name, value = ("_active_adapter", [INITIAL_ADAPTER]) if has_initial else ("_disable_adapters", True)
-        layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        layers = list(adapter_layers(model).values())
         before = [getattr(layer, name) for layer in layers]
         for layer in layers:
             setattr(layer, name, value)

@@ -10,7 +10,7 @@ from torch import nn
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import Family
-from rl_vlm.model.lora import check_module_names
+from rl_vlm.model.lora import check_module_names, refuse_frozen_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,9 +23,11 @@ def freeze_untrained(model: nn.Module, transformer: PreTrainedModel, family: Fam
     """Freeze the weights that the settings do not train. `model` is `transformer`, or an adapter around it.
 
     Raises ConfigError if `trainable_modules` names what the model does not have, or one of two modules that share a
-    weight, or if the model is an adapter.
+    weight, or if the model is an adapter; and if an adapter has layers in a vision tower to freeze.
     """
     if config.freeze_vision_tower:
+        if model is not transformer:
+            refuse_frozen_adapter(transformer, family.vision_prefixes)
         for parameter in family.vision_parameters(transformer):
             parameter.requires_grad_(False)
     if config.trainable_modules is None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 from rl_vlm.errors import ConfigError
+from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run import train
 from tests.helpers.builders import make_policy
 from tests.helpers.family_parity import Parity, case_groups, scores, stock_scores
 from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until
-from tests.helpers.tiny_run import model_weights
+from tests.helpers.tiny_run import DEFAULTS, model_weights, rows, token_sum
 from tests.tiny.build import build_tiny
 
 PARTS = {
@@ -120,6 +122,29 @@ def test_an_adapter_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     make_policy(tiny_checkpoint, use_peft=True, lora_r=2).model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"trainable_modules cannot be used with the adapter"):
         make_policy(tmp_path, trainable_modules="lm_head")
+
+
+def test_an_adapter_inside_a_frozen_tower_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A new one, that of a checkpoint, and one in a run from Python. One outside of the tower is trained."""
+    message = r"freeze_vision_tower cannot be used with an adapter .* \(\d+ layers, such as model\.visual\."
+    inside: dict[str, Any] = {"use_peft": True, "lora_r": 2, "lora_exclude_modules": []}
+    with pytest.raises(ConfigError, match=message):
+        make_policy(tiny_checkpoint, freeze_vision_tower=True, **inside)
+    make_policy(tiny_checkpoint, **inside).model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=message):
+        make_policy(tmp_path / "adapter", freeze_vision_tower=True)
+    settings = {name: value for name, value in DEFAULTS.items() if name not in ("dataset_name", "reward_funcs")}
+    run = GRPOTrainer(
+        str(tiny_checkpoint), reward_funcs=token_sum, train_dataset=rows(), output_dir=tmp_path / "run",
+        freeze_vision_tower=True, **{**settings, **inside},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=message):
+        run.train()
+
+    outside = make_policy(tiny_checkpoint, use_peft=True, lora_r=2, freeze_vision_tower=True)
+    outside.model.save_pretrained(tmp_path / "outside")
+    for policy in (outside, make_policy(tmp_path / "outside", freeze_vision_tower=True)):
+        assert trained(policy) and not [name for name in trained(policy) if "visual" in name]
 
 
 def test_a_run_changes_only_what_it_trains_and_resumes_bitwise(
