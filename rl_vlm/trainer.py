@@ -23,6 +23,7 @@ from rl_vlm.algorithm.losses import (
     Denominators,
     LossInputs,
     LossMetrics,
+    contributes,
     count_denominators,
     policy_loss,
     top_entropy_threshold,
@@ -179,8 +180,8 @@ class Trainer:
         return self.outputs("check", self.policy, groups, self.sharing, spare=groups[0])
 
     def contributing(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups that contribute to the loss."""
-        return [g for g in groups if g.valid_G.any() and (g.has_variance or self.reference is not None)]
+        """Return the groups that contribute to the gradient."""
+        return [g for g in groups if contributes(g, self.reference is not None, self.policy.trains_on)]
 
     def pack(
         self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup, together: bool

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rl_vlm.config.schema import AlgorithmConfig
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Prompt, ScoredGroup
 
 ENTROPY_ROUNDING = 1e-5
 """Tolerance below the entropy threshold. The first tokens of a group's completions have equal entropies up to rounding:
@@ -68,6 +68,16 @@ class LossInputs:
     """Tokens below it get no policy loss; see `top_entropy_threshold`."""
     generator_logprobs_NT: Float[Tensor, "completions tokens"] | None = None
     """None if the trained model itself generated the completions."""
+
+
+def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Prompt], bool]) -> bool:
+    """Return whether the loss of a group has a gradient of a trained weight. All other groups need no training pass.
+
+    Without a KL term, a group whose rewards are all equal has none. `trains_on` returns whether a forward of the prompt
+    uses a trained weight.
+    """
+    has_loss = bool(scored.valid_G.any()) and (scored.has_variance or has_kl)
+    return has_loss and trains_on(scored.group.prompt)
 
 
 def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Bool[Tensor, " group"]:

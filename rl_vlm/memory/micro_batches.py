@@ -43,10 +43,8 @@ def make_micro_batches(
     ]
 
 
-def training_tokens(group: ScoredGroup, sharing: Sharing, vision_tokens: VisionTokens, has_reference: bool) -> int:
-    """Return the tokens that training on a whole group computes: 0 if it does not contribute to the loss."""
-    if not group.valid_G.any() or not (group.has_variance or has_reference):
-        return 0
+def training_tokens(group: ScoredGroup, sharing: Sharing, vision_tokens: VisionTokens) -> int:
+    """Return the tokens that training on a whole group computes. At least one of its completions must be valid."""
     size = Size.of(group, valid_members(group), vision_tokens(group.group.prompt))
     return size.tokens(shared=why_dense(group, sharing) is None)
 

@@ -113,6 +113,11 @@ class Family:
         bound = config.get_text_config().final_logit_softcapping if self.softcaps_logits else None
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
+    def image_prefixes(self, config: PreTrainedConfig) -> tuple[str, ...]:
+        """Return the prefixes of the names of parameters that a forward of text alone does not use."""
+        crossing = config.get_text_config().cross_attention_layers if self.cross_attends else ()
+        return (*self.vision_prefixes, *(f"model.language_model.layers.{i}." for i in crossing))
+
     def vision_parameters(self, model: PreTrainedModel) -> list[torch.nn.Parameter]:
         """Return the parameters of the vision tower and projector, adapters included."""
         return [p for name, p in model.named_parameters() if f"{name}.".startswith(self.vision_prefixes)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,16 @@ class Policy(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.transformer.device
+
+    def trains_on(self, prompt: Prompt) -> bool:
+        """Return whether a forward of the prompt uses a trained weight: one of text alone uses none of the tower's."""
+        return bool(prompt.mm_inputs) or self.trains_text
+
+    @cached_property
+    def trains_text(self) -> bool:
+        model = self.transformer
+        prefixes = self.family.image_prefixes(model.config)
+        return any(p.requires_grad and not name.startswith(prefixes) for name, p in model.named_parameters())
 
     def nonfinite_weights(self) -> list[str]:
         """Return the names of the trained weights that have a value which is not finite, in this rank's part."""

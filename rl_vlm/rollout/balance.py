@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
+from rl_vlm.algorithm.losses import contributes
 from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.micro_batches import training_tokens
@@ -27,7 +27,7 @@ EVEN_ENOUGH = 1.05
 """Largest rank's load, relative to that of a deal from scratch, at which groups are left on their ranks."""
 
 Cost = Callable[[ScoredGroup], int]
-"""The tokens that training on a group computes; see `training_tokens`."""
+"""The tokens that training on a group computes; 0 if it does not contribute to the gradient."""
 
 Costs = Sequence[Sequence[int]]
 """By rank, the cost of each of its groups."""
@@ -36,8 +36,12 @@ Costs = Sequence[Sequence[int]]
 def cost_of_groups(policy: Policy, wanted: Sharing, has_reference: bool) -> Cost:
     """Return the function that computes the cost of a group for this policy."""
     sharing: Sharing = "dense" if why_not_shared(policy.transformer) else wanted
-    vision_tokens = policy.vision.tokens
-    return partial(training_tokens, sharing=sharing, vision_tokens=vision_tokens, has_reference=has_reference)
+
+    def cost(group: ScoredGroup) -> int:
+        is_trained = contributes(group, has_reference, policy.trains_on)
+        return training_tokens(group, sharing, policy.vision.tokens) if is_trained else 0
+
+    return cost
 
 
 def balance(window: Window, ranks: Ranks, cost: Cost, build: Callable[[Draw], Prompt]) -> Window:

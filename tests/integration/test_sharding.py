@@ -17,12 +17,18 @@ from tests.helpers.sharded_runs import ENGINES, Runs, differences, distance, fir
 
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower": True}
 TOWER_LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []}
+VISION_ALONE: dict[str, dict[str, Any]] = {
+    "projector": {"trainable_modules": ["projector"]},
+    "adapter_of_tower": {**TOWER_LORA, "lora_target_modules": r".*\.visual\..*(qkv|proj)"},
+}
+"""Parts of the vision side, which prompts of text alone do not reach: in the third step all are."""
 CUT_GROUPS = {"micro_batch_tokens": 95, "num_generations": 8}
 """A budget that cuts most groups with images, so that the vision tower runs apart from their micro-batches."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": LORA,
     "tower_lora": TOWER_LORA,
+    **VISION_ALONE,
     "kl": {"beta": 0.04},
     "kl_lora": {"beta": 0.04, **LORA},
     "kl_adapter": {"beta": 0.04},
@@ -93,6 +99,8 @@ def test_two_processes_train_as_one(one: Runs, two: Runs, name: str) -> None:
         tokens = [(line["balance/tokens_max"], 2 * line["balance/tokens_mean"]) for line in lines]
         assert tokens[3][0] == tokens[3][1] > 0  # one rank has nothing to train
         assert tokens[4] == (0, 0)
+    if name in VISION_ALONE:
+        assert without_variance == [0, 0, 1, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.ci
@@ -100,6 +108,7 @@ def test_two_processes_train_as_one(one: Runs, two: Runs, name: str) -> None:
 def test_sharded_weights_train_as_one_process(engine: str, start: Path, tmp_path: Path) -> None:
     plain = {"checkpoint": start, "max_steps": 8}
     settings = {"full": plain, "cut_groups": plain | CUT_GROUPS, "tower_lora": plain | TOWER_LORA}
+    settings |= {name: plain | of_vision for name, of_vision in VISION_ALONE.items()}
     one, two = Runs.of(tmp_path / "one", settings).train(), Runs.of(tmp_path / "two", settings).launch(engine)
     for name in settings:
         assert_equal(one[name], two[name])

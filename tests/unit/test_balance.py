@@ -90,16 +90,12 @@ def test_groups_that_are_dealt_stay(costs: list[list[int]]) -> None:
 def test_cost_is_what_the_packed_or_padded_rows_hold() -> None:
     group = make_group("a", 10, [2, 3, 5], valid=[True, True, False])
 
-    def cost(sharing: Any, has_reference: bool = False) -> int:
-        return training_tokens(group, sharing, lambda prompt: 7, has_reference)
+    def cost(sharing: Any) -> int:
+        return training_tokens(group, sharing, lambda prompt: 7)
 
     assert cost("shared") == 7 + 10 + 2 + 3
     assert cost("dense") == 7 + 2 * (10 + 3)
     assert cost("auto") == cost("shared")
-    group.has_variance = False
-    assert (cost("shared"), cost("shared", has_reference=True)) == (0, 22)
-    group.valid_G[:] = False
-    assert cost("shared", has_reference=True) == 0
 
 
 def prompt(draw: Draw) -> Prompt:

@@ -12,6 +12,7 @@ from rl_vlm.algorithm.losses import (
     Denominators,
     LossInputs,
     MetricExtreme,
+    contributes,
     count_denominators,
     policy_loss,
     top_entropy_threshold,
@@ -411,6 +412,19 @@ def test_groups_without_variance_stay_in_the_denominators():
     group = scored_group([4, 4], ["stop", "stop"], valid=[T, T])
     assert not group.has_variance
     assert count_denominators([group], mask_truncated_completions=False) == Denominators(8.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("valid", "has_variance", "has_kl", "trains", "expected"),
+    [
+        (T, T, F, T, T), (T, F, F, T, F), (T, F, T, T, T),  # groups without variance have a gradient of the KL term
+        (F, F, T, T, F), (T, T, F, F, F), (T, F, T, F, F),  # no valid completion; no trained weight in the forward
+    ],
+)  # fmt: skip
+def test_groups_that_contribute_to_the_gradient(valid, has_variance, has_kl, trains, expected):
+    group = scored_group([2, 3], ["stop", "stop"], valid=[valid, F])
+    group.has_variance = has_variance
+    assert contributes(group, has_kl, lambda prompt: trains) == expected
 
 
 def test_advantages_of_shape_n_1_are_refused():

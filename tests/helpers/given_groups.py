@@ -1,0 +1,47 @@
+"""A trainer of given groups, on one rank, to look at its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.memory.recovery import Recovery
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.reference import Reference
+from rl_vlm.plan.tracing.step import Alone, GivenGroups
+from rl_vlm.trainer import Trainer
+from rl_vlm.types import Progress, ScoredGroup
+from tests.helpers.tiny_run import make_config
+
+WHOLE = 8192
+"""A token budget that holds all groups of a test."""
+
+
+def make_trainer(
+    policy: Policy,
+    groups: Sequence[ScoredGroup],
+    strategy: DDP | None = None,
+    reference: Reference | None = None,
+    ranks: Alone | None = None,
+    **settings: Any,
+) -> Trainer:
+    """A trainer that is given its groups, on one rank, with the policy's weights on the host."""
+    config = make_config("unused", Path("unused"), **{"micro_batch_tokens": WHOLE, **settings})
+    ranks = ranks or Alone()
+    optimizer = Optimizer(cast(Any, strategy or DDP(ranks, 0.0)), policy.train(), config.train, num_steps=1)
+    progress = Progress(1, micro_batch_tokens=cast(int, config.memory.micro_batch_tokens))
+    recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
+    collector = GivenGroups(groups, config.algorithm.num_iterations)
+    return Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery)
+
+
+def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Tensor:
+    """The loss of the step, whose gradients the policy then has."""
+    window = trainer.collector.current(trainer.progress, StepMetrics())
+    return trainer.accumulate_gradients(window, groups, StepMetrics())
