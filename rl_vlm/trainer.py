@@ -271,11 +271,14 @@ class Trainer:
         return Denominators(*self.ranks.sum([local.tokens, local.completions]))
 
     def entropy_threshold(self, groups: Sequence[ScoredGroup]) -> float | None:
-        """Return the entropy below which tokens of this step are not trained. Takes a forward pass over all of them."""
+        """Return the entropy below which tokens of this step are not trained.
+
+        Takes a forward pass over all groups, also those that do not contribute, so that it does not depend on them.
+        """
         quantile = self.config.algorithm.top_entropy_quantile
         if quantile == 1.0:
             return None
-        outputs = self.outputs("entropy", self.policy, self.contributing(groups), self.sharing, spare=groups[0])
+        outputs = self.outputs("entropy", self.policy, groups, self.sharing, spare=groups[0])
         gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)] for batch, o in outputs])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 

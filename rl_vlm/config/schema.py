@@ -310,7 +310,7 @@ class AlgorithmConfig(Section):
     mask_truncated_completions: bool = False
     """Exclude completions that reach `max_completion_length` from the loss."""
     top_entropy_quantile: float = Field(default=1.0, gt=0, le=1)
-    """Train only on this fraction of tokens, those with the highest entropy; 1 is off."""
+    """Train only on this fraction of the optimizer step's tokens, those with the highest entropy; 1 is off."""
 
 
 class TrainConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,29 @@ def test_text_does_not_use_layers_that_cross_attend_to_images(tmp_path: Path) ->
         assert (policy.trains_on(image), policy.trains_on(text)) == (True, trains_text)
         logprobs = policy(whole([make_group(text, [3])], shared=False)).logprobs_NT
         assert logprobs.requires_grad == trains_text
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_entropy_threshold_is_that_of_the_trained_tokens_of_all_groups(
+    beta: float, checkpoint: Path, groups: list[ScoredGroup]
+) -> None:
+    """Also of those without variance, and of those that reach no trained weight."""
+    completions = groups[0].group.completions
+    completions[0], faulted = replace(completions[0], finish_reason="length"), 1
+    groups[2].valid_G[faulted] = False
+    policy = make_policy(checkpoint, trainable_modules="projector")
+    entropies = policy(whole(groups, shared=False)).entropies_NT
+    lengths = [n for _, some in SHAPES for n in some]
+    left_out = {0, 4 + 3 + faulted}
+    counted = torch.cat(
+        [row[:n] for i, (row, n) in enumerate(zip(entropies, lengths, strict=True)) if i not in left_out]
+    )
+    reference = Reference(policy, make_policy(checkpoint)) if beta else None
+    settings = {"top_entropy_quantile": 0.4, "mask_truncated_completions": True, "micro_batch_tokens": CUT}
+    trainer = make_trainer(policy, groups, reference=reference, beta=beta, **settings)
+    threshold = trainer.entropy_threshold(groups)
+    assert threshold is not None
+    assert ((counted >= threshold) == (counted >= counted.quantile(0.6))).all()
 
 
 class Averaging(DDP):

@@ -23,8 +23,9 @@ from rl_vlm.algorithm.losses import (
 )
 from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.model.reference import Reference
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
-from tests.helpers import trl_oracle
+from tests.helpers import given_groups, trl_oracle
 from tests.helpers.builders import (
     BYTE_TOKENS,
     QUESTION,
@@ -363,10 +364,10 @@ def random_completions(checkpoint):
     return ids
 
 
-def scored_groups(checkpoint, completion_ids):
-    rewards = torch.tensor(REWARDS).view(2, 4)
+def scored_groups(checkpoint, completion_ids, rewards=REWARDS):
+    rewards = torch.tensor(rewards).view(2, 4)
     valid = torch.ones(2, 4, dtype=torch.bool)
-    advantages = compute_advantages(rewards, valid, "group").advantages_PG
+    found = compute_advantages(rewards, valid, "group")
     completions = [
         Completion(ids, torch.zeros(len(ids)), "length" if i == TRUNCATED else "stop", "")
         for i, ids in enumerate(completion_ids)
@@ -376,7 +377,9 @@ def scored_groups(checkpoint, completion_ids):
         for p, images in enumerate(PICTURES)
     ]
     return [
-        ScoredGroup(group, rewards[p, :, None], rewards[p], advantages[p], valid[p], has_variance=True)
+        ScoredGroup(
+            group, rewards[p, :, None], rewards[p], found.advantages_PG[p], valid[p], bool(found.has_variance_P[p])
+        )
         for p, group in enumerate(groups)
     ]
 
@@ -415,4 +418,32 @@ def test_parameter_gradients_of_rollouts_with_images_equal_trls(sharp, tmp_path,
     trls = trl_oracle.loss_on_rollouts(trainer, rows, old, ref)
     trls.backward()
     assert_same(ours, trls)
+    assert gradient_error(take_gradients(policy.transformer), take_gradients(cast(Any, trainer.model))) <= 1e-5
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_entropy_threshold_of_a_step_with_a_group_without_variance_is_trls(sharp, tmp_path, beta):
+    settings: dict[str, Any] = {"top_entropy_quantile": 0.4, "beta": beta, "loss_type": "dapo"}
+    rewards = [1.0, 0.0, 0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
+    completion_ids = random_completions(sharp)
+    groups = scored_groups(sharp, completion_ids, rewards)
+    assert [group.has_variance for group in groups] == [True, False]
+    policy = make_policy(sharp)
+    old = policy(whole(groups, shared=True)).logprobs_NT.detach()
+    ref = old + 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(5))
+    for p, group in enumerate(groups):
+        group.ref_logprobs = {i: ref[4 * p + i, : LENGTHS[4 * p + i]] for i in range(4)} if beta else {}
+    reference = Reference(policy, make_policy(sharp)) if beta else None
+    ours = given_groups.accumulate(given_groups.make_trainer(policy, groups, reference=reference, **settings), groups)
+
+    rollouts = trl_oracle.Rollouts([ids.tolist() for ids in completion_ids], rewards=[[reward] for reward in rewards])
+    trainer = trl_oracle.make_trainer(
+        sharp, tmp_path, rollouts, max_completion_length=MAX_COMPLETION_LENGTH, **settings
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": QUESTION}], "images": images} for images in PICTURES for _ in range(4)
+    ]
+    trls = trl_oracle.loss_on_rollouts(trainer, rows, old, ref)
+    trls.backward()
+    assert_same(ours, trls.detach())
     assert gradient_error(take_gradients(policy.transformer), take_gradients(cast(Any, trainer.model))) <= 1e-5
