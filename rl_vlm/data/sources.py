@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.config import json_text
 from rl_vlm.config.data_sources import is_file
 from rl_vlm.data.mixture import MixedRows
 from rl_vlm.data.tables import ArrowRows, ListRows, Table
@@ -71,7 +71,7 @@ def parse_json(content: bytes, where: str) -> Any:
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     try:
-        return json.loads(content.decode("utf-8"))
+        return json_text.parse(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start)
         place = f"{where}, line {line + 1}" if line else where

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_vlm.config import json_text
 from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
@@ -153,7 +153,7 @@ def deepspeed_config(environment: Mapping[str, str]) -> dict[str, Any]:
 def read_json(path: str) -> dict[str, Any]:
     """Return the content of a DeepSpeed config file. Raises LaunchError if it has no ZeRO section."""
     try:
-        config = json.loads(Path(path).read_text())
+        config = json_text.parse(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"the DeepSpeed config {path} cannot be read: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
@@ -178,6 +178,6 @@ def set_option(config: dict[str, Any], key: str, value: Any) -> None:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json_text.parse(text)
     except ValueError:
         return text  # a word, such as none, cpu and auto

@@ -8,7 +8,7 @@ import pytest
 import trl
 import yaml
 
-from rl_vlm.distributed.environment import FSDP_KEYS, Launch, take_launch
+from rl_vlm.distributed.environment import FSDP_KEYS, Launch, read_json, take_launch
 from rl_vlm.distributed.launcher import check_numbers, check_variables, note_short_grace
 from rl_vlm.distributed.meeting_point import init_method
 from rl_vlm.distributed.ranks import Ranks, check_devices, check_launch
@@ -150,6 +150,12 @@ def test_a_deepspeed_config_is_read_as_it_is(monkeypatch, tmp_path):
     assert launch_of(monkeypatch, deepspeed_file(tmp_path, config)).deepspeed == config
     without_accumulation = launch_of(monkeypatch, deepspeed_file(tmp_path, zero(2), zero3_init_flag=False))
     assert without_accumulation.deepspeed == zero(2)
+
+
+def test_a_key_that_a_deepspeed_config_has_twice_is_refused(tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
+    with pytest.raises(LaunchError, match=r"ds\.json cannot be read: key `stage` is given twice"):
+        read_json(str(tmp_path / "ds.json"))
 
 
 def test_options_of_the_launcher_fill_a_deepspeed_config(monkeypatch, tmp_path):
