@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.random_states import seed_random_generators
-from rl_vlm.config.batches import BatchPlan, plan_batches, total_optimizer_steps
+from rl_vlm.config.batches import BatchPlan, endless_warmup, plan_batches, total_optimizer_steps
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
-from rl_vlm.data.prompts import PromptBuilder, build_prompt, has_max_pixels, load_processor
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks, joined
@@ -140,11 +140,13 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     with profile.phase("load") if profile else nullcontext():
         policy, reference = load_models(config, saved, data, strategy, ranks)
     num_steps = total_optimizer_steps(config, plan, len(data.usable))
+    if warning := endless_warmup(config.train, num_steps):
+        logger.warning("%s", warning)
     with profile.uncounted() if profile else nullcontext():
         start = start_budget(config, data.initial, ranks, data.first_prompts())
     policy.vision.patch_price = start.patch_price
     limit = PromptLimit(
-        start.tokens, config.memory.micro_batch_tokens != "auto", policy.vision, has_max_pixels(data.processor)
+        start.tokens, config.memory.micro_batch_tokens != "auto", policy.vision, smallest_max_pixels(data.processor)
     )
     with ranks.agree():
         if ranks.is_main:

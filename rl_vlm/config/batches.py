@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from rl_vlm.config.batch_settings import BatchSettings, solve
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import RunConfig, TrainConfig
 from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE
 from rl_vlm.errors import ConfigError
 
@@ -120,6 +120,25 @@ def total_optimizer_steps(config: RunConfig, plan: BatchPlan, num_rows: int) -> 
         return config.train.max_steps
     num_windows = math.ceil(round(config.train.num_train_epochs * num_rows / plan.prompts_per_window, 6))
     return num_windows * plan.steps_per_window * plan.num_iterations
+
+
+def warmup_steps(setting: float, num_steps: int) -> int:
+    """Return the warm-up steps of a run of `num_steps`, rounded as in transformers.
+
+    A setting below 1 is a fraction of the steps, rounded up; any other is a number of steps, rounded down.
+    """
+    return int(setting) if setting >= 1 else math.ceil(num_steps * setting)
+
+
+def endless_warmup(train: TrainConfig, num_steps: int) -> str | None:
+    """Return a warning if a run of `num_steps` ends within its warm-up, else None."""
+    warmup = warmup_steps(train.warmup_steps, num_steps)
+    if warmup <= num_steps:
+        return None
+    return (
+        f"train.warmup_steps {warmup} is longer than the run of {num_steps} optimizer steps: the learning rate never "
+        "reaches its peak"
+    )
 
 
 def _smaller_window(config: RunConfig, plan: BatchPlan, num_rows: int) -> str:

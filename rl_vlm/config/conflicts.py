@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field
+
+from rl_vlm.config.addresses import why_no_address
 from rl_vlm.config.data_sources import conflicts_of_sources
+from rl_vlm.config.secrets import without_secrets
+from rl_vlm.config.typed import why_not
 from rl_vlm.config.unread import unread_settings
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import RunConfig, Section
 
-SCHEDULE_KWARGS: dict[str, tuple[str, ...]] = {
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "polynomial": ("lr_end", "power"),
-    "constant": (),
-    "constant_with_warmup": (),
-    "inverse_sqrt": ("timescale",),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
-    "warmup_stable_decay": (
-        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
-    ),
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int | None, Field(ge=0)]
+Shape = Literal["linear", "cosine", "1-sqrt"]
+
+SCHEDULE_KWARGS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "cosine": {"num_cycles": Number},
+    "cosine_with_restarts": {"num_cycles": Count},
+    "polynomial": {"lr_end": Number, "power": Number},
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {"timescale": Annotated[int | None, Field(ge=1)]},
+    "cosine_with_min_lr": {"min_lr": Number, "min_lr_rate": Share, "num_cycles": Number},
+    "warmup_stable_decay": {
+        "num_decay_steps": Count, "num_stable_steps": Steps, "warmup_type": Shape,
+        "decay_type": Shape, "min_lr_ratio": Share, "num_cycles": Number,
+    },
 }  # fmt: skip
-"""Arguments that `transformers.get_scheduler` passes to each schedule."""
+"""Arguments that `transformers.get_scheduler` passes to each schedule, with their types."""
+POLYNOMIAL_LR_END = 1e-7
+"""Default of `lr_end` in transformers."""
 
 
 def conflicts_of(config: RunConfig) -> Iterator[str]:
@@ -38,6 +53,8 @@ def conflicts_of(config: RunConfig) -> Iterator[str]:
     yield from _algorithm_conflicts(config)
     yield from _quantization_conflicts(config)
     yield from _schedule_conflicts(config)
+    yield from _address_conflicts(config)
+    yield from _path_conflicts(config)
     yield from _train_conflicts(config)
 
 
@@ -116,8 +133,6 @@ def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
             f"{names}: these apply to servers that the run starts, and with `vllm_server_base_url` it starts none; "
             "leave them out, or give them to the command that starts the servers"
         )
-    if any(not url.startswith(("http://", "https://")) for url in settings.vllm_server_base_url):
-        yield f"`vllm_server_base_url` {settings.vllm_server_base_url}: an address must begin with http:// or https://"
     if settings.vllm_server_devices and len(settings.vllm_server_devices) != settings.vllm_num_servers:
         yield (
             f"`vllm_server_devices` names {len(settings.vllm_server_devices)} sets of devices for "
@@ -139,6 +154,14 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
         yield "`loss_type` cispo needs `epsilon_high`, the upper bound of its weights, for instance 5.0"
+    name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
+    upper = 1 + getattr(algorithm, name)
+    reads_delta = algorithm.loss_type not in ("cispo", "sapo")
+    if reads_delta and algorithm.delta is not None and algorithm.delta <= upper:
+        yield (
+            f"`delta` {algorithm.delta:g} is not above 1 + `{name}` = {upper:g}, where the ratio is clipped already; "
+            "set it higher, or leave it out"
+        )
     if algorithm.sync_ref_model and algorithm.beta == 0:
         yield "`sync_ref_model` needs `beta` above 0: without a KL term there is no reference model"
     if algorithm.sync_ref_model and config.model.use_peft:
@@ -184,15 +207,50 @@ def _quantization_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
-    schedule, given = config.train.lr_scheduler_type, config.train.lr_scheduler_kwargs.keys()
-    known = SCHEDULE_KWARGS[schedule]
+    schedule, values = config.train.lr_scheduler_type, config.train.lr_scheduler_kwargs
+    given, known = values.keys(), SCHEDULE_KWARGS[schedule]
     if unknown := given - set(known):
         found, valid = ", ".join(sorted(unknown)), ", ".join(known) or "none"
         yield f"`lr_scheduler_kwargs` has {found}; valid for `lr_scheduler_type` {schedule}: {valid}"
+    wrong = {name: why for name in known if name in given and (why := why_not(values[name], known[name]))}
+    yield from (f"`{name}` in `lr_scheduler_kwargs` is {values[name]!r}: {why}" for name, why in wrong.items())
+    yield from () if wrong else _peak_conflicts(config)
     if schedule == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
         yield "`lr_scheduler_type` cosine_with_min_lr needs one of `min_lr` and `min_lr_rate` in `lr_scheduler_kwargs`"
     if schedule == "warmup_stable_decay" and "num_decay_steps" not in given:
         yield "`lr_scheduler_type` warmup_stable_decay needs `num_decay_steps` in `lr_scheduler_kwargs`"
+
+
+def _peak_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a schedule ends above its peak. The arguments have their types."""
+    values, peak = config.train.lr_scheduler_kwargs, config.train.learning_rate
+    if values.get("min_lr", 0.0) > peak:
+        yield (
+            f"`min_lr` {values['min_lr']:g} in `lr_scheduler_kwargs` is above the peak, `learning_rate` {peak:g}; "
+            "lower the first or raise the second"
+        )
+    end = values.get("lr_end", POLYNOMIAL_LR_END)
+    if config.train.lr_scheduler_type == "polynomial" and end >= peak:
+        yield (
+            f"`lr_end` {end:g} in `lr_scheduler_kwargs` (default {POLYNOMIAL_LR_END:g}) is not below the peak, "
+            f"`learning_rate` {peak:g}; lower the first or raise the second"
+        )
+
+
+def _address_conflicts(config: RunConfig) -> Iterator[str]:
+    endpoint = config.evaluation.endpoint_url
+    given = {"endpoint_url": [endpoint] if endpoint else [], "vllm_server_base_url": config.vllm.vllm_server_base_url}
+    for name, urls in given.items():
+        yield from (f"`{name}` {without_secrets(url)}: {why}" for url in urls if (why := why_no_address(url)))
+
+
+def _path_conflicts(config: RunConfig) -> Iterator[str]:
+    path = config.train.output_dir
+    if path.startswith("~") or "$" in path:
+        yield (
+            f"`output_dir` {path}: `~` and `$` are not expanded, so this would be a directory of that name; write "
+            f"{os.path.expandvars(os.path.expanduser(path))}, or leave it to the shell, without quotes"
+        )
 
 
 def _train_conflicts(config: RunConfig) -> Iterator[str]:

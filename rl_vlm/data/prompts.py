@@ -69,6 +69,11 @@ def has_max_pixels(processor: Any) -> bool:
     return "max_pixels" in getattr(settings, "__annotations__", {})
 
 
+def smallest_max_pixels(processor: Any) -> int | None:
+    """Return the least that `data.max_pixels` can be, or None if it has no effect on the processor."""
+    return dict(processor.image_processor.size)["shortest_edge"] if has_max_pixels(processor) else None
+
+
 def placeholder_tokens(processor: Any) -> list[str]:
     """Return the tokens that a text must not contain: placeholders of images and videos, before or after expansion."""
     owners, names = (processor, processor.tokenizer), ("image_token", "video_token", "img_patch_token")

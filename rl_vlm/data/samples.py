@@ -172,6 +172,8 @@ def load_part(entry: DataSource, config: DataConfig, split: Which, open_source: 
     """Open one entry of the data. Raises DataError like `load_rows`."""
     name, template = entry.name, config.prompt_template
     wanted, asked_by = wanted_split(entry, config, split)
+    if entry.image_root is not None and not Path(entry.image_root).is_dir():
+        raise DataError(f"{name}: data.image_root {entry.image_root} is no directory; name the folder of its images.")
     source, folder = open_source(name, wanted, entry.dataset_config, asked_by)
     if len(source) == 0:
         raise DataError(f"{name} (data.{NAMES[split]}, split {wanted!r}) has no rows.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
 from torch import nn
 
+from rl_vlm.config.batches import warmup_steps
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.optim import build_optimizer
 from rl_vlm.distributed.strategy import Strategy
@@ -55,11 +55,3 @@ class Optimizer:
         for group, rate in zip(self.torch_optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
-
-
-def warmup_steps(setting: float, num_steps: int) -> int:
-    """Return the warm-up steps of a run of `num_steps`, rounded as in transformers.
-
-    A setting below 1 is a fraction of the steps, rounded up; any other is a number of steps, rounded down.
-    """
-    return int(setting) if setting >= 1 else math.ceil(num_steps * setting)

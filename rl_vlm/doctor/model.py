@@ -16,7 +16,7 @@ import torch
 from rl_vlm.build import NUM_LARGEST, NUM_PLANNED
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
-from rl_vlm.data.prompts import PromptBuilder, build_prompt, has_max_pixels, load_processor
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.doctor.environment import gib, old_transformers
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
@@ -135,7 +135,7 @@ def check_budget(
     start = start_budget(config, checkpoint, Ranks(), list(prompts.values())[:NUM_PLANNED])
     policy.vision.patch_price = start.patch_price
     is_set = config.memory.micro_batch_tokens != "auto"
-    limit = PromptLimit(start.tokens, is_set, policy.vision, has_max_pixels(builder.processor))
+    limit = PromptLimit(start.tokens, is_set, policy.vision, smallest_max_pixels(builder.processor))
     severity: Severity = "error" if is_set else "warning"
     for row, prompt in prompts.items():
         if limit.tokens(prompt) > start.tokens:

@@ -30,8 +30,8 @@ class PromptLimit:
     is_set: bool
     """Whether the budget is from the settings. A larger prompt is then an error; under `auto` it gets a warning."""
     vision: VisionEncoder
-    has_max_pixels: bool
-    """Whether data.max_pixels has an effect on the processor."""
+    min_pixels: int | None
+    """The least that data.max_pixels can be, or None if it has no effect on the processor."""
     has_warned: bool = field(default=False, init=False)
 
     def tokens(self, prompt: Prompt) -> int:
@@ -77,10 +77,10 @@ class PromptLimit:
 
     def fitting_pixels(self, prompt: Prompt) -> int | None:
         """Return a `data.max_pixels` with which the prompt fits, or None if there is none."""
-        if not self.has_max_pixels or not prompt.sample.images:
+        if self.min_pixels is None or not prompt.sample.images:
             return None
         price, (placeholders,) = self.vision.tokens(prompt), self.vision.placeholders([prompt])
         left_by_text = self.budget - 1 - (len(prompt.token_ids) - placeholders)
         shares = [1.0, left_by_text / placeholders, self.budget / price if price else 1.0]
         pixels = int(self.vision.pixels(prompt) / len(prompt.sample.images) * min(shares))
-        return pixels if pixels > 0 else None
+        return pixels if pixels >= self.min_pixels else None

@@ -82,9 +82,17 @@ def load_policy(
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
-    """Return the most tokens that a prompt can have beside a completion, or None if the model's config has no limit."""
-    context = context_length(config.model, checkpoint)
-    return None if context is None else context - config.rollout.max_completion_length
+    """Return the most tokens that a prompt can have beside a completion, or None if the model's config has no limit.
+
+    Raises ConfigError if completions leave no room for a prompt.
+    """
+    context, completion = context_length(config.model, checkpoint), config.rollout.max_completion_length
+    if context is not None and completion >= context:
+        raise ConfigError(
+            f"rollout.max_completion_length {completion} leaves no room for a prompt: the model takes {context} tokens "
+            "of a prompt with its completion (the max_position_embeddings of its config); set it lower"
+        )
+    return None if context is None else context - completion
 
 
 def context_length(config: ModelConfig, checkpoint: str) -> int | None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from inspect import Parameter
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from rewards.calling import Call, parameters
 from rewards.contract import RewardFunction
 from rewards.registry import LARGEST_SCORES
+from rl_vlm.config.typed import why_not
 from rl_vlm.errors import RewardError, shorten, text_of
 
 
@@ -38,12 +37,5 @@ def check_types(name: str, function: RewardFunction, settings: Mapping[str, Any]
     """Raise RewardError if a setting does not have the type that the function declares."""
     types = get_type_hints(function)
     for key, value in settings.items():
-        try:
-            TypeAdapter(types[key]).validate_python(value, strict=True)
-        except ValidationError as error:
-            reasons = dict.fromkeys(
-                detail["msg"].replace("Input should be", "it should be") for detail in error.errors()
-            )
-            raise RewardError(
-                f"reward function {name!r}: `{key}` is {shorten(repr(value), 60)}: {' or '.join(reasons)}"
-            ) from error
+        if reason := why_not(value, types[key]):
+            raise RewardError(f"reward function {name!r}: `{key}` is {shorten(repr(value), 60)}: {reason}")

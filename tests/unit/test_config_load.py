@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -276,6 +277,48 @@ def test_malformed_overrides(write):
         ),
         ("lr_scheduler_type: cosine_with_min_lr", "needs one of `min_lr` and `min_lr_rate`"),
         (
+            "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 2.0e-6}}",
+            "`min_lr` 2e-06 in `lr_scheduler_kwargs` is above the peak, `learning_rate` 1e-06",
+        ),
+        (
+            "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: '0.1'}}",
+            "`min_lr` in `lr_scheduler_kwargs` is '0.1': it should be a valid number",
+        ),
+        (
+            "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 1.5}}",
+            "`min_lr_rate` in `lr_scheduler_kwargs` is 1.5: it should be less than or equal to 1",
+        ),
+        (
+            "{lr_scheduler_type: cosine_with_restarts, lr_scheduler_kwargs: {num_cycles: 0.5}}",
+            "`num_cycles` in `lr_scheduler_kwargs` is 0.5: it should be a valid integer",
+        ),
+        (
+            "{lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 2, decay_type: exp}}",
+            "`decay_type` in `lr_scheduler_kwargs` is 'exp': it should be 'linear', 'cosine' or '1-sqrt'",
+        ),
+        (
+            "{lr_scheduler_type: inverse_sqrt, lr_scheduler_kwargs: {timescale: [3]}}",
+            "`timescale` in `lr_scheduler_kwargs` is [3]: it should be a valid integer",
+        ),
+        (
+            "{lr_scheduler_type: polynomial, learning_rate: 1.0e-7}",
+            "`lr_end` 1e-07 in `lr_scheduler_kwargs` (default 1e-07) is not below the peak, `learning_rate` 1e-07",
+        ),
+        ("{delta: 1.2}", "`delta` 1.2 is not above 1 + `epsilon` = 1.2"),
+        ("{delta: 1.25, epsilon_high: 0.28}", "`delta` 1.25 is not above 1 + `epsilon_high` = 1.28"),
+        (
+            "{output_dir: ~/runs/a}",
+            "`output_dir` ~/runs/a: `~` and `$` are not expanded, so this would be",
+        ),
+        ("{output_dir: $HOME/runs}", f"write {os.path.expanduser('~')}/runs, or leave it to the shell"),
+        ("{endpoint_url: 'http://me:pass@a:1/v1'}", "`endpoint_url` http://***@a:1/v1: leave the login before @ out"),
+        ("{endpoint_url: 'http://a:99999'}", "`endpoint_url` http://a:99999: it is no address: Port out of range"),
+        ("{endpoint_url: 'http:///v1'}", "`endpoint_url` http:///v1: it has no host"),
+        (
+            "{engine: vllm_server, vllm_server_base_url: 'http://me:pass@a:1'}",
+            "`vllm_server_base_url` http://***@a:1: ",
+        ),
+        (
             "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 0, min_lr_rate: 0}}",
             "needs one of `min_lr` and `min_lr_rate`",
         ),
@@ -383,6 +426,11 @@ def test_settings_at_their_defaults_have_no_effect_and_pass(write):
         "{use_peft: true, load_in_4bit: true, bnb_4bit_quant_type: fp4, use_bnb_nested_quant: true, beta: 0.1}",
         "{use_peft: true, load_in_4bit: true, engine: vllm, endpoint_url: 'http://a:1'}",
         "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}}",
+        "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0e-6, num_cycles: 1}}",
+        "{lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 2, num_stable_steps: null}}",
+        "{delta: 1.21}",
+        "{loss_type: cispo, epsilon_high: 5}",
+        "{output_dir: runs/a~b}",
         "{lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 2}}",
     ],
 )

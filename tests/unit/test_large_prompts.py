@@ -20,7 +20,7 @@ def make_prompt(name: str, text_tokens: int, *sizes: tuple[int, int]) -> Prompt:
     return Prompt(Sample(name, [], images, {}, ""), torch.zeros(text_tokens + placeholders, dtype=torch.long), {}, {})
 
 
-def make_limit(budget: int, is_set: bool = True, is_frozen: bool = False, has_max_pixels: bool = True) -> PromptLimit:
+def make_limit(budget: int, is_set: bool = True, is_frozen: bool = False, min_pixels: int | None = 1) -> PromptLimit:
     """A tower of 14 x 14 patches, each of which counts as half a token."""
 
     def pixels(prompt: Prompt) -> int:
@@ -31,7 +31,7 @@ def make_limit(budget: int, is_set: bool = True, is_frozen: bool = False, has_ma
         pixels=pixels,
         placeholders=lambda prompts: [pixels(p) // (PIXELS_PER_PATCH * PATCHES_PER_TOKEN) for p in prompts],
     )
-    return PromptLimit(budget, is_set, cast(Any, vision), has_max_pixels)
+    return PromptLimit(budget, is_set, cast(Any, vision), min_pixels)
 
 
 def message(limit: PromptLimit, *prompts: Prompt) -> str:
@@ -49,7 +49,9 @@ def test_images_that_exceed_the_budget_are_named_with_settings_that_fit():
         "200, or data.max_pixels to at most 78008."
     )
     assert message(make_limit(100), prompt).endswith("at least 200, or data.max_pixels to at most 39200.")
-    assert message(make_limit(100, has_max_pixels=False), prompt).endswith("to at least 200.")
+    assert message(make_limit(100, min_pixels=39_200), prompt).endswith("or data.max_pixels to at most 39200.")
+    for min_pixels in (None, 39_201):  # which the processor would refuse
+        assert message(make_limit(100, min_pixels=min_pixels), prompt).endswith("to at least 200.")
 
 
 def test_images_of_a_frozen_tower_count_by_their_tokens_in_the_prompt():
