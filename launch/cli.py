@@ -47,19 +47,21 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
 
 def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Sample from a model and score the completions, without training."""
+    from rl_vlm.eval_options import EvaluationOptions
+
     checkpoints = options.checkpoint or [config.model.model_name_or_path]
+    evaluation_options = EvaluationOptions(options.by, options.keep, options.keep_by)
     if options.dry_run:
         from launch.dry_run import dry_run_evaluation
 
-        return _show(*dry_run_evaluation(config, checkpoints))
+        return _show(*dry_run_evaluation(config, checkpoints, evaluation_options))
     check_evaluable(config)
     configure_allocator(config)
-    from rl_vlm.evaluation import EvaluationOptions, compare_checkpoints
+    from rl_vlm.evaluation import compare_checkpoints
     from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
     from rl_vlm.report.build import evaluation_report
 
     hide_bars_of_libraries()
-    evaluation_options = EvaluationOptions(options.by, options.keep, options.keep_by)
     with evaluation_report(config):
         summaries = compare_checkpoints(config, checkpoints, evaluation_options)
     if len(summaries) > 1:

@@ -10,6 +10,7 @@ from rl_vlm.config.describe import describe
 from rl_vlm.config.load import check_evaluable, check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.dry_run import Report, check_evaluation, check_serving, check_training
+from rl_vlm.eval_options import EvaluationOptions
 
 
 def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:
@@ -23,12 +24,14 @@ def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:
     return describe(config, plan) + _comments(report), settings.problems + report.problems
 
 
-def dry_run_evaluation(config: RunConfig, checkpoints: Sequence[str]) -> tuple[str, list[str]]:
+def dry_run_evaluation(
+    config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions
+) -> tuple[str, list[str]]:
     """Return the text that describes an evaluation, and its problems."""
     settings = Report()
     with settings.problem():
         check_evaluable(config)
-    report = check_evaluation(config, checkpoints)
+    report = check_evaluation(config, checkpoints, options)
     return describe(config) + _comments(report), settings.problems + report.problems
 
 
@@ -44,5 +47,5 @@ def world_size() -> int:
 
 
 def _comments(report: Report) -> str:
-    lines = [f"Checked: {line}." for line in report.checked] + [f"Not checked: {line}." for line in report.not_checked]
-    return "".join(f"# {line}\n" for line in lines)
+    parts = {"Checked": report.checked, "Not checked": report.not_checked, "Warning": report.warnings}
+    return "".join(f"# {part}: {line}.\n" for part, lines in parts.items() for line in lines)

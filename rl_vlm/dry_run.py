@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from rl_vlm.checkpoint.store import directories
-from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
+from rl_vlm.config.batches import BatchPlan, endless_warmup, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
-from rl_vlm.data.peek import NotOpened, peek_rows
+from rl_vlm.data.peek import NotOpened, Peek, peek_rows
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RLVLMError, require_bitsandbytes
+from rl_vlm.eval_options import EvaluationOptions, check_by, checkpoint_names, kept_range
 from rl_vlm.functions import load_function, names_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
@@ -36,6 +37,7 @@ class Report:
 
     checked: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -51,11 +53,13 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
     """Check a training run. `plan` gives the number of steps, if the batch sizes have a solution."""
     report = Report()
     rewards = check_rewards(config.rewards, report)
-    num_rows = check_data(config, "train", rewards, report)
+    peek = check_data(config, "train", rewards, report)
     check_data(config, "eval", rewards, report)
-    if plan is not None and num_rows is not None:
+    if plan is not None and peek is not None:
         with report.problem():
-            report.checked.append(f"length: {total_optimizer_steps(config, plan, num_rows)} optimizer steps")
+            num_steps = total_optimizer_steps(config, plan, peek.num_rows)
+            report.checked.append(f"length: {num_steps} optimizer steps")
+            report.warnings += filter(None, [endless_warmup(config.train, num_steps)])
     check_around_data(config, report)
     return report
 
@@ -72,10 +76,21 @@ def check_around_data(config: RunConfig, report: Report) -> None:
     check_model(config, report)
 
 
-def check_evaluation(config: RunConfig, checkpoints: Sequence[str]) -> Report:
+def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions) -> Report:
     """Check an evaluation of each checkpoint."""
     report = Report()
-    check_data(config, "eval", check_rewards(config.rewards, report), report)
+    rewards = check_rewards(config.rewards, report)
+    peek = check_data(config, "eval", rewards, report)
+    with report.problem():
+        checkpoint_names(checkpoints)
+    if peek is not None:
+        with report.problem():
+            check_by(options, peek.rows)
+    elif options.by:
+        report.not_checked.append(f"--by {', '.join(options.by)}")
+    if rewards and len(rewards) == len(config.rewards.reward_funcs):
+        with report.problem():
+            kept_range(options, RewardSuite(config.rewards), config.rollout.num_generations_eval)
     with report.problem():
         check_output_dir(Path(config.train.output_dir))
         report.checked.append(f"output directory {config.train.output_dir}")
@@ -115,10 +130,10 @@ def check_rewards(config: RewardsConfig, report: Report) -> list[RewardSuite]:
 
 def check_data(
     config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], report: Report
-) -> int | None:
+) -> Peek | None:
     """Open the data, read the first row of each entry, and check that the columns that rewards need are there.
 
-    Returns the number of rows, or None if it is not known.
+    Returns the rows, or None if they cannot be opened.
     """
     if not data_sources(config.data, split):
         return None
@@ -140,7 +155,7 @@ def check_data(
             suite.check_columns(rows.columns)
     read = "the first was" if len(rows.parts) == 1 else "the first of each entry were"
     report.checked.append(f"{split} data {rows.name}: {peek.num_rows} rows, of which {read} read")
-    return peek.num_rows
+    return peek
 
 
 def check_output_dir(path: Path) -> None:

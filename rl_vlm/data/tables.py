@@ -140,3 +140,8 @@ def array_values(array: Any) -> list[Any]:
     else:
         return array.to_pylist()
     return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a column's value is text, a number or None."""
+    return value is None or isinstance(value, str | int | float)

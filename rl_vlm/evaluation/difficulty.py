@@ -7,55 +7,15 @@ share of its scored completions that succeed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.data.images import encoded_image
 from rl_vlm.data.samples import Rows
 from rl_vlm.data.tables import IMAGE_COLUMNS
-from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.errors import DataError
+from rl_vlm.eval_options import SuccessRange
 from rl_vlm.log.files import atomic_write
-from rl_vlm.reward.suite import RewardSuite
-
-
-@dataclass(frozen=True)
-class SuccessRange:
-    """The range of success rates to keep, by one reward function, both bounds included."""
-
-    low: float
-    high: float
-    function: str
-    solved_from: float = 1.0
-    """Score from which a completion succeeds."""
-
-
-def success_range(
-    low: float, high: float, name: str | None, rewards: RewardSuite, num_generations: int
-) -> SuccessRange:
-    """Build the range for function `name`, or for the one with the largest weight.
-
-    Raises ConfigError if no function has that name, if several have the largest weight, or if no prompt can lie in it.
-    """
-    largest = [
-        known for known, weight in zip(rewards.names, rewards.weights, strict=True) if weight == max(rewards.weights)
-    ]
-    if name is not None and name not in rewards.names:
-        raise ConfigError(f"--keep-by {name}: no reward function has that name; there are {', '.join(rewards.names)}")
-    if name is None and len(largest) > 1:
-        raise ConfigError(
-            f"--keep: the reward functions {', '.join(largest)} have the same weight; name the one that decides what "
-            "counts as a success with --keep-by"
-        )
-    if not any(low <= count / num_generations <= high for count in range(num_generations + 1)):
-        rates = ", ".join(str(Fraction(count, num_generations)) for count in range(num_generations + 1))
-        raise ConfigError(
-            f"--keep {low:g}..{high:g}: with rollout.num_generations_eval {num_generations} a success rate is one of "
-            f"{rates}; sample more completions per prompt"
-        )
-    function = name or largest[0]
-    return SuccessRange(low, high, function, rewards.solved_from[function])
 
 
 def success_rates(

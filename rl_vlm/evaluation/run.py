@@ -6,7 +6,6 @@ import gc
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -19,11 +18,10 @@ from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
-from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import check_evaluation_launch
-from rl_vlm.errors import ConfigError
-from rl_vlm.evaluation.difficulty import SuccessRange, success_range, write_selected_rows
+from rl_vlm.eval_options import NO_OPTIONS, EvaluationOptions, SuccessRange, check_by, checkpoint_names, kept_range
+from rl_vlm.evaluation.difficulty import write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.evaluator import (
     Evaluation,
@@ -33,7 +31,6 @@ from rl_vlm.evaluation.evaluator import (
 )
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.live import is_live_name
-from rl_vlm.log.completions import is_plain
 from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, REPORT, SUMMARY
 from rl_vlm.log.files import lock_directory, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
@@ -49,26 +46,14 @@ logger = logging.getLogger(__name__)
 Summary = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Options of one call, beside the config."""
-
-    by: Sequence[str] = ()
-    """Columns of the data; the figures are repeated for each of their values."""
-    keep: tuple[float, float] | None = None
-    """Range of success rates; prompts in it are written to a dataset."""
-    keep_by: str | None = None
-    """Reward function that decides what a success is. Default: the one with the largest weight."""
-
-
-def evaluate_run(config: RunConfig, options: EvaluationOptions = EvaluationOptions()) -> Summary:
+def evaluate_run(config: RunConfig, options: EvaluationOptions = NO_OPTIONS) -> Summary:
     """Evaluate the config's model, write `output_dir/evaluation/`, and return the content of `summary.json`."""
     (summary,) = evaluate_models({"": config}, options).values()
     return summary
 
 
 def compare_checkpoints(
-    config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions = EvaluationOptions()
+    config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions = NO_OPTIONS
 ) -> dict[str, Summary]:
     """Evaluate each checkpoint as the config's model, and return summaries by name. Several have a folder each."""
     configs = {}
@@ -76,19 +61,6 @@ def compare_checkpoints(
         model = config.model.model_copy(update={"model_name_or_path": checkpoint})
         configs[name] = config.model_copy(update={"model": model})
     return evaluate_models(configs, options)
-
-
-def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
-    """Name checkpoints by the last part of their path, or by all of it if last parts are the same.
-
-    Raises ConfigError if a checkpoint is named twice.
-    """
-    lasts = [Path(checkpoint).name for checkpoint in checkpoints]
-    names = lasts if len(set(lasts)) == len(lasts) else [str(Path(checkpoint)) for checkpoint in checkpoints]
-    named = {re.sub(r"[^\w.-]+", "_", name): checkpoint for name, checkpoint in zip(names, checkpoints, strict=True)}
-    if len(named) < len(checkpoints):
-        raise ConfigError(f"--checkpoint: {', '.join(checkpoints)}: a checkpoint is named twice; leave one out")
-    return named
 
 
 def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions) -> dict[str, Summary]:
@@ -124,7 +96,8 @@ def evaluate_in(
             write_file(folder / CONFIG, to_yaml(configs[name]).encode())
     with RewardSuite(config.rewards) as rewards:
         usable = checked_rows(config, "eval", rewards, ranks)
-        kept = check_options(options, usable.rows, rewards, config.rollout.num_generations_eval)
+        check_by(options, usable.rows)
+        kept = kept_range(options, rewards, config.rollout.num_generations_eval)
         choose_forms(rewards, usable, ranks)
         for name, config in configs.items():
             model = EvaluatedModel(config, ranks, usable, rewards, directories[name])
@@ -139,19 +112,6 @@ def evaluate_in(
         for directory in directories.values():
             directory.delete_unfinished()
     return summaries
-
-
-def check_options(
-    options: EvaluationOptions, rows: Rows, rewards: RewardSuite, num_generations: int
-) -> SuccessRange | None:
-    """Return the range of `--keep`. Raises ConfigError if options, rewards and data do not fit."""
-    plain = [column for column in rows.columns if is_plain(rows.first_value(column))]
-    for column in options.by:
-        if column not in plain:
-            raise ConfigError(f"--by {column}: the data's columns of text and numbers are {', '.join(plain) or 'none'}")
-    if options.keep is None:
-        return None
-    return success_range(*options.keep, options.keep_by, rewards, num_generations)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.schema import LogConfig
+from rl_vlm.data.tables import is_plain
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
@@ -118,11 +119,6 @@ def data_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list | tuple | dict) and (text := short_json(value)) is not None:
             found[f"data/{name}"] = text
     return found
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a column's value is text, a number or None."""
-    return value is None or isinstance(value, str | int | float)
 
 
 def short_json(value: Any) -> str | None:

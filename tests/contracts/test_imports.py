@@ -18,7 +18,7 @@ LAYERS = [
     "config functions names tiny",
     "distributed",
     "data model algorithm memory reward checkpoint",
-    "log",
+    "log eval_options",
     "rollout",
     "evaluation trainer dry_run serving",
     "plan report reward_check",

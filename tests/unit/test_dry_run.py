@@ -246,6 +246,47 @@ def test_checkpoints_to_evaluate(capsys):
     assert "./other does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--by", "sauce"], "--by sauce: the data's columns of text and numbers are solution"),
+        (["--keep", "0.1..0.9", "--keep-by", "choice"], "--keep-by choice: no reward function has that name"),
+        (["--keep", "0.1..0.9"], "--keep: the reward functions exact_match, likes have the same weight"),
+        (["--keep-by", "likes"], "--keep-by likes has no effect without --keep"),
+        (
+            ["--checkpoint", "model", "--checkpoint", "model/"],
+            "model, model/: a checkpoint is named twice",
+        ),
+    ],
+)
+def test_options_of_an_evaluation(capsys, flags, message):
+    assert cli.main(["eval", "run.yaml", "--dry-run", *flags]) == 2
+    assert message in capsys.readouterr().err
+    fine = ["--by", "solution", "--keep", "0..1", "--keep-by", "likes", "--checkpoint", "model"]
+    assert cli.main(["eval", "run.yaml", "--dry-run", *fine]) == 0
+
+
+def test_a_warm_up_that_is_longer_than_the_run(capsys):
+    assert cli.main(["train", "run.yaml", "--dry-run", "warmup_steps=4"]) == 0
+    (warning,) = comments(capsys.readouterr().out, "# Warning: ")
+    assert warning.startswith("train.warmup_steps 4 is longer than the run of 3 optimizer steps")
+    assert cli.main(["train", "run.yaml", "--dry-run", "warmup_steps=3"]) == 0
+    assert comments(capsys.readouterr().out, "# Warning: ") == []
+
+
+def test_a_folder_of_images_that_is_not_there(capsys):
+    found = problem(capsys, "image_root=nowhere", "eval_dataset_name=null")
+    assert found == "rows.jsonl: data.image_root nowhere is no directory; name the folder of its images."
+
+
+def test_a_key_that_a_row_has_twice(capsys):
+    Path("twice.jsonl").write_text(
+        '{"prompt": "a", "solution": "1"}\n{"prompt": "b", "solution": "1", "solution": "2"}\n'
+    )
+    found = problem(capsys, "dataset_name=twice.jsonl", "eval_dataset_name=null")
+    assert found == "twice.jsonl, line 2: not JSON: key `solution` is given twice"
+
+
 def test_a_served_model_is_not_checked(capsys):
     overrides = ["model_name_or_path=./served", "endpoint_url=http://a:1/v1"]
     assert cli.main(["eval", "run.yaml", "--dry-run", *overrides]) == 0

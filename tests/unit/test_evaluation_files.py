@@ -12,7 +12,8 @@ from PIL import Image
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, DataError
-from rl_vlm.evaluation.difficulty import SuccessRange, success_range, success_rates, write_selected_rows
+from rl_vlm.eval_options import SuccessRange, success_range
+from rl_vlm.evaluation.difficulty import success_rates, write_selected_rows
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.reward.suite import RewardSuite
 
