@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ from rl_vlm.eval_options import EvaluationOptions, check_by, checkpoint_names, k
 from rl_vlm.functions import load_function, names_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
+from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
 
 
@@ -140,8 +142,10 @@ def check_data(
     try:
         peek = peek_rows(config.data, split)
         rows = peek.rows
+        golds = answer_columns(rows.columns, [reward for suite in rewards for reward in suite.functions])
         for part in rows.parts:
-            rows.check(part.start, rows.source[part.start])
+            if rows.check(part.start, rows.source[part.start]).continues:
+                rows.refuse_answered(part.start, partial(gold_given, golds))
         if peek.is_whole:
             refuse_unread_images(rows.source, config.data, rows.name, {c for suite in rewards for c in suite.columns})
     except NotOpened as reason:

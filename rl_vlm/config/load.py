@@ -135,6 +135,8 @@ def check_trainable(config: RunConfig) -> None:
         missing.append("`data.dataset_name`, the training data, is not set")
     if not config.rewards.reward_funcs:
         missing.append("`rewards.reward_funcs` is empty: training needs at least one reward function")
+    elif not any(config.rewards.reward_weights or [spec.weight for spec in config.rewards.specs]):
+        missing.append("every reward function has weight 0, so that no reward differs from another: give one a weight")
     if config.rollout.num_generations < 2:
         missing.append("`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt")
     rollout = config.rollout

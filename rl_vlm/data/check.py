@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
-from rl_vlm.data.samples import Rows, columns_to_check
+from rl_vlm.data.samples import FindGold, Rows, columns_to_check
 from rl_vlm.data.tables import Row
 from rl_vlm.data.weighted import Share
 from rl_vlm.errors import DataError
@@ -39,6 +39,10 @@ SHORT_TEXT = 1024
 """Bytes of a text that is not noted as long: every model has a context of more tokens."""
 SMALL_IMAGES = 512 * 512
 """Pixels of a row's images that are not noted as large."""
+
+
+def no_gold(row: Row, text: str) -> None:
+    """Find no gold answer."""
 
 
 class Finding(NamedTuple):
@@ -122,18 +126,19 @@ class UsableRows:
         return {"data": part.name, "sample_id": sample_id, "row": row - part.start, "reason": reason}
 
 
-def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
+def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindGold = no_gold) -> UsableRows:
     """Check the columns and all rows, and return the rows to use. Each rank checks its share of the rows.
 
-    `used` are the columns that reward functions name. Raises DataError if images are in a column that nobody reads, if
-    no row has an image, or if a row cannot be used and `on_bad_row` does not drop it. Images are not decoded: damage
+    `used` are the columns that reward functions name. `find_gold` says whether a prompt ends with its gold answer.
+    Raises DataError if images are in a column that nobody reads, if no row has an image, or if a row cannot be used and
+    `on_bad_row` does not drop it. Images are not decoded: damage
     behind a header is found when the row is drawn.
     """
     num, rank, size = len(rows), ranks.rank, ranks.world_size
     share = range(num * rank // size, num * (rank + 1) // size)
     with ranks.agree():
         refuse_unread_images(rows.source, rows.config, rows.name, used)
-        mine = list(find_problems(rows, share))
+        mine = list(find_problems(rows, share, find_gold))
     findings = sorted(ranks.gather(mine))
     if ranks.is_main:
         warn_of_continued(rows, sum(finding.continues for finding in findings))
@@ -143,9 +148,9 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks) -> UsableRows:
     return without_bad(usable, [usable.record(finding.row, finding.problem) for finding in findings if finding.problem])
 
 
-def find_problems(rows: Rows, share: range) -> Iterator[Finding]:
+def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[Finding]:
     """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
-    return filter(is_notable, over_rows(rows, share, partial(check_row, rows)))
+    return filter(is_notable, over_rows(rows, share, partial(check_row, rows, find_gold)))
 
 
 def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Iterator[T]:
@@ -171,10 +176,12 @@ def is_notable(finding: Finding) -> bool:
     return is_large or finding.problem is not None or finding.continues
 
 
-def check_row(rows: Rows, index: int, row: Row) -> Finding:
+def check_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> Finding:
     """Read a row, and its images as far as their headers."""
     try:
         parsed = rows.check(index, row)
+        if parsed.continues:
+            rows.refuse_answered(index, find_gold)
         return Finding(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues)
     except DataError as error:
         return Finding(index, str(error), 0, 0, False)

@@ -50,6 +50,11 @@ def split_marks(text: str) -> list[Row]:
 def to_messages(messages: list[Message], where: str) -> list[Message]:
     """Convert contents of messages to lists of blocks. Raises DataError for anything that the model cannot be given."""
     for message in messages:
+        if {"from", "value"} <= message.keys():
+            raise DataError(
+                f"{where}: the prompt has turns of `from` and `value`, as VLM-R1's column `conversations` has. Name "
+                "its column with data.columns: {conversations: its name}, which splits off the last answer."
+            )
         refuse_extras(message, ("role", "content"), where)
         if message.get("role") not in ROLES:
             raise DataError(f"{where}: a message has role {message.get('role')!r}; roles are {', '.join(ROLES)}.")

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 SourceOpener = Callable[[str, str, str | None, str | None], tuple[Table, Path]]
 """`open_source`, or a function with its arguments."""
+FindGold = Callable[[Row, str], str | None]
+"""Returns the column of a row whose gold answer a text gives, or None."""
+ANSWERED_COLUMNS = ("messages", "conversations")
+"""Columns whose final message of the assistant is the answer, by the layouts of ms-swift and VLM-R1."""
 REFUSED_COLUMNS = ("video", "videos", "tools")
 
 
@@ -54,6 +58,12 @@ class ParsedRow:
     def continues(self) -> bool:
         """Return whether the prompt ends with a message of the assistant, which completions continue."""
         return self.messages[-1]["role"] == "assistant"
+
+    @property
+    def final_answer(self) -> str:
+        """Return the text of the assistant's message that ends the prompt, or an empty one."""
+        blocks = self.messages[-1]["content"] if self.continues else []
+        return "".join(block.get("text", "") for block in blocks).strip()
 
     @property
     def num_bytes(self) -> int:
@@ -119,6 +129,29 @@ class Rows:
         limit, folder = self.config.max_image_pixels, self.part(index).image_folder
         sizes = [check_image(value, folder, limit, f"{where}, column {name}") for name, value in parsed.images]
         return replace(parsed, num_pixels=sum(min(size, self.config.max_pixels or limit) for size in sizes))
+
+    def refuse_answered(self, index: int, find_gold: FindGold) -> None:
+        """Raise DataError if the prompt of row `index` ends with its answer.
+
+        It does if a message of the assistant ends it, and `find_gold` finds a column with this answer, or ms-swift's
+        layout would take the message as the answer.
+        """
+        parsed, entry = self.parse(index), self.part(index).entry
+        if not parsed.final_answer:
+            return
+        column = entry.columns.get("prompt", "prompt")
+        gold = find_gold(parsed.columns, parsed.final_answer)
+        if gold is None and column not in ANSWERED_COLUMNS:
+            return
+        whose = f"in column {gold}" if gold else f"by the layout of column {column}"
+        way = f"data.columns: {{messages: {column}}}"
+        if column == "messages":
+            way = "`prompt: messages` left out of data.columns"
+        raise DataError(
+            f"{self.place(index)}: its prompt ends with its answer: the last message is the assistant's, "
+            f"{shorten(repr(parsed.final_answer), 80)}, which is the gold answer {whose}, and completions would "
+            f"continue it. With {way} the last message is split off. Or leave the message out of the prompt."
+        )
 
     def parse(self, index: int) -> ParsedRow:
         """Read row `index` without its images. Raises DataError if the row cannot be used."""

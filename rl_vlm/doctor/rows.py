@@ -13,12 +13,13 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, over_rows
+from rl_vlm.data.check import UsableRows, no_gold, over_rows
 from rl_vlm.data.columns import refuse_unread_images
-from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.data.samples import FindGold, Rows, load_rows
 from rl_vlm.data.tables import Row
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.errors import DataError
+from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
 
 KINDS = (
@@ -35,6 +36,7 @@ KINDS = (
         "empty prompt",
         "Write a prompt, or <image> alone for an image without a question.",
     ),
+    (r"ends with its answer", "prompt that ends with its answer", "Split it off with data.columns, or leave it out."),
     (r"cannot be filled", "template that cannot be filled", "Fill the columns of data.prompt_template."),
 )
 """Kind and remedy of a problem, by what its message holds. The first that fits counts."""
@@ -81,21 +83,24 @@ def load_split(
                 suite.check_columns(rows.columns)
         with diagnosis.noting("columns of images", remedy):
             refuse_unread_images(rows.source, data, rows.name, {name for suite in suites for name in suite.columns})
-        facts = list(inspect_rows(rows))
+        golds = answer_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
+        facts = list(inspect_rows(rows, partial(gold_given, golds)))
         diagnosis.findings += row_findings(rows, facts)
         diagnosis.checked.append(f"{split} data {rows.name}: {len(rows)} rows and the headers of their images")
         return Split(usable_rows(rows, facts), facts)
 
 
-def inspect_rows(rows: Rows) -> Iterator[RowFacts]:
+def inspect_rows(rows: Rows, find_gold: FindGold = no_gold) -> Iterator[RowFacts]:
     """Yield what is noted of every row, in order. Images are read as far as their headers."""
-    return over_rows(rows, range(len(rows)), partial(inspect_row, rows))
+    return over_rows(rows, range(len(rows)), partial(inspect_row, rows, find_gold))
 
 
-def inspect_row(rows: Rows, index: int, row: Row) -> RowFacts:
+def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
     """Read a row, and its images as far as their headers."""
     try:
         parsed = rows.check(index, row)
+        if parsed.continues:
+            rows.refuse_answered(index, find_gold)
     except DataError as error:
         return RowFacts(index, str(error), b"", 0, 0, 0, False)
     text = blake2b(json.dumps(parsed.messages).encode(), digest_size=16).digest()

@@ -60,6 +60,18 @@ def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[st
     return [name for name in columns if name in named - kinds]
 
 
+def answer_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
+    """Return the columns that usually hold gold answers, or else those that functions name."""
+    return [name for name in GOLD_COLUMNS if name in columns] or gold_columns(columns, functions)
+
+
+def gold_given(columns: Iterable[str], row: Mapping[str, Any], text: str) -> str | None:
+    """Return which of the columns has a gold answer that a text gives, in whatever form, or None."""
+    answer = bare_answer(text)
+    golds = gold_texts(row, columns).items()
+    return next((name for name, gold in golds if answer and answer in (gold.strip(), bare_answer(gold))), None)
+
+
 def needs_gold(reward: Reward, columns: Sequence[str]) -> bool:
     """Return whether a function, not the adapter around it, cannot be called without a column of gold answers."""
     known = parameters(inspect.unwrap(reward.function))

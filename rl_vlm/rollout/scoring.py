@@ -16,6 +16,7 @@ from rl_vlm.data.check import UsableRows, check_rows
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
+from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Group, RewardTable, ScoredGroup
 
@@ -24,7 +25,8 @@ def checked_rows(config: RunConfig, split: Literal["train", "eval"], rewards: Re
     """Load and check the training or held-out rows. Raises DataError or RewardError if they cannot be used."""
     rows = load_rows(config.data, split)
     rewards.check_columns(rows.columns)
-    return check_rows(rows, rewards.columns, ranks)
+    golds = answer_columns(rows.columns, rewards.functions)
+    return check_rows(rows, rewards.columns, ranks, partial(gold_given, golds))
 
 
 def choose_forms(rewards: RewardSuite, usable: UsableRows, ranks: Ranks) -> None:

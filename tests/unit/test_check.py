@@ -4,6 +4,7 @@ import io
 import json
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import datasets
 import pytest
 from PIL import Image, ImageFile
 
-from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.config.schema import DataConfig, ModelConfig, RewardsConfig
 from rl_vlm.data.check import UsableRows, check_rows, find_problems, fitting_rows, warn_of_dropped
 from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.prompts import PromptBuilder, load_processor
@@ -19,6 +20,8 @@ from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import DataError
+from rl_vlm.reward.golds import answer_columns, gold_given
+from rl_vlm.reward.suite import RewardSuite
 from tests.tiny.build import build_tiny
 
 
@@ -164,6 +167,67 @@ def test_the_largest_images_and_the_longest_texts_are_noted():
     assert usable.largest(1) == [2, 5]
     assert usable.largest(2) == [2, 3, 5, 0]
     assert check(load(large, max_pixels=500_000)).num_pixels == {0: 300_000, 2: 500_000, 3: 500_000}
+
+
+QUESTION = {"role": "user", "content": "Which?"}
+
+
+def answered(**row: Any) -> dict[int, dict[str, Any]]:
+    return {2: {"prompt": [QUESTION, {"role": "assistant", "content": "<answer>7</answer>"}]} | row}
+
+
+def answer_error(rows: Rows, function: str = "format_tags") -> str:
+    """What a run says of the data, whose rewards are this function."""
+    suite = RewardSuite(RewardsConfig(reward_funcs=[function]))
+    golds = answer_columns(rows.columns, suite.functions)
+    with pytest.raises(DataError) as error:
+        check_rows(rows, suite.columns, Ranks(), partial(gold_given, golds))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"solution": "7"}, "solution"),
+        ({"solution": r"\boxed{7}"}, "solution"),
+        ({"ground_truth": 7}, "ground_truth"),
+        ({"reward_model": {"style": "rule", "ground_truth": "7"}}, "reward_model"),
+        ({"label": "7"}, "label"),
+    ],
+)
+def test_a_prompt_that_ends_with_its_gold_answer_is_refused(row: dict[str, Any], column: str):
+    message = answer_error(load(answered(**row)), f"{__name__}:by_label")
+    assert "rows.jsonl, row 2: its prompt ends with its answer" in message
+    assert f"in column {column}" in message and "data.columns: {messages: prompt}" in message
+
+
+def by_label(completions: list[str], label: list[str] | None = None) -> list[float]:
+    raise AssertionError("no completion is scored")
+
+
+def test_the_named_column_map_splits_the_answer_off():
+    rows = load({i: answered()[2] for i in range(6)}, columns={"messages": "prompt"})
+    assert check(rows).indices == list(range(6))
+    assert rows.parse(2).messages[-1]["role"] == "user"
+    assert rows.parse(2).columns["solution"] == "<answer>7</answer>"
+
+
+def test_an_answer_that_a_layout_brings_is_refused_under_another_name():
+    """Mapping ms-swift's `messages` to `prompt` leaves its answers in the prompts."""
+    rows = {i: {"prompt": None, "messages": [QUESTION, {"role": "assistant", "content": str(i)}]} for i in range(6)}
+    message = answer_error(load(rows, columns={"prompt": "messages"}, ignore_columns=["prompt"]))
+    assert "row 0" in message and "`prompt: messages` left out of data.columns" in message
+    assert check(load(rows, ignore_columns=["prompt"])).indices == list(range(6))
+    turns = [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "7"}]
+    message = answer_error(load({i: {"prompt": turns} for i in range(6)}))
+    assert "data.columns: {conversations: its name}" in message
+
+
+def test_an_answered_row_can_be_dropped_and_another_ending_is_allowed():
+    golds = partial(gold_given, ["solution"])
+    usable = check_rows(load(answered(solution="7"), on_bad_row="drop"), [], Ranks(), golds)
+    assert usable.indices == [0, 1, 3, 4, 5]
+    assert len(check_rows(load(answered(solution="17")), [], Ranks(), golds)) == 6
 
 
 def test_prompts_that_end_with_the_assistant_are_counted_once(caplog):
