@@ -68,6 +68,23 @@ def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> int:
             return _check_header(image, max_pixels)
 
 
+def image_size(value: Any, folder: Path, where: str) -> tuple[int, int]:
+    """Return width and height of an image that is upright (EXIF), by its header. Raises DataError."""
+    with image_errors(value, where):
+        value = image_content(value)
+        if isinstance(value, Image.Image):
+            return upright_size(value)
+        with open_image(value, folder) as file, Image.open(file, formats=FORMATS) as image:
+            return upright_size(image)
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of an image as they are after `ImageOps.exif_transpose`."""
+    width, height = image.size
+    is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+    return (height, width) if is_turned else (width, height)
+
+
 @contextmanager
 def image_errors(value: Any, where: str) -> Iterator[None]:
     """Raise DataError, whose message begins with `where` and the image's path, for any error in the block."""

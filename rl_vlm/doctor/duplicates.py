@@ -8,6 +8,7 @@ with `decode`     the pixels of every image, upright and in RGB, so that PNG and
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,10 @@ Place = tuple[int, int]
 DUPLICATE = "Leave out one of them: it counts twice."
 CONTRADICTION = "Leave out the wrong one: a completion that one row rewards is wrong for the other."
 HELD_OUT = "Leave the row out of the training data: the held-out scores count what was trained on."
+ONE_PICTURE = "Look at the column of images: rows about different things have different pictures."
+NUM_DRAWN = 64
+FEWEST = 3
+"""Rows with images below which a picture that most of them have is no finding."""
 DAMAGED = "Write the file again, or leave the row out."
 
 
@@ -51,6 +56,37 @@ def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool)
     for places in by_content.values():
         findings += repeats(splits, golds, places)
     return sorted(findings, key=lambda finding: (finding.data or "", finding.row or 0))
+
+
+def find_common_picture(split: Split) -> list[Finding]:
+    """Return a finding if one picture is in more than half of the rows. Images are compared by their bytes.
+
+    A picture that common is in a quarter of some rows drawn at random, too; only then are all images read.
+    """
+    facts = [(0, fact) for fact in split.facts if fact.problem is None and fact.num_images]
+    if len(facts) < FEWEST:
+        return []
+    drawn = random.Random(0).sample(facts, min(NUM_DRAWN, len(facts)))
+    _, count = most_common(split, drawn)
+    if count * 4 < len(drawn):
+        return []
+    rows, (row, count) = split.rows, most_common(split, facts)
+    if count * 2 <= len(split.usable):
+        return []
+    what = f"{rows.name}: the picture of row {row} is in {count} of {len(split.usable)} rows"
+    return [Finding("warning", "one picture in most rows", what, ONE_PICTURE, rows.name)]
+
+
+def most_common(split: Split, facts: Sequence[tuple[int, RowFacts]]) -> tuple[int, int]:
+    """Return the first row with the picture that most of these rows have, and their number."""
+    places: dict[bytes, list[int]] = defaultdict(list)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        digests = pool.map(partial(content_of, [split], False), facts)
+        for (_, fact), content in zip(facts, digests, strict=True):
+            for digest in set() if isinstance(content, DataError) else set(content):
+                places[digest].append(fact.row)
+    rows = max(places.values(), key=len, default=[0])
+    return rows[0], len(rows)
 
 
 def candidate_places(splits: Sequence[Split]) -> list[tuple[int, RowFacts]]:

@@ -11,14 +11,14 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.doctor.duplicates import find_duplicates
+from rl_vlm.doctor.duplicates import find_common_picture, find_duplicates
 from rl_vlm.doctor.environment import check_disk, check_environment
 from rl_vlm.doctor.findings import Diagnosis
-from rl_vlm.doctor.golds import check_golds
+from rl_vlm.doctor.golds import check_gold_lengths, check_golds
 from rl_vlm.doctor.model import check_budget, check_family, find_checkpoint, fitting, make_builder, too_large
 from rl_vlm.doctor.pixels import check_pixels
 from rl_vlm.doctor.rows import Split, load_split
-from rl_vlm.doctor.settings import REMEDY, check_settings
+from rl_vlm.doctor.settings import REMEDY, check_settings, high_learning_rate
 from rl_vlm.doctor.smoke import run_two_steps
 from rl_vlm.model.loading import load_policy
 from rl_vlm.plan.weights import Weights, count_weights
@@ -47,7 +47,7 @@ def examine(config: RunConfig, with_model: bool = True, decode: bool = False) ->
     with TemporaryDirectory(prefix="rl-vlm-doctor-") as folder:
         elsewhere = config.model_copy(update={"train": config.train.model_copy(update={"output_dir": folder})})
         with diagnosis.noting("model", "Change the model, or the setting that the message names."):
-            found = examine_prompts(config, elsewhere, (train, held_out), with_model, num_steps, diagnosis)
+            found = examine_prompts(config, elsewhere, suites, (train, held_out), with_model, num_steps, diagnosis)
             if found is not None:
                 is_ready = plan is not None and len(suites) == len(config.rewards.reward_funcs)
                 examine_model(elsewhere, *found, is_ready, diagnosis)
@@ -67,6 +67,7 @@ def examine_data(
         diagnosis.findings += find_duplicates(splits, golds, decode)
         diagnosis.checked.append(f"duplicates by prompt and {'pixels' if decode else 'encoded bytes'} of images")
     for split in splits:
+        diagnosis.findings += find_common_picture(split)
         check_golds(split, suites, diagnosis)
     return train, held_out
 
@@ -80,12 +81,13 @@ def count_steps(config: RunConfig, plan: BatchPlan | None, train: Split, diagnos
 
 
 def examine_prompts(
-    config: RunConfig, elsewhere: RunConfig, splits: tuple[Split, Split | None], with_model: bool, num_steps: int,
-    diagnosis: Diagnosis,
+    config: RunConfig, elsewhere: RunConfig, suites: Sequence[RewardSuite], splits: tuple[Split, Split | None],
+    with_model: bool, num_steps: int, diagnosis: Diagnosis,
 ) -> tuple[str, PromptBuilder, UsableRows, UsableRows | None] | None:  # fmt: skip
-    """Check prompts and disk space with the files of the model. `elsewhere` has a temporary `output_dir`.
+    """Check prompts, gold answers, the learning rate and disk space with the files of the model.
 
-    Returns the checkpoint, the prompt builder and the rows of both splits, or None if the model is not to be loaded.
+    `elsewhere` has a temporary `output_dir`. Returns the checkpoint, the prompt builder and the rows of both splits, or
+    None if the model is not to be loaded.
     """
     checkpoint = find_checkpoint(elsewhere, with_model, diagnosis)
     if checkpoint is None:
@@ -94,7 +96,10 @@ def examine_prompts(
     builder, limit = make_builder(elsewhere, checkpoint), config.data.max_prompt_length
     train, held_out = (split and fitting(split, builder, limit, diagnosis) for split in splits)
     assert train is not None
+    for split in filter(None, splits):
+        check_gold_lengths(split, suites, builder.processor.tokenizer, config.rollout.max_completion_length, diagnosis)
     weights = count_weights(elsewhere, checkpoint)
+    diagnosis.findings += high_learning_rate(config, weights.num)
     check_disk(config, weights, num_steps, diagnosis)
     if reason := why_not_loaded(weights, with_model):
         diagnosis.not_checked.append(f"pixels, token budget and two steps: {reason}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_vlm.data.samples import ParsedRow, Rows
+from rl_vlm.doctor.boxes import box_findings
 from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.doctor.rows import Split
 from rl_vlm.errors import listed, shorten
@@ -21,6 +22,7 @@ from rl_vlm.reward.golds import (
     gold_columns,
     gold_scores,
     reads_images,
+    shortest_gold,
     spread_over,
     why_not_scored,
 )  # fmt: skip
@@ -38,6 +40,7 @@ FAILS = "Correct the gold answer or the function: completions on which it fails 
 BELOW = "Correct the gold answer, or its form: the model cannot learn an answer that its reward refuses."
 CONSTANT = "Check data.columns: a model that always gives this answer has every reward."
 UNREAD = "Write the file again, or leave the row out: the other rows were not scored."
+LONG = "Raise rollout.max_completion_length, or leave the row out: no completion can give this answer."
 GIVEN = "Leave the answer out of the prompt."
 
 
@@ -70,6 +73,28 @@ def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosi
     if all_scored and scored:
         diagnosis.findings += missing_golds(rows, used, golds, list(scored.values()))
     diagnosis.findings += column_findings(rows, used, golds)
+    diagnosis.findings += box_findings(rows, used, golds)
+
+
+def check_gold_lengths(
+    split: Split, suites: Sequence[RewardSuite], tokenizer: Any, limit: int, diagnosis: Diagnosis
+) -> None:
+    """Note a finding for each gold answer that has more tokens than a completion."""
+    rows = split.rows
+    golds = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
+    for row in split.usable.indices if golds else ():
+        answer = shortest_gold(rows.parse(row).columns, golds)
+        if len(answer.encode("utf-8", "replace")) <= limit:  # no tokenizer makes more tokens than bytes
+            continue
+        num_tokens = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        if num_tokens > limit:
+            what = (
+                f"{rows.place(row)}: its gold answer has {num_tokens} tokens, more than rollout.max_completion_length "
+                f"{limit}: {shorten(answer, 80)}"
+            )
+            diagnosis.findings.append(
+                Finding("warning", "gold answer longer than a completion", what, LONG, rows.name, row)
+            )
 
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:

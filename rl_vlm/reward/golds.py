@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rewards.adapters import GOLD_COLUMNS, ROW_COLUMNS
 from rewards.calling import is_async, parameters, takes_anything
 from rewards.contract import Fault, Score
-from rewards.forms import bare_answer, gold_forms, written
+from rewards.forms import bare_answer, gold_forms, is_box, json_of, written
+from rewards.grounding.boxes import DEEPEST_LIST, REGION_KEYS
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.made_up import made_up_group, state_outside
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample
 
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2."""
 PROBED = 20
 """Rows, evenly spread, on which it is found out in which form a function reads answers."""
 LEAST_EFFECT = 1e-6
@@ -104,6 +107,30 @@ def gold_text(gold: Any) -> str | None:
 def gold_texts(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, str]:
     """Return the gold answers of a row as text, by column."""
     return {name: text for name in columns if (text := gold_text(row.get(name))) is not None}
+
+
+def gold_boxes(gold: Any) -> list[Box]:
+    """Return the boxes of a gold answer as they are written, also those that no image can have."""
+    text = gold_text(gold)
+    return [] if text is None else list(boxes_in(json_of(bare_answer(text))))
+
+
+def boxes_in(value: Any, depth: int = 0) -> Iterator[Box]:
+    """Yield the lists of four numbers in a list, and in an object under the usual keys of boxes."""
+    if is_box(value):
+        x1, y1, x2, y2 = map(float, value)
+        yield x1, y1, x2, y2
+    elif depth <= DEEPEST_LIST:
+        parts = value if isinstance(value, list) else []
+        if isinstance(value, Mapping):
+            parts = [value[key] for key in REGION_KEYS if key in value]
+        for part in parts:
+            yield from boxes_in(part, depth + 1)
+
+
+def shortest_gold(row: Mapping[str, Any], columns: Iterable[str]) -> str:
+    """Return the shortest answer that a gold answer of a row gives; an empty one if there is none."""
+    return min(map(bare_answer, gold_texts(row, columns).values()), key=len, default="")
 
 
 def gold_completions(golds: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from PIL import Image
@@ -13,11 +15,13 @@ from PIL import Image
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.doctor import environment, smoke
-from rl_vlm.doctor.duplicates import find_duplicates
+from rl_vlm.doctor.constant import constant_rewards
+from rl_vlm.doctor.duplicates import find_common_picture, find_duplicates
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
-from rl_vlm.doctor.golds import check_golds
+from rl_vlm.doctor.golds import check_gold_lengths, check_golds
 from rl_vlm.doctor.report import report_text
 from rl_vlm.doctor.rows import Split, inspect_rows, kind_of, row_findings, usable_rows
+from rl_vlm.doctor.settings import high_learning_rate, unusual_temperature
 from rl_vlm.errors import Stopped
 from rl_vlm.reward.suite import RewardSuite
 from tests.helpers.tiny_run import make_config
@@ -330,3 +334,119 @@ def test_the_report_groups_findings_and_names_the_first():
         "  and 2 more, which --json FILE lists\n  remedy: Leave it out.\n\n"
         "1 error, 7 warnings\n"
     )
+
+
+SMALL = {"image": "0.png", "prompt": "Where?"}
+
+
+def box_rows(tmp_path: Path, golds: list[Any]) -> Diagnosis:
+    """What is found of gold boxes in an image of 8 × 8 pixels."""
+    diagnosis = gold_findings(split_of(tmp_path, [SMALL | {"solution": gold} for gold in golds]), BOXES)
+    diagnosis.findings = [finding for finding in diagnosis.findings if "box" in finding.kind]
+    return diagnosis
+
+
+def boxes(completions: list[str], solution: list[Any]) -> list[float]:
+    return [float(str(gold) in text) for text, gold in zip(completions, solution, strict=True)]
+
+
+BOXES = f"{__name__}:boxes"
+
+
+@pytest.mark.parametrize(
+    ("write"),
+    [
+        lambda box: box,
+        lambda box: f"<answer>{box}</answer>",
+        lambda box: json.dumps([{"bbox_2d": box, "label": "cup"}]),
+        lambda box: f"```json\n{json.dumps({'bbox': box})}\n```",
+    ],
+)
+def test_boxes_that_cannot_be_in_their_image(write: Any, tmp_path: Path):
+    sound = [[0, 0, 8, 8], [1, 2, 3, 4], [0, 1, 5, 7], [2, 2, 6, 8]]
+    found = box_rows(tmp_path, [write(box) for box in [*sound, [0, 0, 9, 4], [5, 1, 2, 4], [-1, 0, 4, 4]]])
+    assert kinds(found) == [(row, "box outside the image or inverted") for row in (4, 5, 6)]
+    assert "leaves its image, which is 8 wide and 8 high" in found.findings[0].what
+    assert "[5, 1, 2, 4] is inverted" in found.findings[1].what
+
+
+@pytest.mark.parametrize(
+    ("golds", "expected"),
+    [
+        ([[100 * i, 200, 100 * i + 50, 400] for i in range(1, 7)], []),  # per mille
+        ([[0.1 * i, 0.2, 0.1 * i + 0.2, 0.4] for i in range(1, 7)], []),
+        ([*[[0.1 * i, 0.2, 0.1 * i + 0.2, 0.4] for i in range(1, 7)], [0.5, 0.5, 1.5, 0.7]], [6]),
+        ([[5, 5, 2, 2], [4, 6, 3, 1], [6, 6, 1, 1], [0, 0, 4, 4]], [None]),  # width and height
+        ([*["a cup"] * 20, [4, 3, 2, 1]], []),
+    ],
+)
+def test_boxes_have_the_coordinates_that_most_of_them_can_have(golds: list[Any], expected: list[Any], tmp_path: Path):
+    assert [row for row, _ in kinds(box_rows(tmp_path, golds))] == expected
+
+
+@pytest.mark.parametrize(("num_same", "num"), [(4, 7), (3, 6), (2, 2)])
+def test_one_picture_in_most_rows(num_same: int, num: int, tmp_path: Path):
+    rows = [{"prompt": f"{i}?", "image": f"{i}.png"} for i in range(num)]
+    split = split_of(tmp_path, [{"image": "0.png"}])
+    for i in range(num):
+        Image.new("RGB", (8, 8), (0 if i < num_same else i, 0, 0)).save(tmp_path / f"{i}.png")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    loaded = load_rows(split.rows.config, "train")
+    facts = list(inspect_rows(loaded))
+    found = find_common_picture(Split(usable_rows(loaded, facts), facts))
+    assert [finding.what.split(": ")[1] for finding in found] == ["the picture of row 0 is in 4 of 7 rows"] * (num == 7)
+
+
+@pytest.mark.parametrize(("temperature", "number"), [(0.29, 1), (0.3, 0), (1.0, 0), (1.5, 0), (1.51, 1)])
+def test_sampling_temperature(temperature: float, number: int, tmp_path: Path):
+    found = unusual_temperature(make_config("m", tmp_path, temperature=temperature))
+    assert [(finding.severity, finding.kind) for finding in found] == [("warning", "sampling temperature")] * number
+
+
+@pytest.mark.parametrize(
+    ("millions", "settings", "number"),
+    [
+        (101, {"learning_rate": 1.1e-4}, 1),
+        (101, {"learning_rate": 1e-4}, 0),
+        (100, {"learning_rate": 1e-2}, 0),
+        (3000, {"learning_rate": 9e-4, "use_peft": True}, 0),
+        (3000, {"learning_rate": 2e-3, "use_peft": True}, 1),
+    ],
+)
+def test_learning_rate(millions: int, settings: dict[str, Any], number: int, tmp_path: Path):
+    assert len(high_learning_rate(make_config("m", tmp_path, **settings), millions * 1_000_000)) == number
+
+
+def test_gold_answers_longer_than_completions(tmp_path: Path):
+    golds = ["a b c", "a b c d", "long-words of-four tokens here", r"\boxed{a b}", "a b c d\n#### 7"]
+    split, diagnosis = split_of(tmp_path, [{"solution": gold} for gold in golds]), Diagnosis()
+    suites = [RewardSuite(RewardsConfig(reward_funcs=["exact_match"]))]
+    check_gold_lengths(split, suites, lambda text, **_: {"input_ids": text.split()}, 3, diagnosis)
+    assert kinds(diagnosis) == [(row, "gold answer longer than a completion") for row in (1, 2)]
+    assert "has 4 tokens, more than rollout.max_completion_length 3" in diagnosis.findings[0].what
+
+
+def half(completions: list[str]) -> list[float]:
+    return [0.5 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("functions", "scores", "expected"),
+    [
+        (["exact_match", f"{__name__}:half"], [[0.0, 1.0], [0.5, 0.5]], [("warning", "half")]),
+        ([f"{__name__}:half"], [[0.5, 0.5]], [("error", "half")]),
+        (["exact_match", f"{__name__}:nothing"], [[0.0, 1.0], [0.0, 0.0]], [("warning", "nothing")]),
+        (["exact_match", "format_tags"], [[0.0, 0.0], [0.0, 1.0]], [("info", "exact_match")]),
+        (["exact_match", "repetition"], [[0.0, 1.0], [0.0, 0.0]], [("info", "repetition")]),
+    ],
+)
+def test_functions_that_are_constant_over_sampled_completions(
+    functions: list[str], scores: list[list[float]], expected: list[tuple[str, str]], tmp_path: Path
+):
+    split = split_of(tmp_path, [{"solution": "7"}, {"solution": "8"}])
+    rewards = RewardsConfig(reward_funcs=functions)
+    (tmp_path / "completions").mkdir()
+    names = RewardSuite(rewards).names
+    pq.write_table(pa.table(dict(zip(names, scores, strict=True))), tmp_path / "completions/completions_00000.parquet")
+    found = constant_rewards(rewards, split.usable, [0, 1], tmp_path)
+    assert [(finding.severity, finding.what.split()[0]) for finding in found] == expected
