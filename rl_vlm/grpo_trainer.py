@@ -24,11 +24,12 @@ from typing import Any
 from rl_vlm.config.elsewhere import instead_of
 from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
+from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.data.fingerprint import contents
 from rl_vlm.data.sources import choose_split
 from rl_vlm.distributed.launcher import check_numbers
 from rl_vlm.distributed.signals import handled, stop
-from rl_vlm.errors import ConfigError, DataError, Stopped, text_of
+from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
 from rl_vlm.live import PREFIX, Function, content_of, label_of, live, live_name
 from rl_vlm.log.terminal import shown_log
 from rl_vlm.memory.allocator import allocator_configured
@@ -65,8 +66,10 @@ class GRPOTrainer:
         `args` is a YAML file, a dict of what it holds, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
         `settings` override it by their names, as on the command line.
 
-        Raises ConfigError for settings that cannot be used, and DataError for data that have no rows.
+        Raises ConfigError for settings that cannot be used and for overrides without effect, and DataError for data
+        that have no rows.
         """
+        refuse_overrides(type(self))
         check_numbers()
         self.objects: dict[str, Function] = {}
         """What the settings name, by name."""
@@ -257,6 +260,16 @@ class GRPOTrainer:
         name = live_name(label, content_of(function))
         self.objects[name] = function
         return name
+
+
+def refuse_overrides(trainer: type) -> None:
+    """Raise ConfigError if a subclass has methods of TRL's trainer that are never called here."""
+    own = {name: getattr(trainer, name) for name in NOT_CALLED if hasattr(trainer, name)}
+    if own:
+        raise ConfigError(
+            f"{trainer.__name__} has {listed(own)}, which TRL's trainer calls and this one never does: rename what is "
+            "not meant as an override. docs/python.md#subclasses says what replaces them"
+        )
 
 
 def names_data(entry: Any) -> bool:

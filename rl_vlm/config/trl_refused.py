@@ -102,3 +102,32 @@ NOT_HERE: dict[str, dict[str, Any]] = {
     },
 }
 # fmt: on
+
+NOT_CALLED = frozenset(
+    """
+    _build_accelerator_args _calculate_rewards _clip_grad_norm _compute_loss _determine_best_metric
+    _enable_gradient_checkpointing _evaluate _finalize_training _finish_current_push _generate
+    _generate_and_score_completions _generate_single_turn _get_collator_with_removed_columns _get_dataloader
+    _get_eval_sampler _get_grad_norm _get_last_hidden_state _get_learning_rate _get_num_items_in_batch
+    _get_output_dir _get_per_token_logps _get_per_token_logps_and_entropies _get_tool_suffix_ids
+    _get_train_sampler _has_mixed_mesh_grads _hp_search_setup _init_training_state _inner_training_loop
+    _issue_warnings_after_load _load_best_model _load_callback_state _load_from_checkpoint
+    _load_optimizer_and_scheduler _load_rng_state _load_scaler _log_completion_extra _log_metric
+    _maybe_log_save_evaluate _mixed_mesh_grad_norm _move_model_to_device _move_model_to_vllm
+    _prepare_context_parallel_inputs _prepare_for_training _prepare_input _prepare_inputs _push_from_checkpoint
+    _remove_unused_columns _report_to_hp_search _run_epoch _save _save_checkpoint _save_optimizer_and_scheduler
+    _save_rng_state _save_scaler _send_telemetry _set_signature_columns_if_needed
+    _sync_replicated_trainable_parameters _tokenize_prompts _tool_call_loop _track_num_input_tokens
+    _tune_save_checkpoint _update_auto_batch_size _validate_args _wrap_model add_callback
+    autocast_smart_context_manager call_model_init compute_loss compute_loss_context_manager
+    create_accelerator_and_postprocess create_model_card create_optimizer create_optimizer_and_scheduler
+    create_scheduler end evaluation_loop floating_point_ops get_batch_samples get_cp_size
+    get_decay_parameter_names get_eval_dataloader get_gamma_weights get_high_entropy_mask get_learning_rates
+    get_num_trainable_parameters get_off_policy_mask get_optimizer_cls_and_kwargs get_optimizer_group
+    get_sp_size get_test_dataloader get_total_train_batch_size get_tp_size get_train_dataloader
+    hyperparameter_search init_hf_repo is_local_process_zero is_world_process_zero log log_metrics
+    loss_is_scaled_for_ga metrics_format num_examples pop_callback predict prediction_step push_to_hub
+    remove_callback save_metrics save_model save_state set_initial_training_values store_flos training_step
+    """.split()
+)
+"""Methods of TRL's GRPOTrainer, and of the Trainer of transformers, now or earlier, that nothing here calls."""

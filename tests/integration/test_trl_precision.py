@@ -85,6 +85,7 @@ def test_the_table_says_what_trl_does(tmp_path):
                 per_device_train_batch_size=2, bf16=bf16, model_init_kwargs=form(kwargs),
             )  # fmt: skip
             trainer = Oracle(str(checkpoint), reward_funcs=lambda **_: [0.0], args=args, train_dataset=rows)
+            assert trainer.model is not None
             loaded = {parameter.dtype for parameter in trainer.model.parameters()}
             with trainer.accelerator.autocast():
                 is_cast = torch.is_autocast_enabled("cpu")

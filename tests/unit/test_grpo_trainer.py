@@ -21,6 +21,7 @@ import rl_vlm
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError
@@ -83,6 +84,38 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
 def test_settings_that_cannot_be_used(given: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         trainer(**given)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["compute_loss", "_compute_loss", "log", "training_step", "evaluation_loop", "_generate_and_score_completions"],
+)
+def test_an_override_that_is_never_called_is_refused(name: str):
+    mixin = type("Mixin", (), {name: lambda self, *args, **kwargs: None})
+    for made in (type("Mine", (GRPOTrainer,), dict(vars(mixin))), type("Mine", (mixin, GRPOTrainer), {})):
+        with pytest.raises(ConfigError, match=rf"Mine has {name}, which TRL's trainer calls and this one never does"):
+            made("some/model")
+
+
+def test_a_subclass_may_override_what_is_called_and_have_methods_of_its_own():
+    class Mine(GRPOTrainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return self.plot()
+
+        def plot(self) -> str:
+            return "drawn"
+
+    assert Mine("some/model", prompts_per_step=2).train() == "drawn"
+
+
+@pytest.mark.ci
+def test_every_method_of_trl_s_trainer_is_called_here_or_refused():
+    from trl.trainer.grpo_trainer import GRPOTrainer as Oracle
+
+    methods = {name for name in dir(Oracle) if not name.startswith("__") and callable(getattr(Oracle, name))}
+    assert len(methods) > 100
+    assert methods - NOT_CALLED == {"train", "evaluate"}
+    assert not [name for name in NOT_CALLED if hasattr(GRPOTrainer, name)]
 
 
 def test_callables_are_recorded_by_a_hash_of_their_content():
