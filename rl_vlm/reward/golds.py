@@ -182,9 +182,9 @@ def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[st
         wrong = gold_completions(dict.fromkeys(gold, NO_ANSWER) if other is None else golds[other])
         names = [name for name in mine if name in wrong]
         scores = score_texts(reward, sample, [each[name] for each in (mine, wrong) for name in names], data)
-        for name, *both in zip(names, scores[: len(names)], scores[len(names) :], strict=True):
-            if all(isinstance(score, float) for score in both):
-                pairs.setdefault(name, []).append(tuple(both))
+        for name, score, of_wrong in zip(names, scores[: len(names)], scores[len(names) :], strict=True):
+            if isinstance(score, float) and isinstance(of_wrong, float):
+                pairs.setdefault(name, []).append((score, of_wrong))
     means = {name: fmean(score for score, _ in found) for name, found in pairs.items()}
     effects = {name: fmean(score - other for score, other in found) for name, found in pairs.items()}
     read = [name for name, effect in effects.items() if effect > LEAST_EFFECT]

@@ -461,6 +461,21 @@ def test_training_needs_data_rewards_and_groups(write):
     check_trainable(load_config(path, ["dataset_name=d", "reward_funcs=choice", "num_generations=2"]))
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        ["reward_funcs=[{function: choice, weight: 0}]"],
+        ["reward_funcs=[choice]", "reward_weights=[0]"],
+        ["reward_funcs=[{function: choice, weight: 0}, {function: numeric, weight: 0}]"],
+    ],
+)
+def test_training_needs_a_reward_with_a_weight(write, rewards):
+    path = write("model_name_or_path: tiny\ndataset_name: d\nnum_generations: 2\n")
+    with pytest.raises(ConfigError, match="every reward function has weight 0"):
+        check_trainable(load_config(path, rewards))
+    check_trainable(load_config(path, ["reward_funcs=[{function: choice, weight: 0}, numeric]"]))
+
+
 def test_loading_imports_no_torch(write):
     program = "import sys; from rl_vlm.config.load import load_config; load_config(sys.argv[1]); print(*sys.modules)"
     path = write("model_name_or_path: tiny")

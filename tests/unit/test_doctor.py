@@ -444,7 +444,7 @@ def test_functions_that_are_constant_over_sampled_completions(
     functions: list[str], scores: list[list[float]], expected: list[tuple[str, str]], tmp_path: Path
 ):
     split = split_of(tmp_path, [{"solution": "7"}, {"solution": "8"}])
-    rewards = RewardsConfig(reward_funcs=functions)
+    rewards = RewardsConfig(reward_funcs=[*functions])
     (tmp_path / "completions").mkdir()
     names = RewardSuite(rewards).names
     pq.write_table(pa.table(dict(zip(names, scores, strict=True))), tmp_path / "completions/completions_00000.parquet")

@@ -12,9 +12,9 @@ class MathAccuracy(ORM):
     def __call__(self, completions, solution, **kwargs):
         rewards = []
         for completion, gold in zip(completions, solution, strict=True):
-            expected = parse(gold, extraction_mode="first_match", parsing_timeout=None)
-            found = parse(completion, extraction_mode="first_match", parsing_timeout=None)
-            rewards.append(float(verify(expected, found, timeout_seconds=None)) if expected else 0.0)
+            expected = parse(gold, extraction_mode="first_match", parsing_timeout=0)
+            found = parse(completion, extraction_mode="first_match", parsing_timeout=0)
+            rewards.append(float(verify(expected, found, timeout_seconds=0)) if expected else 0.0)
         return rewards
 
 

@@ -9,13 +9,13 @@ def accuracy_reward(completions, solution, log_extra=None, **kwargs):
     """LaTeX with an anchor, boxes first. A gold answer that is no maths does not apply."""
     rewards = []
     for completion, gold in zip(completions, solution, strict=True):
-        expected = parse(gold, parsing_timeout=None)
+        expected = parse(gold, parsing_timeout=0)
         if not expected:
             rewards.append(None)
             continue
         config = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-        found = parse(completion[0]["content"], [config], extraction_mode="first_match", parsing_timeout=None)
-        rewards.append(float(verify(expected, found, timeout_seconds=None)))
+        found = parse(completion[0]["content"], [config], extraction_mode="first_match", parsing_timeout=0)
+        rewards.append(float(verify(expected, found, timeout_seconds=0)))
     return rewards
 
 
