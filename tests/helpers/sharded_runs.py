@@ -118,6 +118,8 @@ class Differences:
     """The largest differences between two runs."""
 
     losses: float
+    norms: float
+    """Of all gradients before they are clipped."""
     gradients: float
     """Of the first step, relative to each tensor's norm."""
     weights: float
@@ -129,11 +131,13 @@ def differences(expected: Path, run: Path) -> Differences:
     expected_lines, lines = tiny_run.metric_lines(expected), tiny_run.metric_lines(run)
     assert [line["step"] for line in lines] == [line["step"] for line in expected_lines]
     assert sampled(run) == sampled(expected)
-    losses = max(gap(line["loss"], other["loss"]) for line, other in zip(lines, expected_lines, strict=True))
+    pairs = list(zip(lines, expected_lines, strict=True))
+    losses = max(gap(line["loss"], other["loss"]) for line, other in pairs)
+    norms = max(gap(line["grad_norm"], other["grad_norm"]) for line, other in pairs)
     names = [f"checkpoint-{line['step']}" for line in lines]
     moved = distance(tiny_run.weights(expected / names[0]), tiny_run.weights(expected / names[-1]))
     weights = max(distance(tiny_run.weights(expected / name), tiny_run.weights(run / name)) for name in names) / moved
-    return Differences(losses, gradient_difference(first_gradients(expected), first_gradients(run)), weights)
+    return Differences(losses, norms, gradient_difference(first_gradients(expected), first_gradients(run)), weights)
 
 
 def gap(value: float, other: float) -> float:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from rl_vlm.distributed.environment import Launch
@@ -49,7 +50,7 @@ class ThreadedRanks(Ranks):
 
 def on_ranks(num_ranks: int, function: Callable[[Ranks], T], launch: Launch | None = None) -> list[T]:
     """Return what `function` returns on each rank. Raises the error of a rank that fails."""
-    store = distributed.HashStore()
+    store = HashStore()
 
     def on_rank(rank: int) -> T:
         distributed.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
@@ -74,12 +75,11 @@ def on_ranks(num_ranks: int, function: Callable[[Ranks], T], launch: Launch | No
 @contextmanager
 def threads_as_ranks() -> Iterator[None]:
     """Give each thread a process group of its own in the context."""
-    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
-    isolate(True)
+    _set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        isolate(False)
+        _set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
         threaded.ProcessLocalGroup.reset()
