@@ -169,7 +169,7 @@ class ChatClient:
         content = http.run(http.send("POST", self.url, self.key, body, self.timeout, use_proxies=True))
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # lists within lists may be nested too deeply
             raise BadAnswer(str(error)) from error
 
     def refusal(self, error: http.Refused, model: str, sample_id: str) -> str:

@@ -105,6 +105,16 @@ def test_pauses_double_up_to_a_minute_and_heed_the_server(monkeypatch):
     assert pauses == [0.5, 7.0, 60.0, 4.0]
 
 
+@pytest.mark.parametrize("content", [b"<html>", b"[" * 100_000])
+def test_a_malformed_answer_is_named_after_the_last_try(content, monkeypatch):
+    client = ChatClient(CONFIG.evaluation.model_copy(update={"endpoint_max_retries": 1}))
+    monkeypatch.setattr(openai.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(http, "send", lambda *arguments, **settings: None)
+    monkeypatch.setattr(http, "run", lambda request: content)
+    with pytest.raises(RolloutError, match=r"answers with something else than JSON: .* \(2 tries\)"):
+        client.post({}, "s")
+
+
 def test_a_prompt_that_is_refused_is_named(monkeypatch):
     client = ChatClient(CONFIG.evaluation)
 
