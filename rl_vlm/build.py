@@ -182,6 +182,7 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
     with ranks.agree():
         if ranks.is_main:
             opened.enter_context(lock_directory(directory.path))
+            directory.refuse_wrong_kinds()
             resumed = store.find(config.train.resume_from_checkpoint, directory.path)
             directory.refuse_another_run(config, resumed)
     resumed = ranks.gather([resumed])[0]

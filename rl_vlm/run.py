@@ -30,6 +30,7 @@ from rl_vlm.log.budget import BUDGET, BudgetLog
 from rl_vlm.log.completions import rollout_table, window_before
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
+from rl_vlm.log.files import check_held, disk_errors, unwritable
 from rl_vlm.log.messages import Hints
 from rl_vlm.log.metrics import totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
@@ -76,7 +77,7 @@ class Run:
                 step, last = self.progress.global_step, self.progress.max_steps
                 logger.info("resuming from %s (step %d of %d)", parts.saved.path.name, step, last)
             budget_changes = self.replayed_changes(parts.saved)
-            with self.ranks.agree():
+            with self.ranks.agree(), unwritable(self.directory.path):
                 self.prepare_directory(parts.saved, budget_changes)
             if parts.profile:
                 parts.profile.watch(self, "save", "save")
@@ -269,6 +270,7 @@ class Run:
         """
         self.writer.finish()
         with self.ranks.agree():
+            check_held(self.directory.path)
             self.refuse_nonfinite_weights()
         try:
             self.collector.finish_prefetch()
@@ -359,7 +361,8 @@ class Run:
             lines = self.directory.metrics.read()
             summary |= totals(lines)
             self.directory.write_summary(summary)
-            draw_curve(lines, self.directory.path / "reward.png")
+            with disk_errors(self.directory.path):
+                draw_curve(lines, self.directory.path / "reward.png")
         if self.report:
             self.report.refresh(is_last=True)
         return summary

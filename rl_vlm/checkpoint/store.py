@@ -28,6 +28,13 @@ from rl_vlm.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+RESUMED = {
+    "weights": r"[^/]+\.safetensors",
+    "trainer state": r"trainer_state\.json",
+    "optimizer state": r"optimizer/.+",
+    "random states": r"rank_\d+\.pt",
+}
+"""What a run resumes, and the names of the files that hold it."""
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
@@ -169,6 +176,17 @@ def check(checkpoint: Path) -> Path:
     return checkpoint
 
 
+def check_resumable(checkpoint: Path) -> Path:
+    """Return the checkpoint if it is intact and holds all that a run resumes, else raise CheckpointError."""
+    files = read_manifest(check(checkpoint))
+    for part, pattern in RESUMED.items():
+        if not any(re.fullmatch(pattern, name) for name in files):
+            raise CheckpointError(
+                f"{checkpoint} cannot be resumed: its {MANIFEST} lists no {part}. Resume from another checkpoint"
+            )
+    return checkpoint
+
+
 def complete(output_dir: Path) -> list[Path]:
     """Return all complete checkpoints of a run, oldest step first."""
     return list(filter(is_complete, directories(output_dir)))
@@ -203,15 +221,15 @@ def find(setting: str | None, output_dir: Path) -> Path | None:
         raise CheckpointError(
             f"{setting} is not a complete checkpoint; complete ones in {output_dir}: {names(output_dir)}"
         )
-    return check(Path(setting))
+    return check_resumable(Path(setting))
 
 
 def newest_intact(output_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose contents are intact, or None if there is no checkpoint."""
+    """Return the newest checkpoint that can be resumed, or None if there is no checkpoint."""
     damage = None
     for path in reversed(directories(output_dir)):
         try:
-            return check(path)
+            return check_resumable(path)
         except CheckpointError as error:
             logger.warning("%s", error)
             damage = damage or error

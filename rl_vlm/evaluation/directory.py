@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_vlm.log.completions import write_rows
 from rl_vlm.log.directory import DROPPED, write_dropped
-from rl_vlm.log.files import write_file
+from rl_vlm.log.files import disk_errors, write_file
 from rl_vlm.log.images import PromptImages
 
 if TYPE_CHECKING:
@@ -63,29 +63,33 @@ class EvaluationDirectory:
                 return [Chunk(**json.loads(path.read_text())) for path in sorted(self.unfinished.glob("row_*.json"))]
             logger.warning("%s is of another %s: starting over", self.unfinished, ", ".join(differing))
         shutil.rmtree(self.unfinished, ignore_errors=True)
-        self.unfinished.mkdir(parents=True)
-        write_file(file, json.dumps(wanted, indent=2).encode())
+        with disk_errors(self.path):
+            self.unfinished.mkdir(parents=True)
+            write_file(file, json.dumps(wanted, indent=2).encode())
         return []
 
     def write_chunk(self, chunk: Chunk) -> Chunk:
         """Write a chunk, and return it as `resume` would read it."""
         text = json.dumps(vars(chunk), default=str)
-        write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
+        with disk_errors(self.path):
+            write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
         return Chunk(**json.loads(text))
 
     def write_images(self, images: Sequence[Image]) -> list[str]:
         """Write a small copy of each image, unless it exists, and return their paths relative to `path`."""
-        return [os.path.relpath(self.images.write_image(image), self.path) for image in images]
+        with disk_errors(self.path):
+            return [os.path.relpath(self.images.write_image(image), self.path) for image in images]
 
     def write(
         self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]
     ) -> None:
         """Write the completions, the summary, and the rows that were left out, if there are any."""
-        write_rows(self.path / "completions.parquet", rows)
-        (self.path / DROPPED).unlink(missing_ok=True)
-        if dropped:
-            write_dropped(self.path / DROPPED, dropped)
-        write_file(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        with disk_errors(self.path):
+            write_rows(self.path / "completions.parquet", rows)
+            (self.path / DROPPED).unlink(missing_ok=True)
+            if dropped:
+                write_dropped(self.path / DROPPED, dropped)
+            write_file(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
     def discard_unfinished(self, why: str) -> None:
         """Delete the chunks that an earlier evaluation has finished, and warn if there are any."""

@@ -32,7 +32,7 @@ from rl_vlm.evaluation.evaluator import (
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.live import is_live_name
 from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, REPORT, SUMMARY
-from rl_vlm.log.files import lock_directory, write_file
+from rl_vlm.log.files import lock_directory, unwritable, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.log.starts import append_start
 from rl_vlm.model.loading import initial_checkpoint
@@ -87,13 +87,14 @@ def evaluate_in(
     folders = {name: root / name if len(configs) > 1 else root for name in configs}
     directories = {name: EvaluationDirectory(folder, root / "images") for name, folder in folders.items()}
     summaries = {}
-    if ranks.is_main:
-        for name in (CONFIG, REPORT, COMPARISON, SUMMARY, EVALUATED):  # of an earlier evaluation, with other settings
-            (root / name).unlink(missing_ok=True)
-        append_start(root, ranks.world_size, is_first=True)
-        for name, folder in folders.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_file(folder / CONFIG, to_yaml(configs[name]).encode())
+    with ranks.agree(), unwritable(root):
+        if ranks.is_main:
+            for name in (CONFIG, REPORT, COMPARISON, SUMMARY, EVALUATED):  # of an earlier one, with other settings
+                (root / name).unlink(missing_ok=True)
+            append_start(root, ranks.world_size, is_first=True)
+            for name, folder in folders.items():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_file(folder / CONFIG, to_yaml(configs[name]).encode())
     with RewardSuite(config.rewards) as rewards:
         usable = checked_rows(config, "eval", rewards, ranks)
         check_by(options, usable.rows)

@@ -34,9 +34,10 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError
 from rl_vlm.log.budget import BUDGET, BudgetLog
-from rl_vlm.log.completions import drop_after
+from rl_vlm.log.completions import FOLDER, drop_after
 from rl_vlm.log.files import LOCK, METRICS, disk_errors, refuse_earlier_run
 from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.log.starts import STARTS
 from rl_vlm.memory.budget import BudgetChange
 from rl_vlm.model.files import read_json
 from rl_vlm.types import ScoredGroup
@@ -50,6 +51,12 @@ EVALUATED, COMPARISON = "completions.parquet", "comparison.json"
 REPORT = "report.html"
 DROPPED = "dropped_prompts.jsonl"
 MEMORY_PROFILE = ("memory_profile.json", "memory_profile.png")
+MADE_ANEW = (SUMMARY, REPORT, "reward.png", *MEMORY_PROFILE, DROPPED)
+"""Files of an earlier start that a run deletes."""
+FILES = (*MADE_ANEW, METRICS, BUDGET, CONFIG, STARTS)
+
+
+CHECKPOINT = re.compile(r"(unfinished-)?checkpoint-(\d+)")
 
 
 class RunDirectory:
@@ -64,6 +71,17 @@ class RunDirectory:
     def is_visible(self) -> bool:
         """Return whether this process sees the files of the main process, which has locked the directory."""
         return (self.path / LOCK).is_file()
+
+    def refuse_wrong_kinds(self) -> None:
+        """Raise ConfigError if there is a directory where the run writes a file, or a file where it has a directory."""
+        for path in self.path.iterdir():
+            is_directory = path.name == FOLDER or CHECKPOINT.fullmatch(path.name) is not None
+            if (is_directory or path.name in FILES) and path.is_dir() != is_directory:
+                found, expected = ("file", "directory") if is_directory else ("directory", "file")
+                raise ConfigError(
+                    f"train.output_dir: {path} is a {found}, and a run has a {expected} of that name: move it away, or "
+                    "choose another train.output_dir"
+                )
 
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
         """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""
@@ -95,11 +113,11 @@ class RunDirectory:
         self.budget.write(budget_changes)
         drop_after(self.path, step, next_window)
         for directory in self.path.iterdir():
-            match = re.fullmatch(r"(unfinished-)?checkpoint-(\d+)", directory.name)
+            match = CHECKPOINT.fullmatch(directory.name)
             if match and (match[1] or step is None or int(match[2]) > step):
                 logger.warning("deleting %s, which this run will write again", directory)
                 shutil.rmtree(directory)
-        for name in (SUMMARY, REPORT, "reward.png", *MEMORY_PROFILE, DROPPED):
+        for name in MADE_ANEW:
             (self.path / name).unlink(missing_ok=True)
         if dropped:
             write_dropped(self.path / DROPPED, dropped)

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -59,40 +59,83 @@ def write_file(path: Path, content: bytes) -> None:
         unfinished.write_bytes(content)
 
 
-def lock_directory(path: Path) -> TextIO:
-    """Create a directory and hold it until the returned file is closed, or the process ends.
+_held: dict[Path, TextIO] = {}
+"""The open locks of the directories that this process holds."""
+
+
+@contextmanager
+def lock_directory(path: Path) -> Iterator[None]:
+    """Create a directory and hold it in this context.
 
     Raises ConfigError if another process holds it, or if files cannot be written there.
     """
-    try:
+    with unwritable(path):
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK).open("a+")
-    except OSError as error:
-        raise ConfigError(f"train.output_dir: {path} cannot be written to: {error.strerror}") from error
+    with closing(file):
+        hold(path, file)
+        os.register_at_fork(after_in_child=file.close)  # a child that outlives the run must not hold the lock
+        with unwritable(path):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        _held[path] = file
+        try:
+            yield
+        finally:
+            del _held[path]
+
+
+def hold(path: Path, file: TextIO) -> None:
+    """Lock the open file of a directory. Raises ConfigError if another process has."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         holder = file.read() or "another process"
-        file.close()
         raise ConfigError(
             f"train.output_dir: {path} is in use by {holder}. Two runs would mix their records. Choose another "
             "directory, or wait until that run has ended."
         ) from None
     except OSError as error:  # some network file systems
         logger.warning("%s cannot be locked (%s); do not start a second run there", path, error.strerror)
-    os.register_at_fork(after_in_child=file.close)  # a child that outlives the run must not hold the lock
-    with disk_errors(path):
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-    return file
+
+
+@contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """Raise ConfigError if the block, at the start of a run, cannot write a file in `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"train.output_dir: {path} cannot be written to: {error}") from error
+
+
+def check_held(path: Path) -> None:
+    """Raise CheckpointError if the directory that this process has locked is no longer at `path`, or above it."""
+    for directory, file in _held.items():
+        if path.is_relative_to(directory) and not is_same(file, directory / LOCK):
+            raise CheckpointError(
+                f"{directory} is no longer the directory that this run has locked ({LOCK}): it was renamed or removed. "
+                "If it was renamed, resume with train.output_dir set to its new name and "
+                "train.resume_from_checkpoint=auto"
+            )
+
+
+def is_same(file: TextIO, path: Path) -> bool:
+    """Return whether the file that is open is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise CheckpointError if the block cannot write a file in `path`. Existing checkpoints stay complete."""
+    """Raise CheckpointError if the block cannot write a file in `path`, or if `path` is not the locked directory.
+
+    Existing checkpoints stay complete.
+    """
     try:
+        check_held(path)
         yield
     except OSError as error:
         raise CheckpointError(f"could not write in {path}: {error}; resume from the last checkpoint") from error

@@ -10,16 +10,22 @@ from pathlib import Path
 from rl_vlm.checkpoint.writer import CheckpointWriter
 from rl_vlm.distributed.ranks import Ranks
 
+RESUMED = ("model.safetensors", "trainer_state.json", "optimizer/state.safetensors", "rank_0.pt")
+"""Files without which no run resumes."""
+
 
 @dataclass
 class MadeUpFiles:
-    """Files that a function writes."""
+    """Files that a function writes, and empty ones of `RESUMED`."""
 
     function: Callable[[Path], None]
     num_bytes: int = 0
 
     def write(self, directory: Path) -> None:
         self.function(directory)
+        (directory / "optimizer").mkdir()
+        for name in RESUMED:
+            (directory / name).touch()
 
 
 class SlowFiles(MadeUpFiles):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.checkpoint import store
-from rl_vlm.errors import CheckpointError
+from rl_vlm.errors import CheckpointError, RLVLMError
+from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.run import train
 from tests.helpers.resuming import NUM_STEPS, REWARDS, assert_same_run, resumed
 from tests.helpers.tiny_run import make_config
@@ -21,11 +22,13 @@ MIB = 2**20
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 MiB in memory."""
-    disk = tmp_path / "disk"
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system in memory, of 64 MiB if the test has no parameter for it."""
+    disk, size = tmp_path / "disk", getattr(request, "param", "64m")
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a file system can only be mounted by root: {mounted.stderr.strip()}")
     yield disk
@@ -39,6 +42,19 @@ def fill(disk: Path, leave: int) -> Path:
         for _ in range((shutil.disk_usage(disk).free - leave) // 4096):
             file.write(b"\0" * 4096)
     return filler
+
+
+@pytest.mark.parametrize("small_disk", ["4k", "8k"], indirect=True)
+def test_a_disk_that_is_full_at_the_start_is_named(tiny_checkpoint, small_disk):
+    with pytest.raises(RLVLMError, match=rf"{small_disk}.*(No space left on device|are free: make room)"):
+        train(make_config(tiny_checkpoint, small_disk / "run", max_steps=1))
+
+
+@pytest.mark.parametrize("small_disk", ["4k", "8k"], indirect=True)
+def test_a_disk_that_is_full_at_the_start_of_an_evaluation_is_named(tiny_checkpoint, small_disk):
+    config = make_config(tiny_checkpoint, small_disk / "run", eval_dataset_name="tests.helpers.tiny_run:rows")
+    with pytest.raises(RLVLMError, match=rf"{small_disk}.*No space left on device"):
+        evaluate_run(config)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.random_states import random_states, restore_random_states, seed_random_generators
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError
-from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.checkpoints import RESUMED, write_checkpoint
 
 
 def save(output_dir: Path, step: int, content: str = "weights") -> Path:
@@ -85,9 +85,7 @@ def test_failed_write_names_the_way_out_and_leaves_nothing(tmp_path):
 def test_files_that_only_another_process_sees_are_named(tmp_path, monkeypatch):
     """As on two machines whose run directories have the same path and are not the same."""
     ranks = Ranks()
-    monkeypatch.setattr(
-        ranks, "gather", lambda values: [*values, "model-2.bin"] if values == ["model-1.bin"] else values
-    )
+    monkeypatch.setattr(ranks, "gather", lambda values: [*values, "model-2.bin"] if "model-1.bin" in values else values)
     with pytest.raises(CheckpointError, match=r"model-2.bin of another process is not in .*a file system that they"):
         write_checkpoint(tmp_path, 1, lambda directory: write_file(directory / "model-1.bin", ""), ranks)
     assert list(tmp_path.iterdir()) == []
@@ -146,7 +144,8 @@ def flip_a_bit(path: Path) -> None:
 def test_the_manifest_holds_the_digest_of_each_file(tmp_path):
     manifest = json.loads((save(tmp_path, 1, "abc") / store.MANIFEST).read_text())
     sha256_of_abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-4
-    assert manifest == {"model.bin": {"size": 3, "sha256": sha256_of_abc}}
+    assert manifest["model.bin"] == {"size": 3, "sha256": sha256_of_abc}
+    assert manifest.keys() == {"model.bin", *RESUMED}
 
 
 def test_a_changed_file_is_named_and_auto_takes_the_checkpoint_before(tmp_path, caplog):
@@ -156,6 +155,21 @@ def test_a_changed_file_is_named_and_auto_takes_the_checkpoint_before(tmp_path, 
         store.find(str(tmp_path / "checkpoint-2"), tmp_path)
     assert store.find("auto", tmp_path) == tmp_path / "checkpoint-1"
     assert "checkpoint-2: the contents of model.bin" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "part"),
+    zip(RESUMED, ["weights", "trainer state", "optimizer state", "random states"], strict=True),
+)
+def test_a_checkpoint_without_all_that_a_run_resumes_is_refused_and_auto_takes_the_one_before(file, part, tmp_path):
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    manifest = json.loads((path / store.MANIFEST).read_text())
+    del manifest[file]
+    (path / store.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=rf"checkpoint-2 cannot be resumed: its manifest.json lists no {part}\."):
+        store.find(str(path), tmp_path)
+    assert store.find("auto", tmp_path) == tmp_path / "checkpoint-1"
 
 
 def test_auto_starts_no_new_run_over_damaged_checkpoints(tmp_path):
