@@ -19,7 +19,7 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import without_secrets
-from rl_vlm.distributed.launcher import check_numbers, end_with_launcher
+from rl_vlm.distributed.launcher import check_numbers, end_with_launcher, is_one_of_several
 from rl_vlm.distributed.signals import handled, ignored_afterwards, kill_children, stop
 from rl_vlm.errors import ConfigError, RLVLMError, Stopped
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_first_process, shown_log
@@ -143,7 +143,9 @@ OTHERS = {
 """Commands that take no config, and what they do."""
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
-STOPPED_BY_SIGNALS = ("train", "eval", "doctor", "rewards")
+JOINED = ("train", "eval")
+"""Commands whose processes are joined."""
+STOPPED_BY_SIGNALS = (*JOINED, "doctor", "rewards")
 """Commands that end with a status of their own after a signal."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags, "doctor": add_doctor_flags,
@@ -169,8 +171,8 @@ def end_process_after(main: Callable[[], int]) -> NoReturn:
             status = main()
     except SystemExit as ended:  # of argparse
         status = int(ended.code or 0)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     timer = threading.Timer(EXIT_SECONDS, end_at_once, [status])
     timer.daemon = True
     timer.start()
@@ -238,7 +240,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 def handled_signals(name: str) -> AbstractContextManager[None]:
     """Return a context that handles signals if the command is one of `STOPPED_BY_SIGNALS`."""
-    return handled() if name in STOPPED_BY_SIGNALS else nullcontext()
+    return handled(is_joining=name in JOINED and is_one_of_several()) if name in STOPPED_BY_SIGNALS else nullcontext()
 
 
 def _run_in_log(name: str, options: argparse.Namespace) -> int:
@@ -253,6 +255,10 @@ def _run_in_log(name: str, options: argparse.Namespace) -> int:
         # All processes of a machine find the same error in a config; other errors may occur in one process only.
         if is_first_of_machine() or not isinstance(error, ConfigError):
             _print_failure(f"{name} {options.config}", error)
+        if name in JOINED and is_one_of_several():
+            from rl_vlm.distributed.ranks import refuse_together
+
+            refuse_together()
         return error.exit_status
 
 
@@ -334,7 +340,7 @@ def _show(description: str, problems: Sequence[str]) -> None:
 
 
 def _print_failure(command: str, error: RLVLMError) -> None:
-    print(without_secrets(f"rl-vlm {command} failed:\n{error}"), file=sys.stderr)
+    print(without_secrets(f"rl-vlm {command} failed:\n{error}"), file=sys.stderr, flush=True)
 
 
 def _print(text: str) -> None:

@@ -56,6 +56,12 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
+def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher has started several processes, and told them how to find each other."""
+    count = environment.get("WORLD_SIZE", "1")
+    return count.isdecimal() and int(count) > 1 and all(environment.get(name) for name in TOGETHER)
+
+
 def end_with_launcher() -> None:
     """Send this process SIGTERM if the launcher that started it ends, even if that is killed.
 

@@ -17,10 +17,14 @@ RESTARTED = "rl-vlm-restarted"
 
 
 def connect(prefix: str, timeout: timedelta) -> Any:
-    """Return a client of the launcher's store, with keys of this start of the processes alone."""
+    """Return a client of the launcher's store, with keys of this start of the processes alone.
+
+    If the launcher keeps no store, rank 0 does, and its process group shares it.
+    """
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    is_kept_here = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(address, port, None, is_kept_here, timeout, wait_for_workers=False, multi_tenant=True)
     return PrefixStore("/".join(["rl_vlm", *(os.environ.get(name, "") for name in names), prefix]), store)
 
 

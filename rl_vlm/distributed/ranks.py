@@ -6,18 +6,20 @@ import atexit
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed import DistNetworkError
 
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.environment import kept_request, take_launch
-from rl_vlm.distributed.launcher import check_variables
-from rl_vlm.distributed.meeting_point import init_method
+from rl_vlm.distributed.launcher import check_variables, is_one_of_several
+from rl_vlm.distributed.meeting_point import connect, init_method
 from rl_vlm.distributed.progress import mark_progress
-from rl_vlm.distributed.watch import Watch, watch_ranks
+from rl_vlm.distributed.signals import stop
+from rl_vlm.distributed.watch import LEAVE_SECONDS, Watch, waiting_for_all, watch_ranks
 from rl_vlm.errors import LaunchError, RLVLMError
 
 T = TypeVar("T")
@@ -52,17 +54,22 @@ class Ranks:
         self.launch = take_launch()
         check_devices(torch.accelerator.device_count())
 
-        limit = timedelta(seconds=train.ddp_timeout)
-        self.accelerator: Any = Accelerator(
-            cpu=not torch.accelerator.is_available(),
-            mixed_precision="no",
-            kwargs_handlers=[InitProcessGroupKwargs(init_method=init_method(), timeout=limit)],
-        )
-        check_launch(self.world_size)
         Ranks.num_joined += 1
-        if self.world_size > 1:
-            limits = (train.lost_rank_seconds, train.ddp_timeout)
-            self.watch = watch_ranks(self.rank, self.world_size, Ranks.num_joined, *limits)
+        self.watch = watch_ranks(Ranks.num_joined, train.lost_rank_seconds, train.ddp_timeout)
+        limit = timedelta(seconds=train.ddp_timeout)
+        try:
+            if self.watch:
+                self.watch.join()
+            self.accelerator: Any = Accelerator(
+                cpu=not torch.accelerator.is_available(),
+                mixed_precision="no",
+                kwargs_handlers=[InitProcessGroupKwargs(init_method=init_method(), timeout=limit)],
+            )
+            check_launch(self.world_size)
+            stop.end_joining()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def rank(self) -> int:
@@ -167,10 +174,21 @@ def leave_group() -> None:
     """Leave the process group, if there is one."""
     from accelerate import PartialState
 
-    is_alone = PartialState().num_processes == 1
-    PartialState().destroy_process_group()
-    if not is_alone:
+    if torch.distributed.is_initialized():
+        PartialState().destroy_process_group()
         time.sleep(SECONDS_TO_FREE)
+
+
+def refuse_together() -> None:
+    """Give the other processes time to refuse as well, if this one has refused before it was joined with them.
+
+    The launcher ends the others when the first one has ended.
+    """
+    if not Ranks.num_joined and is_one_of_several():
+        store = connect("refused", timedelta(seconds=LEAVE_SECONDS))
+        with suppress(DistNetworkError):
+            for _ in waiting_for_all(store, "refused", int(os.environ["WORLD_SIZE"]), LEAVE_SECONDS):
+                pass
 
 
 def check_launch(seen: int) -> None:

@@ -1,5 +1,6 @@
 """Signals that end a run: Ctrl-C (SIGINT), SIGTERM, SIGUSR1 and SIGHUP. The last two count as SIGTERM.
 
+    until ranks are joined   `Watch.join` raises Stopped, on all ranks or on none
     while a run is built     the main thread raises KeyboardInterrupt
     while it takes steps     `stop.check()` raises Stopped at the next safe point
 
@@ -49,6 +50,8 @@ class Stop:
         self.first_signal: float | None = None
         """Time of the first signal to this process."""
         self.is_handled = False
+        self.is_joining = False
+        """Whether this is one of several processes which are not joined yet."""
         self.is_deferred = False
         self.has_raised = False
         self.num_postponed = 0
@@ -85,11 +88,23 @@ class Stop:
         self.timer.daemon = True
         self.timer.start()
 
+    @property
+    def raises(self) -> bool:
+        """Return whether a signal raises KeyboardInterrupt in the main thread, wherever that is."""
+        return not (self.is_joining or self.is_deferred or self.has_raised)
+
+    def end_joining(self) -> None:
+        """Let signals raise KeyboardInterrupt from now on. Raises it if one came while the processes were joined."""
+        self.is_joining = False
+        if self.signum is not None and self.raises:
+            self.has_raised = True
+            raise KeyboardInterrupt
+
     def ask_for_others(self, signum: int) -> None:
         """Ask this rank to stop, since another one was sent the signal."""
         if self.signum is None:
             self.ask(signum)
-            if self.is_handled and not self.is_deferred:
+            if self.is_handled and self.raises:
                 _thread.interrupt_main(signal.Signals(signum))
 
     def note_signal(self, number: int) -> None:
@@ -151,15 +166,17 @@ def wait_until_done(future: Future[Any]) -> None:
 
 
 @contextmanager
-def handled() -> Iterator[None]:
+def handled(is_joining: bool = False) -> Iterator[None]:
     """Handle the signals in this context, unless it is in another such context, or not in the main thread.
 
+    With `is_joining`, no signal raises before `stop.end_joining`: one of several processes is joined with the others
+    first, so that all learn of it.
     A signal that is ignored already, as SIGHUP with nohup, stays ignored.
     """
     if stop.is_handled or threading.current_thread() is not threading.main_thread():
         yield
         return
-    vars(stop).update(vars(Stop()), is_handled=True)  # forget the signals of an earlier run
+    vars(stop).update(vars(Stop()), is_handled=True, is_joining=is_joining)  # forget the signals of an earlier run
     before = {number: signal.getsignal(number) for number in COUNTS_AS}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     reader, writer = os.pipe()
@@ -201,8 +218,8 @@ def _set_handlers(handlers: Mapping[int, Any]) -> None:
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    """Raise KeyboardInterrupt once, unless `stop.check` raises."""
-    if not stop.is_deferred and not stop.has_raised:
+    """Raise KeyboardInterrupt once, unless `stop.check` or `Watch.join` raises."""
+    if stop.raises:
         stop.has_raised = True
         stop.signum = stop.signum or COUNTS_AS[signal.Signals(number)]  # the thread may note it later
         raise KeyboardInterrupt

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -26,10 +28,13 @@ from typing import Protocol, runtime_checkable
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from rl_vlm.distributed.launcher import is_one_of_several
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.distributed.progress import mark_progress, position, seconds_without_progress
 from rl_vlm.distributed.signals import end_process, stop
-from rl_vlm.errors import RankLost, RLVLMError
+from rl_vlm.errors import RankLost, RLVLMError, Stopped
+
+logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between beats."""
@@ -130,6 +135,8 @@ class Watch:
         self.lost_seconds = lost_seconds
         self.hang_seconds = hang_seconds
         self.failure: str | None = None
+        self.has_joined = False
+        self.has_heard_of_stop = False
         self.has_failed = False
         """Whether this rank has shown the others its own error."""
         self.meetings = itertools.count()
@@ -180,14 +187,29 @@ class Watch:
         """Beat once, and learn of stops, failures and lost neighbours."""
         self.store.set(f"beat/{self.rank}", json.dumps(vars(Beat.now(next(self.beats)))))
         if stop.signum is not None:
-            self.store.set("stop", str(stop.signum))
+            self.publish_stop(self.store)
         elif self.store.check(["stop"]):
-            stop.ask_for_others(int(self.store.get("stop")))
+            self.hear_of_stop(self.store)
         if self.store.check(["failed"]):
             self.failure = self.store.get("failed").decode()
             return
         for neighbour in self.neighbours:
             self.look_at(neighbour)
+
+    def publish_stop(self, store: Store) -> bytes:
+        """Show all ranks the signal that this one got, unless another one was the first, and return the first."""
+        return store.compare_set("stop", "", f"{stop.signum} rank {self.rank} ({Beat.now(0).process})")
+
+    def hear_of_stop(self, store: Store) -> int:
+        """Ask this rank to stop, as the one that got a signal first, and return the signal."""
+        signum, _, process = store.get("stop").decode().partition(" ")
+        if not self.has_heard_of_stop:
+            self.has_heard_of_stop = True
+            absent = [f"rank {rank}" for rank in range(self.world_size) if not store.check([f"beat/{rank}"])]
+            missing = f" ({', '.join(absent)} had not started)" if absent else ""
+            logger.warning("%s was sent %s: all ranks stop%s", process, signal.Signals(int(signum)).name, missing)
+        stop.ask_for_others(int(signum))
+        return int(signum)
 
     def look_at(self, neighbour: Neighbour) -> None:
         """Read a neighbour's beat, and tell all ranks if it is lost."""
@@ -216,6 +238,23 @@ class Watch:
 
     # In the main thread
 
+    def join(self) -> None:
+        """Wait until all ranks are here, after which they form the process group without waiting for each other.
+
+        Raises RankLost if one is lost. Raises Stopped, on every rank, if one was told to stop before all were here.
+        """
+        if stop.signum is None and self.meeting_store.add("here", 1) == self.world_size:
+            self.meeting_store.compare_set("joined", "", "all")
+        for _ in until(self.meeting_store, "joined"):
+            mark_progress()
+            self.check()
+            if stop.signum is not None:
+                self.publish_stop(self.meeting_store)
+                self.meeting_store.compare_set("joined", "", "stop")
+        if self.meeting_store.get("joined") != b"all":
+            raise Stopped(self.hear_of_stop(self.meeting_store))
+        self.has_joined = True
+
     def meet(self) -> None:
         """Wait for all ranks, for as long as they make progress. Raises RankLost if one is lost.
 
@@ -227,20 +266,9 @@ class Watch:
                 self.meeting_store.set(f"met/{number}", "")
                 for key in (f"arrived/{number - 1}", f"met/{number - 1}"):
                     self.meeting_store.delete_key(key)
-            for _ in self.until(f"met/{number}"):
+            for _ in until(self.meeting_store, f"met/{number}"):
                 mark_progress()
                 self.check()
-
-    def until(self, key: str) -> Iterator[None]:
-        """Yield until the key is there, at first each millisecond and later ten times a second.
-
-        The store's own `wait` prints warnings when its time is up.
-        """
-        pause = 0.001
-        while not self.meeting_store.check([key]):
-            yield
-            time.sleep(pause)
-            pause = min(1.2 * pause, 0.1)
 
     def check(self) -> None:
         """Raise RankLost if a rank is lost."""
@@ -290,33 +318,57 @@ class Watch:
         The launcher ends the other ranks when the first one has ended. So a rank that has failed gives them time to
         raise.
         """
+        seconds = LEAVE_SECONDS if self.has_joined and not self.has_failed else RAISE_SECONDS
         with suppress(DistNetworkError):
-            if self.meeting_store.add("left", 1) == self.world_size:
-                self.meeting_store.set("all_left", "")
-            end = time.monotonic() + (RAISE_SECONDS if self.has_failed else LEAVE_SECONDS)
-            for _ in self.until("all_left"):
-                if time.monotonic() > end or (self.failure is not None and not self.has_failed):
+            for _ in waiting_for_all(self.meeting_store, "left", self.world_size, seconds):
+                if self.failure is not None and not self.has_failed:
                     break
         self.is_leaving.set()
         self.threads[0].join(2 * INTERVAL)
         with suppress(DistNetworkError, DistStoreError):
             if stop.signum is not None:
-                self.meeting_store.set("stop", str(stop.signum))
+                self.publish_stop(self.meeting_store)
             self.meeting_store.set(f"beat/{self.rank}", json.dumps(vars(Beat.now(next(self.beats), has_left=True))))
 
 
 HOW_TO_CONTINUE = "To continue from the last checkpoint, repeat the command with resume_from_checkpoint=auto."
 
 
-def watch_ranks(rank: int, world_size: int, number: int, lost_seconds: float, hang_seconds: float) -> Watch | None:
+def watch_ranks(number: int, lost_seconds: float, hang_seconds: float) -> Watch | None:
     """Start to watch the ranks of this process's launch. `number` counts the runs of these processes.
 
-    Returns None if the launcher gave no address of a store.
+    Returns None for a single process, or if the launcher gave no address of a store.
     """
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if not is_one_of_several():
         return None
-    own, of_main_thread = (connect(f"watch-{number}", timedelta(seconds=lost_seconds)) for _ in range(2))
+    own, of_main_thread = (connect(f"watch-{number}", timedelta(seconds=hang_seconds)) for _ in range(2))
+    for store in (own, of_main_thread):
+        store.set_timeout(timedelta(seconds=lost_seconds))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return Watch(own, of_main_thread, rank, world_size, lost_seconds, hang_seconds).start()
+
+
+def until(store: Store, key: str) -> Iterator[None]:
+    """Yield until the key is there, at first each millisecond and later ten times a second.
+
+    The store's own `wait` prints warnings when its time is up.
+    """
+    pause = 0.001
+    while not store.check([key]):
+        yield
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.1)
+
+
+def waiting_for_all(store: Store, name: str, world_size: int, seconds: float) -> Iterator[None]:
+    """Yield until all ranks have called this with the name, or the time is up."""
+    if store.add(name, 1) == world_size:
+        store.set(f"all_{name}", "")
+    end = time.monotonic() + seconds
+    for _ in until(store, f"all_{name}"):
+        if time.monotonic() > end:
+            return
+        yield
 
 
 def this_host() -> str:

@@ -32,13 +32,16 @@ def start(*arguments: str, environment: Mapping[str, str] | None = None) -> subp
 
     A script elsewhere can import the tests' helpers.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(port), *arguments]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", str(free_port()), *arguments]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | dict(environment or {})
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def train_on_two_processes(config: RunConfig, path: Path) -> None:

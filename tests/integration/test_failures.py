@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import ConfigError, TrainingError
+from rl_vlm.errors import CheckpointError, ConfigError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.rollout.collector import Collector
@@ -194,6 +196,36 @@ def test_an_output_dir_that_cannot_be_written_is_found_before_the_model_is_loade
         Run(make_config("no-such-model", tmp_path / path))
 
 
+@pytest.mark.parametrize(
+    ("name", "is_directory"),
+    [("checkpoint-9", False), ("unfinished-checkpoint-9", False), ("completions", False), ("metrics.jsonl", True)],
+)
+def test_a_file_in_place_of_a_directory_is_refused_before_anything_is_deleted(
+    name, is_directory, tiny_checkpoint, tmp_path
+):
+    kept = tmp_path / "summary.json"
+    kept.touch()
+    (tmp_path / name).mkdir() if is_directory else (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name} is a (file|directory), and a run has a"):
+        Run(make_config(tiny_checkpoint, tmp_path, overwrite_output_dir=True))
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("become_of", [lambda run: run.rename(run.with_name("renamed")), shutil.rmtree])
+def test_a_run_whose_directory_is_renamed_or_removed_stops(become_of, tiny_checkpoint, tmp_path, monkeypatch):
+    run, score = tmp_path / "run", Collector.score
+
+    def score_and_move(collector: Collector, groups: Any, state: Any, metrics: Any) -> Any:
+        if state.global_step == 1:
+            become_of(run)
+        return score(collector, groups, state, metrics)
+
+    monkeypatch.setattr(Collector, "score", score_and_move)
+    with pytest.raises(CheckpointError, match=rf"{run} is no longer the directory that this run has locked"):
+        train(make_config(tiny_checkpoint, run, async_save=False))
+    assert not run.exists()
+
+
 LAUNCHER = """
 import subprocess, sys, time
 command = ["env", "ACCELERATE_MIXED_PRECISION=no", sys.executable, "-m", "launch.train", sys.argv[1]]
@@ -230,3 +262,34 @@ def test_processes_that_end_right_after_a_collective_do_not_abort():
     command = [sys.executable, "-m", "tests.helpers.leave_at_once", "10"]
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.ci
+def test_a_signal_before_two_processes_are_joined_ends_both_and_is_named():
+    """Without a launcher that would end the other."""
+    command = [sys.executable, "-m", "tests.helpers.leave_at_once", "1", "signalled"]
+    result = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    said = re.findall(r"rank 1 \(process \d+ on .*\) was sent SIGTERM: all ranks stop", result.stderr)
+    assert len(said) == 2, result.stderr
+
+
+LATE = """
+import os, sys, time
+time.sleep(3.0 * (os.environ["RANK"] == "0"))
+from launch import cli
+cli.end_process_after(lambda: cli.run("train", sys.argv[1:]))
+"""
+
+
+@pytest.mark.ci
+def test_a_process_that_starts_late_refuses_as_well(tmp_path):
+    """The launcher ends the others when the first one has ended, and the first of a machine prints the message."""
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "run.yaml").write_text("max_step: 3\n")
+    cpu = ("--config_file", "launch/accelerate/cpu.yaml", "--num_processes", "2")
+    done = launch(*cpu, str(tmp_path / "late.py"), str(tmp_path / "run.yaml"))
+    assert "unknown" in done.stderr and "max_step" in done.stderr
+    assert "exitcode  : 2" in done.stderr and "exitcode  : -15" not in done.stderr

@@ -87,6 +87,16 @@ def test_a_run_that_is_built_is_interrupted_once():
         assert stop.exit_status == 143
 
 
+def test_a_signal_raises_only_once_the_processes_are_joined():
+    with handled(is_joining=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: stop.signum is not None)
+        with pytest.raises(KeyboardInterrupt):
+            stop.end_joining()
+        stop.end_joining()
+        assert stop.exit_status == 143
+
+
 def test_handlers_are_restored_and_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ from torch.distributed import DistNetworkError
 
 from rl_vlm.distributed import watch
 from rl_vlm.distributed.progress import mark_progress, position, seconds_without_progress
+from rl_vlm.distributed.signals import Stop, stop
 from rl_vlm.distributed.watch import Beat, Neighbour, Watch, this_host
-from rl_vlm.errors import RankLost, TrainingError
+from rl_vlm.errors import RankLost, Stopped, TrainingError
 
 
 class MemoryStore:
@@ -152,6 +154,50 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
+
+
+def test_ranks_join_once_all_are_there():
+    store = MemoryStore()
+    first, second = make(store, 0), make(store, 1)
+    late = in_thread(lambda: [time.sleep(0.1), second.join()])
+    first.join()
+    late.join()
+    assert store.values["joined"] == "all" and first.has_joined and second.has_joined
+
+
+def test_a_signal_before_all_ranks_are_there_stops_every_one_and_is_named(caplog):
+    store = MemoryStore()
+    told, other = make(store, 1, 3), make(store, 0, 3)
+    for rank in (0, 1):
+        store.set(f"beat/{rank}", json.dumps(vars(beat())))
+    stop.ask(signal.SIGTERM)
+    with pytest.raises(Stopped):
+        told.join()
+    assert stop.timer
+    stop.timer.cancel()
+    vars(stop).update(vars(Stop()), is_handled=True, is_joining=True)  # as in another process
+    caplog.clear()
+    with pytest.raises(Stopped) as stopped:
+        other.join()
+    assert stopped.value.exit_status == stop.exit_status == 143
+    (message,) = caplog.messages
+    assert message.startswith(f"rank 1 (process {os.getpid()} on ")
+    assert message.endswith(" was sent SIGTERM: all ranks stop (rank 2 had not started)")
+
+
+def test_a_signal_after_all_ranks_are_there_lets_them_join():
+    """Or some would wait in the process group for those that have stopped."""
+    store = MemoryStore()
+    store.set("joined", "all")
+    stop.ask(signal.SIGTERM)
+    make(store, 0).join()
+
+
+def test_a_rank_that_leaves_before_it_has_joined_waits_for_the_others_only_briefly(monkeypatch):
+    monkeypatch.setattr(watch, "RAISE_SECONDS", 0.1)
+    own, start = make(MemoryStore(), 0).start(), time.monotonic()
+    own.leave()
+    assert time.monotonic() - start < 5
 
 
 def test_ranks_meet_and_leave_nothing_but_the_last_meeting():
