@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping
 from inspect import Parameter
 from typing import Any, get_type_hints
 
-from rewards.calling import Call, parameters
+from rewards.calling import background_loop, parameters
 from rewards.contract import RewardFunction
 from rewards.registry import LARGEST_SCORES
 from rl_vlm.config.typed import why_not
@@ -22,7 +24,9 @@ def check_settings(name: str, function: RewardFunction, settings: Mapping[str, A
     check_types(name, function, settings)
     columns = {key: [] for key, p in parameters(function).items() if p.default is Parameter.empty}
     try:
-        Call(function, {**columns, **settings}, 0).returned.result()
+        returned = function(**columns, **settings)
+        if inspect.iscoroutine(returned):
+            asyncio.run_coroutine_threadsafe(returned, background_loop()).result()
     except Exception as error:
         raise RewardError(f"reward function {name!r}: {text_of(error)}") from error
     largest = LARGEST_SCORES[name](settings) if name in LARGEST_SCORES else 1.0
