@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, mrope
@@ -51,26 +52,34 @@ def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     )
 
 
-def _qwen3_vision(hidden_size: int) -> dict[str, Any]:
+def _qwen3_text_sizes(tokenizer: Any, hidden_size: int, num_deepstack: int) -> dict[str, Any]:
+    """Return sizes with a language layer for each of the tower's deepstack layers, and at least two."""
+    return _text_sizes(tokenizer, hidden_size) | {"head_dim": 32, "num_hidden_layers": max(2, num_deepstack)}
+
+
+def _qwen3_vision(hidden_size: int, num_deepstack: int) -> dict[str, Any]:
     return {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
-        "out_hidden_size": hidden_size, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+        "depth": num_deepstack + 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
+        "out_hidden_size": hidden_size, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": list(range(num_deepstack)),
     }  # fmt: skip
 
 
-def _qwen3_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def _qwen3_vl_config(tokenizer: Any, hidden_size: int, num_deepstack: int) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
 
-    text = _text_sizes(tokenizer, hidden_size) | {"head_dim": 32}
-    return Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **token_ids(tokenizer))
+    text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack)
+    vision = _qwen3_vision(hidden_size, num_deepstack)
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
 
 
-def _qwen3_vl_moe_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def _qwen3_vl_moe_config(tokenizer: Any, hidden_size: int, num_deepstack: int) -> PreTrainedConfig:
     from transformers import Qwen3VLMoeConfig
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
-    text = _text_sizes(tokenizer, hidden_size) | {"head_dim": 32} | experts
-    return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(hidden_size), **token_ids(tokenizer))
+    text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack) | experts
+    vision = _qwen3_vision(hidden_size, num_deepstack)
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
 
 
 def qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], ProcessorMixin]:
@@ -88,6 +97,16 @@ def qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], Pr
     return build
 
 
+def qwen3_vl(num_deepstack: int) -> dict[str, TinyFamily]:
+    """Return Qwen3-VL and Qwen3-VL-MoE, whose towers add features to the first `num_deepstack` language layers."""
+    processor = qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+    configs = {"qwen3_vl": _qwen3_vl_config, "qwen3_vl_moe": _qwen3_vl_moe_config}
+    return {
+        name: TinyFamily(SPECIAL_TOKENS, partial(config, num_deepstack=num_deepstack), processor)
+        for name, config in configs.items()
+    }
+
+
 QWEN: dict[str, TinyFamily] = {
     "qwen2_vl": TinyFamily(
         SPECIAL_TOKENS, _qwen2_vl_config, qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")
@@ -95,10 +114,5 @@ QWEN: dict[str, TinyFamily] = {
     "qwen2_5_vl": TinyFamily(
         SPECIAL_TOKENS, _qwen2_5_vl_config, qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")
     ),
-    "qwen3_vl": TinyFamily(
-        SPECIAL_TOKENS, _qwen3_vl_config, qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-    ),
-    "qwen3_vl_moe": TinyFamily(
-        SPECIAL_TOKENS, _qwen3_vl_moe_config, qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-    ),
+    **qwen3_vl(num_deepstack=1),
 }

@@ -80,7 +80,7 @@ def assert_generates(model: Any, prompt: Prompt) -> None:
 
 
 def test_a_checkpoint_is_small_and_survives_another_save(model: Any, checkpoint: Path, tmp_path: Path):
-    assert model.num_parameters() < 700_000
+    assert model.num_parameters() < 1_000_000
     model.save_pretrained(tmp_path)
     AutoProcessor.from_pretrained(checkpoint).save_pretrained(tmp_path)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -11,7 +11,7 @@ from typing import Any
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.tiny import build
 from rl_vlm.tiny.family import TinyFamily
-from rl_vlm.tiny.qwen import QWEN
+from rl_vlm.tiny.qwen import QWEN, qwen3_vl
 from tests.tiny.cohere import COHERE
 from tests.tiny.deepseek import DEEPSEEK
 from tests.tiny.gemma import GEMMA
@@ -22,8 +22,10 @@ from tests.tiny.mllama import MLLAMA
 from tests.tiny.ocr import OCR
 from tests.tiny.tiles import TILES
 
+NUM_DEEPSTACK = 3
+"""Of Qwen3-VL: the order of fewer would not show."""
 ALL_FAMILIES: dict[str, TinyFamily] = {
-    **QWEN, **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID
+    **QWEN, **qwen3_vl(NUM_DEEPSTACK), **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID
 }  # fmt: skip
 TINY_FAMILIES = {
     name: family for name, family in ALL_FAMILIES.items() if name not in FAMILIES or FAMILIES[name].is_available

@@ -10,7 +10,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
-from rl_vlm.model.vision import LinearPatches, TowerRuns, VisionEncoder, patch_cost, use_linear_patches
+from rl_vlm.model.vision import (
+    LinearPatches,
+    TowerRuns,
+    VisionEncoder,
+    joined_output,
+    patch_cost,
+    split_features,
+    use_linear_patches,
+)
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 IMAGE = 9
@@ -70,6 +78,22 @@ def test_each_prompt_gets_the_features_of_its_own_images(as_list, joins_images):
     assert features[one].embeddings.flatten().tolist() == pytest.approx([3 * weight] * 3)
     assert features[two].embeddings.flatten().tolist() == pytest.approx([2 * weight] * 2 + [4 * weight] * 4)
     assert encoder.model.calls == encoder.counters["vision_forwards"] == (1 if joins_images else 2)
+
+
+@pytest.mark.parametrize("as_lists", [True, False])
+def test_each_language_layer_gets_the_deepstack_features_of_its_number(as_lists):
+    one, two = make_prompt("one", [1]), make_prompt("two", [2])
+    layers = [torch.tensor([10.0, 11, 12])[:, None] + 10 * i for i in range(3)]  # the first row is that of `one`
+    images = [layer.split([1, 2]) if as_lists else layer for layer in layers]
+    output = SimpleNamespace(pooler_output=torch.tensor([[0.0], [1], [2]]), deepstack_features=images)
+    features = dict(zip((one, two), split_features(output, [one, two], [1, 2]), strict=True))
+    values = {p.sample.sample_id: [layer.flatten().tolist() for layer in f.deepstack] for p, f in features.items()}
+    assert values == {"one": [[10], [20], [30]], "two": [[11, 12], [21, 22], [31, 32]]}
+
+    doubled = features[two].map(lambda tensor: 2 * tensor)
+    joined = joined_output(torch.zeros(3, 1), [doubled, features[one]]).deepstack_features
+    found = [torch.cat(list(layer)) if as_lists else layer for layer in joined]
+    assert [layer.flatten().tolist() for layer in found] == [[22, 24, 10], [42, 44, 20], [62, 64, 30]]
 
 
 def test_a_frozen_tower_sees_an_image_once_and_a_trained_one_every_time():
