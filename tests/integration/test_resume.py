@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rl_vlm.model.loading import make_initial_model
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run import train
+from rl_vlm.types import Group, RolloutRequest, Sampling
 from tests.helpers import tiny_run
 from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, config_of, resumed, train_until
 from tests.helpers.tiny_run import make_config, metric_lines
@@ -76,6 +78,33 @@ def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpo
     train_until(4, killed, monkeypatch)
     train(resumed(killed))
     assert_same_run(tmp_path / "killed", tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "max_steps": 2}, "evaluation:0 0:0 check:0 1:0 evaluation:2"),
+        ({"save_steps": 2, "max_steps": 3}, "0:0 check:0 1:0 2:2"),
+    ],
+)
+def test_weights_are_sent_before_an_evaluation_and_after_a_checkpoint(
+    settings: dict[str, Any], expected: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only at every third update. A run that is resumed from a checkpoint has no weights of before it.
+
+    `expected` names what is generated, such as the window of a step, and the version of the engine's weights.
+    """
+    found: list[str] = []
+
+    def generate(engine: Copy, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+        found.append(f"{requests[0].group_id.split('/')[0]}:{engine.policy_version}")
+        return HFEngine.generate(engine, requests, sampling)
+
+    monkeypatch.setattr(Copy, "generate", generate)
+    monkeypatch.setattr(build_module, "training_engine", copied_policy)
+    given = {"engine": "vllm_server", "weight_sync_steps": 3, "save_steps": 3, **settings}
+    train(make_config(tiny_checkpoint, tmp_path, **given))
+    assert " ".join(found) == expected
 
 
 @pytest.mark.parametrize(
