@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import DataError
 from rl_vlm.memory.micro_batches import training_tokens
-from rl_vlm.rollout.balance import EVEN_ENOUGH, balance, deal
+from rl_vlm.rollout.balance import EVEN_ENOUGH, balance, deal, deal_surplus
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Prompt, Sample, ScoredGroup
 from tests.unit.test_collector import RankOfTwo
@@ -47,6 +47,11 @@ def test_groups_are_kept_as_far_as_that_is_even_enough() -> None:
     # From scratch 6 | 6, 6 5 | 6 4, 6 5 | 6 4 4: 11 and 14. With at most 14.7 kept, rank 0 keeps 6 and 6.
     assert deal([[6, 6, 5, 4, 4], [0]]) == [[0, 0, 1, 1, 1], [1]]
     assert deal([[3, 3], [2, 2], [0]]) == [[0, 2], [1, 1], [2]]
+
+
+def test_of_ranks_with_equally_many_tokens_the_one_with_fewest_groups_gets_the_next() -> None:
+    # 4 | 2 2: the group of one token leaves rank 1, which has two groups.
+    assert deal_surplus([[4], [2, 2, 1]], limit=0.0) == ([[0], [1, 1, 0]], 5)
 
 
 def loads(costs: list[list[int]], owners: list[list[int]]) -> list[int]:
