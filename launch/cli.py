@@ -2,6 +2,8 @@
 
 import argparse
 import atexit
+import gc
+import io
 import multiprocessing
 import os
 import sys
@@ -170,7 +172,7 @@ def end_process_after(main: Callable[[], int]) -> NoReturn:
         with ignored_afterwards():
             status = main()
     except SystemExit as ended:  # of argparse
-        status = int(ended.code or 0)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     timer = threading.Timer(EXIT_SECONDS, end_at_once, [status])
@@ -197,10 +199,18 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
-    """End the process without the interpreter's teardown."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader has ended, or it is closed
-            stream.flush()
+    """Write what open files still buffer, and end the process without the interpreter's teardown."""
+    try:
+        sys.stdout.flush()
+    except (BrokenPipeError, ValueError):  # its reader has ended, or it is closed
+        pass
+    except OSError as error:
+        print(f"rl-vlm: its output could not be written: {error}", file=sys.stderr)
+        status = status or 1
+    for kind in (io.TextIOWrapper, io.BufferedWriter):  # the former write into the latter
+        for file in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
+            with suppress(Exception):
+                file.flush()
     os._exit(status)
 
 
@@ -232,15 +242,20 @@ def run(name: str, arguments: Sequence[str]) -> int:
         return run_other(name, arguments)
     options = _parser(name).parse_intermixed_args(arguments)
     try:
-        with handled_signals(name):
+        with handled_signals(name, is_joining=joins(name, options)):
             return _run_in_log(name, options)
     except KeyboardInterrupt:  # before the command has begun
         return stop.exit_status
 
 
-def handled_signals(name: str) -> AbstractContextManager[None]:
+def handled_signals(name: str, is_joining: bool = False) -> AbstractContextManager[None]:
     """Return a context that handles signals if the command is one of `STOPPED_BY_SIGNALS`."""
-    return handled(is_joining=name in JOINED and is_one_of_several()) if name in STOPPED_BY_SIGNALS else nullcontext()
+    return handled(is_joining) if name in STOPPED_BY_SIGNALS else nullcontext()
+
+
+def joins(name: str, options: argparse.Namespace) -> bool:
+    """Return whether the command joins this process with others."""
+    return name in JOINED and not options.dry_run and is_one_of_several()
 
 
 def _run_in_log(name: str, options: argparse.Namespace) -> int:
@@ -255,7 +270,7 @@ def _run_in_log(name: str, options: argparse.Namespace) -> int:
         # All processes of a machine find the same error in a config; other errors may occur in one process only.
         if is_first_of_machine() or not isinstance(error, ConfigError):
             _print_failure(f"{name} {options.config}", error)
-        if name in JOINED and is_one_of_several():
+        if joins(name, options):
             from rl_vlm.distributed.ranks import refuse_together
 
             refuse_together()

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from rewards.text import answer_text, completion_text
 
+LARGEST_COORDINATE = 1e9
+
 Form = Literal["messages", "text"]
 OTHER: dict[Form, Form] = {"messages": "text", "text": "messages"}
 
@@ -84,8 +86,10 @@ def json_of(text: str) -> Any:
 
 
 def is_box(value: Any) -> bool:
-    """Return whether a value is a list of four numbers."""
-    return isinstance(value, list) and len(value) == 4 and all(type(number) in (int, float) for number in value)
+    """Return whether a value is a list of four numbers that can be coordinates."""
+    if not isinstance(value, list) or len(value) != 4:
+        return False
+    return all(type(number) in (int, float) and abs(number) <= LARGEST_COORDINATE for number in value)
 
 
 FORMS: dict[str, Callable[[str], str]] = {

@@ -90,9 +90,10 @@ def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: Eva
             check_by(options, peek.rows)
     elif options.by:
         report.not_checked.append(f"--by {', '.join(options.by)}")
-    if rewards and len(rewards) == len(config.rewards.reward_funcs):
-        with report.problem():
-            kept_range(options, RewardSuite(config.rewards), config.rollout.num_generations_eval)
+    is_kept = options.keep is not None or options.keep_by is not None
+    if is_kept and rewards and len(rewards) == len(config.rewards.reward_funcs):
+        with report.problem(), RewardSuite(config.rewards) as suite:
+            kept_range(options, suite, config.rollout.num_generations_eval)
     with report.problem():
         check_output_dir(Path(config.train.output_dir))
         report.checked.append(f"output directory {config.train.output_dir}")

@@ -27,7 +27,7 @@ from rl_vlm.config.schema import DataSource, RunConfig
 from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.data.fingerprint import contents
 from rl_vlm.data.sources import choose_split
-from rl_vlm.distributed.launcher import check_numbers
+from rl_vlm.distributed.launcher import check_numbers, is_one_of_several
 from rl_vlm.distributed.signals import handled, stop
 from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
 from rl_vlm.live import PREFIX, Function, content_of, label_of, live, live_name
@@ -190,7 +190,7 @@ class GRPOTrainer:
             opened.enter_context(allocator_configured(self.config))
             from rl_vlm.distributed.ranks import stay_joined
 
-            for context in (live(self.objects), stay_joined(), handled()):
+            for context in (live(self.objects), stay_joined(), handled(is_joining=is_one_of_several())):
                 opened.enter_context(context)
             try:
                 yield

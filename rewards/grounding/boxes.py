@@ -19,10 +19,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from rewards.contract import plain
+from rewards.forms import LARGEST_COORDINATE
 
 MOST_REGIONS = 1000
 """An answer with more boxes and points than this counts as unreadable."""
-LARGEST_COORDINATE = 1e9
 SMALLEST_SIDE = 1e-9
 """Of a box, so that no area is 0."""
 LONGEST_REPAIR = 1000

@@ -247,10 +247,10 @@ def _address_conflicts(config: RunConfig) -> Iterator[str]:
 def _path_conflicts(config: RunConfig) -> Iterator[str]:
     path = config.train.output_dir
     if path.startswith("~") or "$" in path:
-        yield (
-            f"`output_dir` {path}: `~` and `$` are not expanded, so this would be a directory of that name; write "
-            f"{os.path.expandvars(os.path.expanduser(path))}, or leave it to the shell, without quotes"
-        )
+        expanded = os.path.expandvars(os.path.expanduser(path))
+        is_known = not expanded.startswith("~") and "$" not in expanded
+        instead = f"write {expanded}, or leave it to the shell, without quotes" if is_known else "write the whole path"
+        yield f"`output_dir` {path}: `~` and `$` are not expanded, so this would be a directory of that name; {instead}"
 
 
 def _train_conflicts(config: RunConfig) -> Iterator[str]:

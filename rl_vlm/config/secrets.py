@@ -22,8 +22,12 @@ TOKEN_NAME = r"[\w-]*token(?:[_-](?:id|value))?"
 """Names of secrets, or of tokens of text: their ids, and special tokens such as `<|im_end|>`."""
 KEY_NAME = r"[\w-]*keys?"
 """Names of secrets, or of columns and fields: what looks like neither is a secret."""
-KEY = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|glpat-|xox[abprs]-|AIza|AKIA)[\w-]{8,}")
-KEY_VALUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w.+=~-]{16,}")
+KEY = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|ghp_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16}"
+    r"|(?:sk|xox[abprs])-(?=[\w-]*\d)[\w-]{12,})"
+)
+"""Keys of known services. Names such as `hf_base_model_v1` have other characters, or are shorter."""
+KEY_VALUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/=~-]{16,}")
 HEADER = re.compile(r"(?i)(?:bearer|basic)\s+\S+")
 TOKEN_VALUE = re.compile(r"(?=.*[^\W\d])[^\s<>|\[\]]+")
 
@@ -81,9 +85,10 @@ def _is_secret(name: str, value: Any) -> bool:
         return False
     if KEY.fullmatch(value) or HEADER.fullmatch(value):
         return True
-    if re.fullmatch(TOKEN_NAME, name, re.IGNORECASE):
+    if name.lower() == "token":
         return TOKEN_VALUE.fullmatch(value) is not None
-    return bool(re.fullmatch(KEY_NAME, name, re.IGNORECASE) and KEY_VALUE.fullmatch(value))
+    is_named = re.fullmatch(f"{TOKEN_NAME}|{KEY_NAME}", name, re.IGNORECASE) is not None
+    return is_named and KEY_VALUE.fullmatch(value) is not None
 
 
 def _star_value(found: re.Match[str]) -> str:

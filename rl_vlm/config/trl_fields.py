@@ -151,6 +151,8 @@ def _weights(given: Mapping[str, Any]) -> Any:
 
 def _dtype(value: Any, given: Mapping[str, Any]) -> Settings:
     """Convert the precision of TRL's weights, which is also that of the computation if `bf16` is false."""
+    if value is None:
+        return {}
     if value == "float16":
         raise ValueError(f"float16 is not in this project; {NAME_DTYPE}")
     if value == "auto":

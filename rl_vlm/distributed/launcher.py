@@ -13,6 +13,7 @@ from rl_vlm.errors import LaunchError
 
 LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 """Launch variables that are whole numbers, with the least value of each."""
+LAST_PORT = 65535
 COUNT_OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
 """Numbers of a process, each below a number of processes."""
 TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,10 +31,15 @@ logger = logging.getLogger(__name__)
 def check_numbers(environment: Mapping[str, str] = os.environ) -> None:
     """Raise LaunchError if a launch variable is no number, or none that it can have."""
     numbers = {name: environment[name] for name in LEAST if name in environment}
+    if numbers.keys() == {"MASTER_PORT"}:  # of another service on this machine: one process has no use for it
+        return
     for name, text in numbers.items():
-        if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) < LEAST[name]:
+        is_number = text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= LEAST[name]
+        if not is_number or (name == "MASTER_PORT" and int(text) > LAST_PORT):
+            up_to = f" to {LAST_PORT}" if name == "MASTER_PORT" else ""
             raise LaunchError(
-                f"the launch variable {name} is {text!r}: it is a whole number from {LEAST[name]}. {HOW_TO_LAUNCH}"
+                f"the launch variable {name} is {text!r}: it is a whole number from {LEAST[name]}{up_to}. "
+                f"{HOW_TO_LAUNCH}"
             )
     for name, count in COUNT_OF.items():
         if name in numbers and count in numbers and int(numbers[name]) >= int(numbers[count]):
@@ -58,8 +64,11 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> None:
 
 def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher has started several processes, and told them how to find each other."""
-    count = environment.get("WORLD_SIZE", "1")
-    return count.isdecimal() and int(count) > 1 and all(environment.get(name) for name in TOGETHER)
+    try:
+        check_variables(environment)
+    except LaunchError:
+        return False
+    return int(environment.get("WORLD_SIZE", "1")) > 1
 
 
 def end_with_launcher() -> None:

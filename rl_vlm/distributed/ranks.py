@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import DistNetworkError
+from torch.distributed import DistError
 
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.environment import kept_request, take_launch
@@ -185,8 +185,8 @@ def refuse_together() -> None:
     The launcher ends the others when the first one has ended.
     """
     if not Ranks.num_joined and is_one_of_several():
-        store = connect("refused", timedelta(seconds=LEAVE_SECONDS))
-        with suppress(DistNetworkError):
+        with suppress(DistError):  # there is no store: nobody to wait for
+            store = connect("refused", timedelta(seconds=LEAVE_SECONDS))
             for _ in waiting_for_all(store, "refused", int(os.environ["WORLD_SIZE"]), LEAVE_SECONDS):
                 pass
 

@@ -219,9 +219,9 @@ def _set_handlers(handlers: Mapping[int, Any]) -> None:
 
 def _interrupt(number: int, frame: Any) -> None:
     """Raise KeyboardInterrupt once, unless `stop.check` or `Watch.join` raises."""
+    stop.signum = stop.signum or COUNTS_AS[signal.Signals(number)]  # the thread may note it later
     if stop.raises:
         stop.has_raised = True
-        stop.signum = stop.signum or COUNTS_AS[signal.Signals(number)]  # the thread may note it later
         raise KeyboardInterrupt
 
 

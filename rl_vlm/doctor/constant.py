@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.check import UsableRows
-from rl_vlm.doctor.findings import Finding, Severity
+from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.log.completions import window_paths
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.golds import (
@@ -29,13 +29,14 @@ REMEDY = (
 )
 
 
-def constant_rewards(config: RewardsConfig, usable: UsableRows, rows: Sequence[int], run: Path) -> list[Finding]:
-    """Return a finding for each function that gave one score to all completions in the directory of a run.
+def check_constant_rewards(
+    config: RewardsConfig, usable: UsableRows, rows: Sequence[int], run: Path, diagnosis: Diagnosis
+) -> None:
+    """Note each function that gave one score to all completions in the directory of a run.
 
-    It is an info if gold answers of `rows` get other scores, or if a function without gold answers gave nothing: what
-    it looks for is then only not in these completions, which are few and short.
+    It is no finding if gold answers of `rows` get other scores, or if a function without gold answers gave nothing:
+    what it looks for is then only not in these completions, which are few and short.
     """
-    findings = []
     with RewardSuite(config) as suite:
         weights = dict(zip(suite.names, suite.weights, strict=True))
         for reward in suite.functions:
@@ -44,15 +45,14 @@ def constant_rewards(config: RewardsConfig, usable: UsableRows, rows: Sequence[i
                 continue
             tried = made_up_scores(reward, usable, rows)
             is_constant = set(tried) == set(scores)
-            severity: Severity = "info"
+            what = f"{reward.name} gives {scores[0]:g} to all {len(scores)} completions that the two steps sampled"
             if is_constant and (scores[0] or gold_columns(usable.rows.columns, [reward])):
                 has_others = any(weight for name, weight in weights.items() if name != reward.name)
-                severity = "warning" if has_others else "error"
-            what = f"{reward.name} gives {scores[0]:g} to all {len(scores)} completions that the two steps sampled"
-            if tried:
-                what += ", and to gold answers" if is_constant else f", and {min(tried):g} to {max(tried):g} to others"
-            findings.append(Finding(severity, KIND, what, REMEDY))
-    return findings
+                severity: Severity = "warning" if has_others else "error"
+                diagnosis.findings.append(Finding(severity, KIND, f"{what}, and to gold answers", REMEDY))
+            else:
+                others = f"; others get {min(tried):g} to {max(tried):g}" if tried else ""
+                diagnosis.checked.append(f"scores of a few short completions: {what}{others}")
 
 
 def sampled_scores(run: Path, name: str) -> list[float]:

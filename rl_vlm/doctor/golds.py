@@ -24,6 +24,7 @@ from rl_vlm.reward.golds import (
     reads_images,
     shortest_gold,
     spread_over,
+    usual_columns,
     why_not_scored,
 )  # fmt: skip
 from rl_vlm.reward.suite import RewardSuite
@@ -81,7 +82,8 @@ def check_gold_lengths(
 ) -> None:
     """Note a finding for each gold answer that has more tokens than a completion."""
     rows = split.rows
-    golds = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
+    named = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
+    golds = usual_columns(rows.columns) or named
     for row in split.usable.indices if golds else ():
         answer = shortest_gold(rows.parse(row).columns, golds)
         if len(answer.encode("utf-8", "replace")) <= limit:  # no tokenizer makes more tokens than bytes

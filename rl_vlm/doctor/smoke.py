@@ -12,7 +12,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.images import image_path
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
-from rl_vlm.doctor.constant import constant_rewards
+from rl_vlm.doctor.constant import check_constant_rewards
 from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.errors import RLVLMError, Stopped, shorten, text_of
 from rl_vlm.run import train
@@ -58,7 +58,7 @@ def run_two_steps(
         train(smoke_config(config, initial, held_out is not None))
         diagnosis.checked.append(f"two steps of the run on {len(_rows['train'])} rows, and a checkpoint")
         run = Path(config.train.output_dir) / "two_steps"
-        diagnosis.findings += constant_rewards(config.rewards, trained, trained.indices[:NUM_ROWS], run)
+        check_constant_rewards(config.rewards, trained, trained.indices[:NUM_ROWS], run, diagnosis)
     except (Stopped, KeyboardInterrupt):
         raise
     except BaseException as error:  # of any library below

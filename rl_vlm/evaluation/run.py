@@ -32,7 +32,7 @@ from rl_vlm.evaluation.evaluator import (
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.live import is_live_name
 from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, REPORT, SUMMARY
-from rl_vlm.log.files import lock_directory, unwritable, write_file
+from rl_vlm.log.files import disk_errors, lock_directory, unwritable, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.log.starts import append_start
 from rl_vlm.model.loading import initial_checkpoint
@@ -109,7 +109,8 @@ def evaluate_in(
             gc.collect()  # before the next model is loaded
     if ranks.is_main:
         if len(summaries) > 1:
-            write_file(root / COMPARISON, (json.dumps(summaries, indent=2) + "\n").encode())
+            with disk_errors(root):
+                write_file(root / COMPARISON, (json.dumps(summaries, indent=2) + "\n").encode())
         for directory in directories.values():
             directory.delete_unfinished()
     return summaries
@@ -142,7 +143,8 @@ class EvaluatedModel:
             return summary
         if kept is not None:
             path = self.directory.path / "kept.parquet"
-            num_kept = write_selected_rows(path, self.usable.rows, evaluation.rows, kept)
+            with disk_errors(path.parent):
+                num_kept = write_selected_rows(path, self.usable.rows, evaluation.rows, kept)
             summary["kept"] = asdict(kept) | {"num_samples": num_kept}
         if evaluation.dropped:
             summary["num_dropped"] = len(evaluation.dropped)

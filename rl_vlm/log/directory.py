@@ -54,8 +54,6 @@ MEMORY_PROFILE = ("memory_profile.json", "memory_profile.png")
 MADE_ANEW = (SUMMARY, REPORT, "reward.png", *MEMORY_PROFILE, DROPPED)
 """Files of an earlier start that a run deletes."""
 FILES = (*MADE_ANEW, METRICS, BUDGET, CONFIG, STARTS)
-
-
 CHECKPOINT = re.compile(r"(unfinished-)?checkpoint-(\d+)")
 
 

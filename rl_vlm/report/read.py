@@ -198,7 +198,8 @@ def read_evaluation(folder: Path, name: str) -> Record:
 
 def started_in(folder: Path) -> Path:
     """Return the folder of the starts of an evaluation: of one in a comparison, the folder above."""
-    return folder if (folder / STARTS).is_file() else folder.parent
+    above = folder.parent
+    return above if not (folder / STARTS).is_file() and (above / STARTS).is_file() else folder
 
 
 def readable(read: Callable[[Path], T], path: Path, instead: T, notes: list[str]) -> T:

@@ -64,8 +64,13 @@ def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[st
 
 
 def answer_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
-    """Return the columns that usually hold gold answers, or else those that functions name."""
-    return [name for name in GOLD_COLUMNS if name in columns] or gold_columns(columns, functions)
+    """Return the columns that usually hold gold answers, and those that functions name."""
+    return list(dict.fromkeys([*usual_columns(columns), *gold_columns(columns, functions)]))
+
+
+def usual_columns(columns: Sequence[str]) -> list[str]:
+    """Return those of the columns that usually hold gold answers."""
+    return [name for name in GOLD_COLUMNS if name in columns]
 
 
 def gold_given(columns: Iterable[str], row: Mapping[str, Any], text: str) -> str | None:
@@ -88,8 +93,8 @@ def columns_to_write(reward: Reward, columns: Sequence[str]) -> list[str]:
     If it names none, or takes columns of any name, those that usually hold gold answers follow.
     """
     named = gold_columns(columns, [reward])
-    usual = [name for name in GOLD_COLUMNS if name in columns]
-    return list(dict.fromkeys([*named, *usual])) if takes_anything(reward.function) or not named else named
+    takes_more = takes_anything(reward.function) or not named
+    return list(dict.fromkeys([*named, *usual_columns(columns)])) if takes_more else named
 
 
 def gold_text(gold: Any) -> str | None:
@@ -224,7 +229,7 @@ def gold_scores(
     if low and reading.names and not reading.is_inverted:
         again = best_scores(reward, [samples[i] for i in low], [golds[i] for i in low], data)
         for i, each in zip(low, again, strict=True):
-            found[i] = each
+            found[i] = found[i] if each.score is None else each
     return found
 
 

@@ -109,7 +109,8 @@ def make_rows(
     A row's other answer is that of the next row whose gold answer differs.
     """
     golds = [gold_texts(sample.columns, columns) for sample in samples]
-    for index, sample, gold, other in zip(indices, samples, golds, others_of(golds), strict=True):
+    others = others_of([reading.answer(gold) for gold in golds])  # a column such as `options` makes no other answer
+    for index, sample, gold, other in zip(indices, samples, golds, others, strict=True):
         wrong = None if other is None else reading.answer(golds[other])
         gold = gold or MADE_UP
         texts = Texts(reading.answer(gold) or "", wrong or NO_ANSWER, question_of(sample), reading)

@@ -16,24 +16,26 @@ RESUMED = ("model.safetensors", "trainer_state.json", "optimizer/state.safetenso
 
 @dataclass
 class MadeUpFiles:
-    """Files that a function writes, and empty ones of `RESUMED`."""
+    """Files that a function writes, and empty ones of `RESUMED` unless others write these."""
 
     function: Callable[[Path], None]
     num_bytes: int = 0
+    is_whole: bool = True
 
     def write(self, directory: Path) -> None:
         self.function(directory)
-        (directory / "optimizer").mkdir()
-        for name in RESUMED:
-            (directory / name).touch()
+        if self.is_whole:
+            (directory / "optimizer").mkdir()
+            for name in RESUMED:
+                (directory / name).touch()
 
 
 class SlowFiles(MadeUpFiles):
     """A file whose writing begins when `may_go` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: bool = True) -> None:
         self.may_go = threading.Event()
-        super().__init__(self.write_later)
+        super().__init__(self.write_later, is_whole=is_whole)
 
     def write_later(self, directory: Path) -> None:
         assert self.may_go.wait(20)

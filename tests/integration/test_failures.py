@@ -274,6 +274,7 @@ def test_a_signal_before_two_processes_are_joined_ends_both_and_is_named():
     assert result.returncode == 0, result.stderr
     said = re.findall(r"rank 1 \(process \d+ on .*\) was sent SIGTERM: all ranks stop", result.stderr)
     assert len(said) == 2, result.stderr
+    assert "has not stopped within" not in result.stderr  # by the join itself, and not by the limit for a stop
 
 
 LATE = """

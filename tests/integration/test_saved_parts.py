@@ -65,7 +65,7 @@ def test_updates_after_a_save_do_not_reach_its_files(use_peft, tiny_checkpoint, 
     optimizer.torch_optimizer.step()
     processor, may_write, writer = (
         AutoProcessor.from_pretrained(tiny_checkpoint),
-        SlowFiles(),
+        SlowFiles(is_whole=False),
         CheckpointWriter(tmp_path, ranks),
     )
 

@@ -144,6 +144,17 @@ def test_launch_variables_that_are_no_numbers_are_named(words, config, capsys, m
     assert "the launch variable WORLD_SIZE is 'two'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "x"), ("RANK", "5"), ("MASTER_PORT", "x"), ("WORLD_SIZE", "9" * 5000)]
+)
+def test_a_refusal_of_launch_variables_asks_no_other_process(name, value, config, capsys, monkeypatch):
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for variable, text in (launched | {name: value}).items():
+        monkeypatch.setenv(variable, text)
+    assert cli.main(["train", config]) == 2
+    assert "the launch variable" in capsys.readouterr().err
+
+
 def test_training_has_no_flags_of_an_evaluation(config, capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", config, "--by", "source"])
@@ -397,6 +408,14 @@ def main():
         raise ValueError("no luck")
     if "usage" in sys.argv:
         cli.main(["train"])
+    if "open" in sys.argv:  # as a reward function keeps its log
+        global log
+        log = open(sys.argv[-1], "w")
+        log.write("of a function")
+    if "full" in sys.argv:
+        sys.stdout = open("/dev/full", "w")
+        print("lost")
+        return 0
     return 3
 
 cli.EXIT_SECONDS = 600 if "short" in sys.argv else 0.5
@@ -423,3 +442,17 @@ def test_a_finished_command_ends_whatever_users_functions_left(words, status, sa
     assert (result.returncode, result.stdout) == (status, "written\n" + "signalled None\n" * ("signal" in words))
     assert said in result.stderr
     assert ("rl-vlm has finished" in result.stderr) is ("short" not in words)
+
+
+def test_what_is_still_buffered_is_written(tmp_path):
+    command = [sys.executable, "-c", LEAVES, "short", "open", str(tmp_path / "log")]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 3
+    assert (tmp_path / "log").read_text() == "of a function"
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="the system has no /dev/full")
+def test_output_that_cannot_be_written_is_no_success():
+    result = subprocess.run(
+        [sys.executable, "-c", LEAVES, "short", "full"], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, "output could not be written" in result.stderr) == (1, True)

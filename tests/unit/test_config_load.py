@@ -310,6 +310,7 @@ def test_malformed_overrides(write):
             "{output_dir: ~/runs/a}",
             "`output_dir` ~/runs/a: `~` and `$` are not expanded, so this would be",
         ),
+        ("{output_dir: $NOT_SET/runs}", "would be a directory of that name; write the whole path"),
         ("{output_dir: $HOME/runs}", f"write {os.path.expanduser('~')}/runs, or leave it to the shell"),
         ("{endpoint_url: 'http://me:pass@a:1/v1'}", "`endpoint_url` http://***@a:1/v1: leave the login before @ out"),
         ("{endpoint_url: 'http://a:99999'}", "`endpoint_url` http://a:99999: it is no address: Port out of range"),

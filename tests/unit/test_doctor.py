@@ -15,7 +15,7 @@ from PIL import Image
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.doctor import environment, smoke
-from rl_vlm.doctor.constant import constant_rewards
+from rl_vlm.doctor.constant import check_constant_rewards
 from rl_vlm.doctor.duplicates import find_common_picture, find_duplicates
 from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
 from rl_vlm.doctor.golds import check_gold_lengths, check_golds
@@ -436,8 +436,8 @@ def half(completions: list[str]) -> list[float]:
         (["exact_match", f"{__name__}:half"], [[0.0, 1.0], [0.5, 0.5]], [("warning", "half")]),
         ([f"{__name__}:half"], [[0.5, 0.5]], [("error", "half")]),
         (["exact_match", f"{__name__}:nothing"], [[0.0, 1.0], [0.0, 0.0]], [("warning", "nothing")]),
-        (["exact_match", "format_tags"], [[0.0, 0.0], [0.0, 1.0]], [("info", "exact_match")]),
-        (["exact_match", "repetition"], [[0.0, 1.0], [0.0, 0.0]], [("info", "repetition")]),
+        (["exact_match", "format_tags"], [[0.0, 0.0], [0.0, 1.0]], []),
+        (["exact_match", "repetition"], [[0.0, 1.0], [0.0, 0.0]], []),
     ],
 )
 def test_functions_that_are_constant_over_sampled_completions(
@@ -448,5 +448,7 @@ def test_functions_that_are_constant_over_sampled_completions(
     (tmp_path / "completions").mkdir()
     names = RewardSuite(rewards).names
     pq.write_table(pa.table(dict(zip(names, scores, strict=True))), tmp_path / "completions/completions_00000.parquet")
-    found = constant_rewards(rewards, split.usable, [0, 1], tmp_path)
-    assert [(finding.severity, finding.what.split()[0]) for finding in found] == expected
+    found = Diagnosis()
+    check_constant_rewards(rewards, split.usable, [0, 1], tmp_path, found)
+    assert [(finding.severity, finding.what.split()[0]) for finding in found.findings] == expected
+    assert bool(found.checked) is not bool(expected)  # what works on gold answers is said and is no finding

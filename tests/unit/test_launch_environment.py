@@ -9,7 +9,7 @@ import trl
 import yaml
 
 from rl_vlm.distributed.environment import FSDP_KEYS, Launch, read_json, take_launch
-from rl_vlm.distributed.launcher import check_numbers, check_variables, note_short_grace
+from rl_vlm.distributed.launcher import check_numbers, check_variables, is_one_of_several, note_short_grace
 from rl_vlm.distributed.meeting_point import init_method
 from rl_vlm.distributed.ranks import Ranks, check_devices, check_launch
 from rl_vlm.distributed.strategy import check_evaluation_launch, check_precision
@@ -309,8 +309,10 @@ def test_launch_variables_that_do_not_fit_together(variables: dict[str, str], me
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        *(({name: text}, f"{name} is {text!r}: it is a whole number") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+        *(({name: text}, f"{name} is {text!r}: it is a whole number") for name in ("RANK", "WORLD_SIZE")
           for text in ("", "x", "-1", "1.0", "²", "9" * 5000)),
+        *((without(MASTER_PORT=text), f"MASTER_PORT is {text!r}: it is a whole number from 0 to 65535")
+          for text in ("x", "-1", "99999")),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it is a whole number from 1"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
         (without(RANK="2"), "RANK is 2, and WORLD_SIZE is 2: processes are numbered from 0"),
@@ -320,6 +322,26 @@ def test_launch_variables_that_do_not_fit_together(variables: dict[str, str], me
 def test_launch_variables_that_are_no_numbers(variables: dict[str, str], message: str):
     with pytest.raises(LaunchError, match=re.escape(message)):
         check_numbers(variables)
+
+
+def test_one_process_does_not_mind_a_port_of_another_service():
+    check_variables({"MASTER_PORT": "tcp://10.0.0.1:80"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "2"}, False),
+        (without(), True),
+        (without(RANK="x"), False),
+        (without(RANK="5"), False),
+        (without(MASTER_PORT="x"), False),
+        (without(WORLD_SIZE="9" * 5000), False),
+    ],
+)
+def test_one_of_several(variables: dict[str, str], expected: bool):
+    assert is_one_of_several(variables) is expected
 
 
 @pytest.mark.parametrize("value", ["2", "x"])

@@ -310,3 +310,10 @@ def test_show_prints_the_page_of_a_built_in_and_the_columns_of_a_function(capsys
     assert cli.main(["rewards", "show", "mine.py:f"]) == 0
     printed = capsys.readouterr().out
     assert "protocol  EasyR1" in printed and "settings  scale: 2.0" in printed and printed.endswith("Mine.\n")
+
+
+def test_another_column_of_a_question_makes_no_other_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "Which?", "solution": "AB"[i % 2], "options": [f"cup {i}", f"dog {i}"]} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, report = check("choice", capsys)
+    assert (status, kinds(report)) == (0, set())

@@ -48,6 +48,11 @@ def config(kwargs: dict[str, Any] = KWARGS) -> RunConfig:
         ("anything", "sk-abc123def456", True),
         ("header", "Bearer abc", True),
         ("license_key", "A1b2C3d4E5f6G7h8", True),
+        ("hub", "hf_abcdefghijklmnopqrstuvwx", True),
+        ("model_name_or_path", "hf_base_model_v1", False),
+        ("run_name", "sk-baseline-01", False),
+        ("end_token", "STOP", False),
+        ("answer_key", "ground_truth_2024_v1", False),
         ("api_key_env", "JUDGE_KEY", False),
         ("api_key", "", False),
         ("password", None, False),
@@ -80,7 +85,7 @@ def test_nothing_that_a_run_writes_has_a_secret(tmp_path, monkeypatch, capsys):
     override = f"rewards.reward_funcs={json.dumps([{'function': 'mine.py:f', 'kwargs': KWARGS}])}"
     command = command_line(["rl-vlm", "train", "c.yaml", override, "max_steps=3"])
     with shown_log():
-        logging.getLogger("rl_vlm.test").warning("https://me:opensesame7@host refuses sk-opensesame7")
+        logging.getLogger("rl_vlm.test").warning("https://me:opensesame7@host refuses sk-opensesame7-1a2b")
     written = [to_yaml(config()), json.dumps(flat_settings(config())), str(evaluation), str(sent), command]
     assert all("mine.py:f" in text for text in written)
     written += [capsys.readouterr().err]
@@ -96,6 +101,11 @@ def test_another_secret_is_no_changed_setting():
     assert changed_settings(of_an_earlier_version, later) == {}
     (changed,) = changed_settings(flat_settings(config()), config(KWARGS | {"limit": 8})).items()
     assert changed[0] == "rewards.reward_funcs" and "opensesame7" not in changed[1]
+
+
+def test_another_model_with_a_name_like_a_key_is_a_changed_setting():
+    models = [RunConfig.model_validate({"model": {"model_name_or_path": f"hf_model_v{n}"}}) for n in (1, 2)]
+    assert list(changed_settings(flat_settings(models[0]), models[1])) == ["model.model_name_or_path"]
 
 
 def test_a_run_that_starts_from_a_written_config_names_what_is_starred(tmp_path: Path):
