@@ -131,8 +131,7 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
 
     `used` are the columns that reward functions name. `find_gold` says whether a prompt ends with its gold answer.
     Raises DataError if images are in a column that nobody reads, if no row has an image, or if a row cannot be used and
-    `on_bad_row` does not drop it. Images are not decoded: damage
-    behind a header is found when the row is drawn.
+    `on_bad_row` does not drop it. Images are not decoded: damage behind a header is found when the row is drawn.
     """
     num, rank, size = len(rows), ranks.rank, ranks.world_size
     share = range(num * rank // size, num * (rank + 1) // size)

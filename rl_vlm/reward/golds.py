@@ -57,7 +57,7 @@ def reads_images(reward: Reward) -> bool:
 
 
 def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
-    """Return those of the columns that functions name, without those that tell kinds of rows apart."""
+    """Return the columns that functions name, without columns that tell kinds of rows apart."""
     named = {name for reward in functions for name in parameters(reward.function) if name not in reward.settings}
     kinds = {"id", *ROW_COLUMNS, *(column for reward in functions for column in reward.applies_to)}
     return [name for name in columns if name in named - kinds]
@@ -69,7 +69,7 @@ def answer_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[
 
 
 def usual_columns(columns: Sequence[str]) -> list[str]:
-    """Return those of the columns that usually hold gold answers."""
+    """Return the columns whose names are usual for gold answers."""
     return [name for name in GOLD_COLUMNS if name in columns]
 
 

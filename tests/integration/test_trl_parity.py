@@ -1,12 +1,15 @@
 """Losses, gradients, metrics and advantages against TRL's GRPOTrainer on the same inputs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from transformers import AutoProcessor
 
 from rl_vlm.algorithm.advantages import compute_advantages, reward_std, total_rewards
@@ -384,6 +387,28 @@ def scored_groups(checkpoint, completion_ids, rewards=REWARDS):
     ]
 
 
+def trls_loss(
+    checkpoint: Path,
+    tmp_path: Path,
+    completion_ids: Sequence[Tensor],
+    rewards: Sequence[float],
+    old: Tensor,
+    ref: Tensor,
+    settings: dict[str, Any],
+) -> tuple[Tensor, Any]:
+    """TRL's loss on these completions, after its backward pass, and the model with the gradients."""
+    rollouts = trl_oracle.Rollouts([ids.tolist() for ids in completion_ids], rewards=[[reward] for reward in rewards])
+    trainer = trl_oracle.make_trainer(
+        checkpoint, tmp_path, rollouts, max_completion_length=MAX_COMPLETION_LENGTH, **settings
+    )
+    rows = [
+        {"prompt": [{"role": "user", "content": QUESTION}], "images": images} for images in PICTURES for _ in range(4)
+    ]
+    loss = trl_oracle.loss_on_rollouts(trainer, rows, old, ref)
+    loss.backward()
+    return loss, trainer.model
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_parameter_gradients_of_rollouts_with_images_equal_trls(sharp, tmp_path, loss_type, level):
@@ -408,17 +433,9 @@ def test_parameter_gradients_of_rollouts_with_images_equal_trls(sharp, tmp_path,
     ours, _ = policy_loss(inputs, AlgorithmConfig(**settings), denominators, MAX_COMPLETION_LENGTH)
     ours.backward()
 
-    rollouts = trl_oracle.Rollouts([ids.tolist() for ids in completion_ids], rewards=[[reward] for reward in REWARDS])
-    trainer = trl_oracle.make_trainer(
-        sharp, tmp_path, rollouts, max_completion_length=MAX_COMPLETION_LENGTH, **settings
-    )
-    rows = [
-        {"prompt": [{"role": "user", "content": QUESTION}], "images": images} for images in PICTURES for _ in range(4)
-    ]
-    trls = trl_oracle.loss_on_rollouts(trainer, rows, old, ref)
-    trls.backward()
+    trls, trained = trls_loss(sharp, tmp_path, completion_ids, REWARDS, old, ref, settings)
     assert_same(ours, trls)
-    assert gradient_error(take_gradients(policy.transformer), take_gradients(cast(Any, trainer.model))) <= 1e-5
+    assert gradient_error(take_gradients(policy.transformer), take_gradients(trained)) <= 1e-5
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -436,14 +453,6 @@ def test_the_entropy_threshold_of_a_step_with_a_group_without_variance_is_trls(s
     reference = Reference(policy, make_policy(sharp)) if beta else None
     ours = given_groups.accumulate(given_groups.make_trainer(policy, groups, reference=reference, **settings), groups)
 
-    rollouts = trl_oracle.Rollouts([ids.tolist() for ids in completion_ids], rewards=[[reward] for reward in rewards])
-    trainer = trl_oracle.make_trainer(
-        sharp, tmp_path, rollouts, max_completion_length=MAX_COMPLETION_LENGTH, **settings
-    )
-    rows = [
-        {"prompt": [{"role": "user", "content": QUESTION}], "images": images} for images in PICTURES for _ in range(4)
-    ]
-    trls = trl_oracle.loss_on_rollouts(trainer, rows, old, ref)
-    trls.backward()
+    trls, trained = trls_loss(sharp, tmp_path, completion_ids, rewards, old, ref, settings)
     assert_same(ours, trls.detach())
-    assert gradient_error(take_gradients(policy.transformer), take_gradients(cast(Any, trainer.model))) <= 1e-5
+    assert gradient_error(take_gradients(policy.transformer), take_gradients(trained)) <= 1e-5
