@@ -25,6 +25,7 @@ from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.data.sampler import PromptSampler
 from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.progress import SignOfLife
 from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
@@ -59,6 +60,7 @@ from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.rollout.weights import PolicyWeights
+from rl_vlm.stages import Stage, Stages
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, Prompt
 
@@ -137,7 +139,8 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     data = load_data(config, saved, rewards, ranks)
     with ranks.agree():
         profile = MemoryProfile(ranks.device) if config.log.memory_profile else None
-    with profile.phase("load") if profile else nullcontext():
+    stages = Stages(SignOfLife())
+    with stages.run(Stage.LOAD), profile.phase("load") if profile else nullcontext():
         policy, reference = load_models(config, saved, data, strategy, ranks)
     num_steps = total_optimizer_steps(config, plan, len(data.usable))
     if warning := endless_warmup(config.train, num_steps):
@@ -169,8 +172,8 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
             gathered=engine.gathered, image_folder=log.images.folder if log.images else None,
         )  # fmt: skip
     budget = Budget(progress, config.memory.micro_batch_tokens, directory.append_budget_change)
-    recovery = start.recovery(ranks, budget, policy.vision.tokens, of_engine)
-    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery)
+    recovery = start.recovery(ranks, budget, policy.vision.tokens, of_engine, stages)
+    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery, stages)
     if profile:
         profile.attach(trainer, start.plan)
     return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, profile)

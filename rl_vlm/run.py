@@ -32,7 +32,7 @@ from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.files import check_held, disk_errors, unwritable
 from rl_vlm.log.messages import Hints
-from rl_vlm.log.metrics import totals
+from rl_vlm.log.metrics import seconds_of, totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.log.starts import append_start
@@ -43,6 +43,7 @@ from rl_vlm.profile.profiler import NUM_PROFILED
 from rl_vlm.profile.report import write_profile
 from rl_vlm.report.build import LiveReport
 from rl_vlm.resume import SavedRun, state_files
+from rl_vlm.stages import Stage
 from rl_vlm.types import Measured
 
 logger = logging.getLogger(__name__)
@@ -153,9 +154,9 @@ class Run:
         finally:
             self.write_nonfinite(step)
         line = {"step": step, "epoch": self.collector.loader.epoch} | metrics.reduce(self.ranks.gather)
-        line["data_wait_fraction"] = line.get("time/data", 0.0) / line["time/step"]
-        line["time/save"] = self.writer.take_seconds()
-        self.record.train_seconds += line["time/step"]
+        line["data_wait_fraction"] = line.get(seconds_of(Stage.DATA), 0.0) / line[seconds_of(Stage.STEP)]
+        line[seconds_of(Stage.SAVE)] = self.writer.take_seconds()
+        self.record.train_seconds += line[seconds_of(Stage.STEP)]
         return self.finish_step(line)
 
     def finish_step(self, line: dict[str, Any]) -> dict[str, Any]:
@@ -284,7 +285,8 @@ class Run:
         states = self.ranks.gather([own_state])
         self.progress.saved_version = self.progress.policy_version
         prune = partial(self.prune_checkpoints, self.record.best_step)  # the best step that this checkpoint knows
-        self.writer.write(self.progress.global_step, lambda: self.checkpoint_files(states), prune)
+        with self.trainer.stages.run(Stage.SAVE):
+            self.writer.write(self.progress.global_step, lambda: self.checkpoint_files(states), prune)
 
     def prune_checkpoints(self, best_step: int | None) -> None:
         """Delete old checkpoints beyond `save_total_limit`, but for the best one."""

@@ -43,7 +43,8 @@ from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import LogprobField, Window, store_logprobs, stored_logprobs
+from rl_vlm.rollout.window import Window, store_logprobs, stored_logprobs
+from rl_vlm.stages import NO_ONE, LogprobStage, Stage, Stages
 from rl_vlm.types import (
     MicroBatch,
     PolicyOutput,
@@ -75,6 +76,7 @@ class Trainer:
         collector: Collector,
         progress: Progress,
         recovery: Recovery,
+        stages: Stages = NO_ONE,
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -84,6 +86,7 @@ class Trainer:
         self.collector = collector
         self.progress = progress
         self.recovery = recovery
+        self.stages = stages
         self.engine_checked = config.rollout.engine == "hf"  # hf samples from the policy itself
         self.sharing: Sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
         self.nonfinite_groups: list[ScoredGroup] = []
@@ -93,20 +96,21 @@ class Trainer:
 
     def step(self) -> StepMetrics:
         """Take one optimizer step and return its metrics."""
-        metrics = StepMetrics()
+        metrics = StepMetrics(self.stages)
         self.start_step()
         self.recovery.events.clear()
-        with metrics.stage("step"):
+        with metrics.stage(Stage.STEP):
             window = self.collector.current(self.progress, metrics)  # draw, generate, reward, advantages
             if window.is_new:
-                self.check_engine(window)
+                self.check_engine(window, metrics)
                 self.collector.prefetch(self.progress)
-                self.add_logprobs(window.later_groups(), self.policy, "old_logprobs", metrics)
-                self.add_logprobs(window.groups, self.reference, "ref_logprobs", metrics)
+                self.add_logprobs(window.later_groups(), self.policy, Stage.OLD_LOGPROBS, metrics)
+                self.add_logprobs(window.groups, self.reference, Stage.REF_LOGPROBS, metrics)
             groups = window.step_groups()
-            with metrics.stage("training"):
+            with metrics.stage(Stage.TRAINING):
                 loss = self.accumulate_gradients(window, groups, metrics)
-                self.update(loss, groups, metrics)
+                with metrics.stage(Stage.UPDATE):
+                    self.update(loss, groups, metrics)
             window.updates_done += 1
         self.add_metrics(groups, metrics)
         self.progress.global_step += 1
@@ -120,28 +124,34 @@ class Trainer:
         if self.reference is not None:
             self.reference.start_step()
 
-    def check_engine(self, window: Window) -> None:
+    def check_engine(self, window: Window, metrics: StepMetrics) -> None:
         """Raise RolloutError if an engine has other weights than the policy. Checked once, before the first update."""
         if not self.engine_checked:
-            check_agreement(self.config, self.ranks, self.collector.engine, window.groups, self.policy_outputs)
+            with metrics.stage(Stage.CHECK):
+                check_agreement(self.config, self.ranks, self.collector.engine, window.groups, self.policy_outputs)
             self.engine_checked = True
             self.start_step()
 
     @torch.no_grad()
     def add_logprobs(
-        self, groups: Sequence[ScoredGroup], model: Policy | Reference | None, name: LogprobField, metrics: StepMetrics
+        self, groups: Sequence[ScoredGroup], model: Policy | Reference | None, stage: LogprobStage, metrics: StepMetrics
     ) -> None:
-        """Compute the `old_logprobs` or `ref_logprobs` of the groups."""
+        """Compute the old or reference log-probs of the groups."""
         if not groups or model is None:
             return
-        with metrics.stage(name):
+        with metrics.stage(stage):
             contributing = self.contributing(groups)
-            for batch, output in self.outputs(name, model, contributing, self.sharing, spare=groups[0]):
-                store_logprobs(batch, output.logprobs_NT, name)
+            for batch, output in self.outputs(stage, model, contributing, self.sharing, spare=groups[0]):
+                store_logprobs(batch, output.logprobs_NT, stage)
 
     @torch.no_grad()
     def outputs(
-        self, stage: str, model: Policy | Reference, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup
+        self,
+        stage: Stage,
+        model: Policy | Reference,
+        groups: Sequence[ScoredGroup],
+        sharing: Sharing,
+        spare: ScoredGroup,
     ) -> list[tuple[MicroBatch, PolicyOutput]]:
         """Compute a model's outputs without gradients, in host memory. Dummies are left out."""
         together = self.optimizer.strategy.equal_calls
@@ -160,7 +170,7 @@ class Trainer:
         finally:
             self.policy.train()
 
-    def repeated(self, stage: str, passes: Callable[[], T], together: bool) -> T:
+    def repeated(self, stage: Stage, passes: Callable[[], T], together: bool) -> T:
         """Run passes over micro-batches, again under a smaller budget if they run out of memory.
 
         `together` says whether ranks communicate within them.
@@ -177,7 +187,7 @@ class Trainer:
 
     def policy_outputs(self, groups: Sequence[ScoredGroup]) -> list[tuple[MicroBatch, PolicyOutput]]:
         """Compute the policy's outputs for groups that differ between ranks."""
-        return self.outputs("check", self.policy, groups, self.sharing, spare=groups[0])
+        return self.outputs(Stage.CHECK, self.policy, groups, self.sharing, spare=groups[0])
 
     def contributing(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Return the groups that contribute to the gradient."""
@@ -212,11 +222,11 @@ class Trainer:
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
         denominators = self.denominators(window, groups)
         keep = window.is_new and window.outlives_update  # log-probs for later iterations
-        passes = partial(self.training_passes, groups, denominators, self.entropy_threshold(groups), keep)
-        loss, outputs, found = self.repeated("training", passes, together=self.optimizer.strategy.is_sharded)
+        passes = partial(self.training_passes, groups, denominators, self.entropy_threshold(groups, metrics), keep)
+        loss, outputs, found = self.repeated(Stage.TRAINING, passes, together=self.optimizer.strategy.is_sharded)
         metrics.include(found)
         for batch, logprobs_NT in outputs:
-            store_logprobs(batch, logprobs_NT, "old_logprobs")
+            store_logprobs(batch, logprobs_NT, Stage.OLD_LOGPROBS)
         return loss
 
     def training_passes(
@@ -270,7 +280,7 @@ class Trainer:
             local = replace(local, tokens=of_window.tokens / window.steps_per_window)
         return Denominators(*self.ranks.sum([local.tokens, local.completions]))
 
-    def entropy_threshold(self, groups: Sequence[ScoredGroup]) -> float | None:
+    def entropy_threshold(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> float | None:
         """Return the entropy below which tokens of this step are not trained.
 
         Takes a forward pass over all groups, also those that do not contribute, so that it does not depend on them.
@@ -278,7 +288,8 @@ class Trainer:
         quantile = self.config.algorithm.top_entropy_quantile
         if quantile == 1.0:
             return None
-        outputs = self.outputs("entropy", self.policy, groups, self.sharing, spare=groups[0])
+        with metrics.stage(Stage.ENTROPY):
+            outputs = self.outputs(Stage.ENTROPY, self.policy, groups, self.sharing, spare=groups[0])
         gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)] for batch, o in outputs])
         return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
 
@@ -300,8 +311,8 @@ class Trainer:
             generator_logprobs_NT = to_device(pad_rows([c.generator_logprobs for c in batch.completions]), device)
         inputs = LossInputs(
             policy_logprobs_NT=output.logprobs_NT,
-            old_logprobs_NT=stored_logprobs(batch, "old_logprobs", device),
-            ref_logprobs_NT=stored_logprobs(batch, "ref_logprobs", device),
+            old_logprobs_NT=stored_logprobs(batch, Stage.OLD_LOGPROBS, device),
+            ref_logprobs_NT=stored_logprobs(batch, Stage.REF_LOGPROBS, device),
             advantages_N=to_device(torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups]), device),
             mask_NT=to_device(self.trained_tokens(batch), device),
             entropies_NT=output.entropies_NT,

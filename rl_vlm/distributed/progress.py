@@ -1,4 +1,4 @@
-"""Where the main thread is, and for how long it has made no progress."""
+"""Where the main thread is, and for how long it has made no progress: its sign of life."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rl_vlm.stages import Listener, Stage
 
 NUM_FRAMES = 12
 """Innermost frames of a position: enough to reach this project's own through those of torch."""
@@ -17,6 +21,18 @@ def mark_progress() -> None:
     """Note that the run makes progress, or waits for something that may take long and is not stuck."""
     global _last_mark
     _last_mark = time.monotonic()
+
+
+class SignOfLife(Listener):
+    """Marks progress as each stage and each item of work begins."""
+
+    def stage(self, stage: Stage) -> AbstractContextManager[Any]:
+        mark_progress()
+        return nullcontext()
+
+    def work(self, work: Any) -> AbstractContextManager[Any]:
+        mark_progress()
+        return nullcontext()
 
 
 def seconds_without_progress() -> float:

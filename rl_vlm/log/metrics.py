@@ -17,6 +17,7 @@ import torch
 from rl_vlm.algorithm.advantages import reward_std
 from rl_vlm.algorithm.losses import LossMetrics, MetricSum
 from rl_vlm.log.files import atomic_write
+from rl_vlm.stages import NO_ONE, Stage, Stages
 from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class StepMetrics:
     """Means in two parts (total, count), plain sums, values per completion, and seconds per stage, of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages = NO_ONE) -> None:
+        """`stages` announces the stages that are timed."""
+        self.stages = stages
         self.means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.sums: dict[str, float] = defaultdict(float)
         self.values: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -66,16 +69,17 @@ class StepMetrics:
         self.sums[name] += value
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage."""
+    def stage(self, stage: Stage) -> Iterator[None]:
+        """Announce a stage and time it."""
         start = time.perf_counter()
         try:
-            yield
+            with self.stages.run(stage):
+                yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self.seconds[stage.value] += time.perf_counter() - start
 
-    def include(self, other: StepMetrics, stages: str = "") -> None:
-        """Add the metrics of `other`; the names of its stages get the prefix `stages`."""
+    def include(self, other: StepMetrics, prefix: str = "") -> None:
+        """Add the metrics of `other`; the names of its stages get the prefix."""
         for name, (total, count) in other.means.items():
             self.add_mean(name, total, count)
         for name, value in other.sums.items():
@@ -83,11 +87,11 @@ class StepMetrics:
         for key, values in other.values.items():
             self.values[key] += values
         for name, value in other.seconds.items():
-            self.seconds[f"{stages}{name}"] += value
+            self.seconds[f"{prefix}{name}"] += value
 
     def state_dict(self) -> dict[str, Any]:
         """Return all metrics added so far."""
-        return {name: dict(parts) for name, parts in vars(self).items()}
+        return {name: dict(getattr(self, name)) for name in ("means", "sums", "values", "seconds")}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Mapping[Any, Any]]) -> StepMetrics:
@@ -121,8 +125,13 @@ class StepMetrics:
                 for (statistic, name), all_values in values.items()
                 if all_values
             }
-            | {f"time/{name}": value for name, value in seconds.items()}
+            | {seconds_of(name): value for name, value in seconds.items()}
         )
+
+
+def seconds_of(stage: str) -> str:
+    """Return the metric that holds a stage's seconds."""
+    return f"time/{stage}"
 
 
 def read_together(scalars: Sequence[torch.Tensor]) -> list[float]:

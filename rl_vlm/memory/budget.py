@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,16 @@ class Budget:
     def tokens(self) -> int:
         return self.progress.micro_batch_tokens
 
-    def change(self, tokens: int, stage: str, reason: BudgetReason, message: str, is_writer: bool) -> None:
+    def change(self, tokens: int, stage: Stage, reason: BudgetReason, message: str, is_writer: bool) -> None:
         """Set the budget from a stage of this step on, and say why; `is_writer` is the rank that records it."""
         self.progress.micro_batch_tokens = tokens
         self.progress.measured.is_used |= reason == "calibration"
         self.has_run_out |= reason == "out_of_memory"
         if is_writer:
-            self.write(BudgetChange(self.progress.global_step + 1, stage, tokens, self.setting, reason, message))
+            self.write(BudgetChange(self.progress.global_step + 1, stage.value, tokens, self.setting, reason, message))
             logger.log(logging.WARNING if reason == "out_of_memory" else logging.INFO, "%s", message)
 
-    def replay(self, stage: str) -> list[BudgetChange]:
+    def replay(self, stage: Stage) -> list[BudgetChange]:
         """Make the changes that were recorded at this stage of this step, and return them.
 
         A budget that this run has lowered itself is not raised again.

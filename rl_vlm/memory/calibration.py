@@ -18,6 +18,7 @@ from rl_vlm.memory.budget import Budget
 from rl_vlm.memory.micro_batches import VisionTokens, batch_tokens
 from rl_vlm.memory.peaks import Peak
 from rl_vlm.memory.recovery import Recovery
+from rl_vlm.stages import NO_ONE, Stage, Stages
 from rl_vlm.types import MicroBatch
 
 T = TypeVar("T")
@@ -59,9 +60,10 @@ class CalibratedRecovery(Recovery):
         planned: PlannedTraining,
         peak: Peak,
         of_engine: int,
+        stages: Stages = NO_ONE,
     ) -> None:
         """`of_engine` are the bytes of the rollout engine, which `peak` counts as well."""
-        super().__init__(ranks, budget, vision_tokens, str(planned))
+        super().__init__(ranks, budget, vision_tokens, str(planned), stages)
         self.planned = planned
         self.peak = peak
         self.of_engine = of_engine
@@ -93,10 +95,10 @@ class CalibratedRecovery(Recovery):
             per_token = (self.peak.read() - held - self.planned.fixed) / tokens
             self.found.append((held - self.of_engine, per_token))
 
-    def repeat(self, stage: str, passes: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
+    def repeat(self, stage: Stage, passes: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
         """Run passes as `Recovery.repeat` does. The first steps are measured, and the next one corrects the budget."""
         measured = self.budget.progress.measured
-        if stage != "training" or measured.is_used or self.budget.replays_calibration:
+        if stage is not Stage.TRAINING or measured.is_used or self.budget.replays_calibration:
             return super().repeat(stage, passes, undo, together)
         if measured.steps == MEASURED_STEPS:
             self.calibrate()
@@ -124,7 +126,7 @@ class CalibratedRecovery(Recovery):
             f"held {measured.held / GIB:.2f} GiB and {measured.bytes_per_token / 2**20:.3f} MiB per token; "
             f"{self.planned}"
         )
-        self.budget.change(tokens, "training", "calibration", message, self.ranks.is_main)
+        self.budget.change(tokens, Stage.TRAINING, "calibration", message, self.ranks.is_main)
 
     def fitting_tokens(self) -> int:
         """Return the largest budget that fits. It stays if nothing was measured, and does not rise again if a pass ran

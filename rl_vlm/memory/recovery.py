@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import torch
 
-from rl_vlm.distributed.progress import mark_progress
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OutOfMemory, shorten
 from rl_vlm.memory.budget import Budget
 from rl_vlm.memory.micro_batches import VisionTokens, batch_tokens
+from rl_vlm.stages import NO_ONE, Stage, Stages
 from rl_vlm.types import MicroBatch, Progress
 
 T = TypeVar("T")
@@ -79,14 +79,20 @@ class Recovery:
     """Repeats what ran out of memory on any rank. Each method is called by all ranks together."""
 
     def __init__(
-        self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, prediction: str = "no memory plan was made"
+        self,
+        ranks: Ranks,
+        budget: Budget,
+        vision_tokens: VisionTokens,
+        prediction: str = "no memory plan was made",
+        stages: Stages = NO_ONE,
     ) -> None:
-        """`prediction` is what the memory plan says of forward and backward passes."""
+        """`prediction` is what the memory plan says of forward and backward passes. `stages` announces the passes."""
         self.ranks = ranks
         self.budget = budget
         self.vision_tokens = vision_tokens
         self.prediction = prediction
-        self.events: Counter[str] = Counter()
+        self.stages = stages
+        self.events: Counter[Stage] = Counter()
         """Number of events of this step by stage, replayed ones included."""
 
     @classmethod
@@ -97,9 +103,9 @@ class Recovery:
     @contextmanager
     def watch(self, batch: MicroBatch) -> Iterator[None]:
         """Run one micro-batch in this context, which raises MicroBatchOutOfMemory if it runs out of memory."""
-        mark_progress()
         try:
-            yield
+            with self.stages.work(batch):
+                yield
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -119,7 +125,7 @@ class Recovery:
             first_line(error),
         )
 
-    def repeat(self, stage: str, passes: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
+    def repeat(self, stage: Stage, passes: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
         """Return the result of `passes`, which are repeated under smaller budgets while any rank runs out of memory.
 
         `undo` drops what they have changed. `together` says whether ranks communicate within them. Raises OutOfMemory
@@ -127,7 +133,8 @@ class Recovery:
         """
         self.events[stage] += sum(change.reason == "out_of_memory" for change in self.budget.replay(stage))
         while True:
-            result, failure = tried(passes)
+            with self.stages.passes(stage):
+                result, failure = tried(passes)
             if together and failure is not None:
                 self.end(stage, failure)
             failures = [] if together else self.everyones(failure)
@@ -144,7 +151,7 @@ class Recovery:
             return []
         return [found for found in self.ranks.gather([failure]) if found is not None]
 
-    def lower(self, stage: str, failures: list[Failure]) -> None:
+    def lower(self, stage: Stage, failures: list[Failure]) -> None:
         """Lower the budget on all ranks to half of the smallest micro-batch that failed."""
         smallest = min(failures, key=lambda failure: failure.tokens)
         with self.ranks.agree():
@@ -153,7 +160,7 @@ class Recovery:
         self.budget.change(tokens, stage, "out_of_memory", message, self.ranks.is_main)
         self.events[stage] += 1
 
-    def end(self, stage: str, failure: Failure) -> None:
+    def end(self, stage: Stage, failure: Failure) -> None:
         """Record the lower budget for the run that is resumed, and raise OutOfMemory."""
         tokens = self.half_of(failure)
         message = (
@@ -171,7 +178,7 @@ class Recovery:
             )
         return max(1, failure.tokens // 2)
 
-    def describe(self, stage: str, failure: Failure, tokens: int) -> str:
+    def describe(self, stage: Stage, failure: Failure, tokens: int) -> str:
         step = self.budget.progress.global_step + 1
         return (
             f"step {step}, {stage}: {failure}; {self.prediction}. micro_batch_tokens is {tokens} instead of "
@@ -195,7 +202,7 @@ class Recovery:
             if not errors:
                 return
             free_memory()
-            self.events["update"] += 1
+            self.events[Stage.UPDATE] += 1
         with self.ranks.agree():
             raise OutOfMemory(
                 f"gradients and optimizer state do not fit in memory beside the model: out of memory {errors[0]}, "

@@ -22,6 +22,7 @@ from rl_vlm.plan.build import MOST_TOKENS, Hardware, plan_memory, read_config, t
 from rl_vlm.plan.engines import ENGINES, Engine, zero_engine
 from rl_vlm.plan.hardware import GIB, Card
 from rl_vlm.plan.memory import MemoryPlan
+from rl_vlm.stages import Stages
 from rl_vlm.types import Prompt
 
 CPU_TOKENS = 8192
@@ -44,13 +45,15 @@ class StartBudget:
     plan: MemoryPlan | None
     """What the budget is from; None if none was made."""
 
-    def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
+    def recovery(
+        self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int, stages: Stages
+    ) -> Recovery:
         """Build the recovery of a run, which on a GPU corrects a planned budget by measured peaks.
 
         `of_engine` are the bytes that the rollout engine has allocated on the device.
         """
         if self.plan is None:
-            return Recovery(ranks, budget, vision_tokens)
+            return Recovery(ranks, budget, vision_tokens, stages=stages)
         planned = PlannedTraining(
             available=self.plan.available - self.plan.rollouts.while_training,
             fixed=self.plan.activations.fixed,
@@ -59,8 +62,8 @@ class StartBudget:
             most_tokens=MOST_TOKENS,
         )
         if budget.setting != "auto" or ranks.device.type != "cuda":
-            return Recovery(ranks, budget, vision_tokens, str(planned))
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, CudaPeak(ranks.device), of_engine)
+            return Recovery(ranks, budget, vision_tokens, str(planned), stages)
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, CudaPeak(ranks.device), of_engine, stages)
 
 
 def start_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]) -> StartBudget:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_vlm.log.metrics import function_name, is_score
+from rl_vlm.log.metrics import function_name, is_score, seconds_of
 from rl_vlm.report.diversity import distinct_answers
 from rl_vlm.report.read import Record, values_of
+from rl_vlm.stages import AHEAD, PARTS_OF_TRAINING, Stage
 
 MOST_POINTS = 240
 """Points of a series that are drawn; of more, means of consecutive ones."""
@@ -22,8 +23,9 @@ T_95 = (
 """97.5% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal distribution's is close."""
 Z_95 = 1.96
 MOST_STAGES = 5
-NO_STAGE = ("time/step", "time/save", "time/ahead/")
-"""Seconds that are no part of `time/step`: saving, and sampling ahead beside training."""
+NO_STAGE = tuple(map(seconds_of, (Stage.STEP, *PARTS_OF_TRAINING, Stage.SAVE, AHEAD)))
+"""Seconds that do not add up to those of a step: of its stages' own stages, of saving, and of sampling beside training.
+"""
 CLIPPED = {
     "clip_ratio/region_mean": "low or high", "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
     "cispo_clip_ratio": "cispo",
@@ -179,16 +181,16 @@ def answer_points(run: Record) -> list[Point]:
 
 def stages_chart(run: Record, several: bool) -> Chart:
     """Show where the seconds of a step go: the longest stages one by one, and all others together."""
-    steps = [line for line in run.lines if "time/step" in line]
+    steps = [line for line in run.lines if seconds_of(Stage.STEP) in line]
     totals: dict[str, float] = {}
     for line in steps:
         for name, value in line.items():
-            if name.startswith("time/") and not name.startswith(NO_STAGE):
+            if name.startswith(seconds_of("")) and not name.startswith(NO_STAGE):
                 totals[name] = totals.get(name, 0.0) + value
     longest = sorted(totals, key=totals.__getitem__, reverse=True)[:MOST_STAGES]
     seconds = {name: [line.get(name, 0.0) for line in steps] for name in longest}
-    rest = np.array([line["time/step"] for line in steps]) - np.sum(list(seconds.values()), axis=0)
-    seconds["time/other"] = np.maximum(rest, 0.0).tolist()
+    rest = np.array([line[seconds_of(Stage.STEP)] for line in steps]) - np.sum(list(seconds.values()), axis=0)
+    seconds[seconds_of("other")] = np.maximum(rest, 0.0).tolist()
     below = np.zeros(len(steps))
     series = []
     for i, (name, own) in enumerate(seconds.items()):
@@ -197,7 +199,7 @@ def stages_chart(run: Record, several: bool) -> Chart:
             Point(line["step"], float(top), float(low), float(top))
             for line, top, low in zip(steps, above, below, strict=True)
         ]
-        series.append(Series(name.removeprefix("time/"), thinned(points), i, "area"))
+        series.append(Series(name.removeprefix(seconds_of("")), thinned(points), i, "area"))
         below = above
     title = f"Seconds by stage: {run.name}" if several else "Seconds by stage"
     return Chart(title, "of a step; stages stand on each other", series if steps else [])

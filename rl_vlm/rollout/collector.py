@@ -36,6 +36,7 @@ from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
 from rl_vlm.rollout.window import Window
+from rl_vlm.stages import AHEAD, Stage
 from rl_vlm.types import Group, Progress, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 
 
@@ -124,7 +125,7 @@ class Collector:
         """
         oldest = max(progress.policy_version + 1 - max_updates_behind, progress.saved_version)
         if self.engine.sent_version < oldest:
-            with metrics.stage("weight_sync"):
+            with metrics.stage(Stage.WEIGHT_SYNC):
                 metrics.add_sum("weight_sync/bytes", self.engine.sync(progress.policy_version))
 
     def collect(self, progress: Progress, metrics: StepMetrics) -> Window:
@@ -153,12 +154,12 @@ class Collector:
     def take_prefetched(self, metrics: StepMetrics) -> Window | None:
         """Return the prefetched window once it is complete, or None if there is none."""
         if self.prefetched is not None:
-            with metrics.stage("rollout_wait"):
+            with metrics.stage(Stage.ROLLOUT_WAIT):
                 self.finish_prefetch()
         taken, self.next_window = self.next_window, None
         if taken is None:
             return None
-        metrics.include(taken.metrics, stages="ahead/")
+        metrics.include(taken.metrics, prefix=AHEAD)
         return taken.window
 
     def finish_prefetch(self) -> None:
@@ -269,7 +270,7 @@ class Collector:
 
     def requests(self, draws: Sequence[Draw], state: TrainerState, metrics: StepMetrics) -> dict[Draw, RolloutRequest]:
         """Build the prompts of the drawn rows, and a request for each."""
-        with metrics.stage("data"):
+        with metrics.stage(Stage.DATA):
             prompts = self.loader.prompts(draws)
         return {
             draw: RolloutRequest(f"{state.global_step}/{draw.epoch}/{prompt.sample.sample_id}", prompt)
@@ -293,7 +294,7 @@ class Collector:
     def generate(self, requests: list[RolloutRequest], metrics: StepMetrics, limit: int | None = None) -> list[Group]:
         """Generate one group per request. With a `limit`, completions are paused after that many new tokens."""
         rollout = self.config.rollout
-        with metrics.stage("generation"):
+        with metrics.stage(Stage.GENERATION):
             sampling = sampling_params(self.config, rollout.num_generations, rollout.temperature, limit)
             groups = self.engine.generate(requests, sampling)
         for name, count in self.engine.take_counters().items():
@@ -302,7 +303,7 @@ class Collector:
 
     def score(self, groups: list[Group], state: TrainerState, metrics: StepMetrics) -> RewardTable:
         """Call the reward functions on the groups."""
-        with metrics.stage("rewards"):
+        with metrics.stage(Stage.REWARDS):
             return self.rewards.score(groups, state)
 
     def resample(self, rollout: Rollout, state: TrainerState, metrics: StepMetrics) -> None:
@@ -349,7 +350,7 @@ class Collector:
         """Deal the groups of all ranks' windows to them, so that tokens per rank are even. See `balance`."""
         if self.ranks.world_size == 1:
             return window
-        with metrics.stage("balance"):
+        with metrics.stage(Stage.BALANCE):
             return balance(window, self.ranks, self.cost, self.loader.build)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:

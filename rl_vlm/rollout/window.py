@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rl_vlm.data.sampler import Draw
+from rl_vlm.stages import LogprobStage
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, ScoredGroup, pad_rows, to_device
-
-LogprobField = Literal["old_logprobs", "ref_logprobs"]
 
 
 class DrawnGroup(NamedTuple):
@@ -120,14 +119,14 @@ def group_from_state(state: dict[str, Any], prompt: Prompt) -> Group:
     return Group(state["group_id"], prompt, completions, state["policy_version"])
 
 
-def store_logprobs(batch: MicroBatch, logprobs_NT: Tensor, name: LogprobField) -> None:
+def store_logprobs(batch: MicroBatch, logprobs_NT: Tensor, stage: LogprobStage) -> None:
     """Store a micro-batch's log-probs with its groups, by completion and without padding."""
     completions = [(s.scored, member) for s in batch.subgroups for member in s.members]
     for (scored, member), logprobs, completion in zip(completions, logprobs_NT, batch.completions, strict=True):
-        getattr(scored, name)[member] = logprobs[: len(completion.token_ids)].cpu()
+        getattr(scored, stage.value)[member] = logprobs[: len(completion.token_ids)].cpu()
 
 
-def stored_logprobs(batch: MicroBatch, name: LogprobField, device: torch.device) -> Tensor | None:
+def stored_logprobs(batch: MicroBatch, stage: LogprobStage, device: torch.device) -> Tensor | None:
     """Return the stored log-probs of a micro-batch, (N, T) and right-padded, or None if they were never stored."""
-    stored = [getattr(s.scored, name).get(member) for s in batch.subgroups for member in s.members]
+    stored = [getattr(s.scored, stage.value).get(member) for s in batch.subgroups for member in s.members]
     return None if stored[0] is None else to_device(pad_rows(stored), device)

@@ -15,7 +15,7 @@ OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
     "errors live types",
-    "config functions names tiny",
+    "config functions names stages tiny",
     "distributed",
     "data model algorithm memory reward checkpoint",
     "log eval_options",

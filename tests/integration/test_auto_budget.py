@@ -21,6 +21,7 @@ from rl_vlm.memory.recovery import Recovery
 from rl_vlm.plan import auto
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
 from rl_vlm.run import Run, train
+from rl_vlm.stages import Stages
 from rl_vlm.types import Prompt
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.resuming import resumed
@@ -98,9 +99,11 @@ class GivenMemory:
 class Calibrated(auto.StartBudget):
     """A budget of a GPU that is not here."""
 
-    def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
+    def recovery(
+        self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int, stages: Stages
+    ) -> Recovery:
         planned = PlannedTraining(available=2**30, fixed=0.0, peak=2**30, tokens=self.tokens, most_tokens=10**6)
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory(), of_engine)
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory(), of_engine, stages)
 
 
 @pytest.mark.parametrize("kept", [2, 4])

@@ -19,6 +19,7 @@ from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import idle_sample
 from rl_vlm.plan.tracing.step import Alone
 from rl_vlm.rollout.balance import cost_of_groups
+from rl_vlm.stages import Stage
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
@@ -144,7 +145,7 @@ def test_the_entropy_threshold_is_that_of_the_trained_tokens_of_all_groups(
     reference = Reference(policy, make_policy(checkpoint)) if beta else None
     settings = {"top_entropy_quantile": 0.4, "mask_truncated_completions": True, "micro_batch_tokens": CUT}
     trainer = make_trainer(policy, groups, reference=reference, beta=beta, **settings)
-    threshold = trainer.entropy_threshold(groups)
+    threshold = trainer.entropy_threshold(groups, StepMetrics())
     assert threshold is not None
     assert ((counted >= threshold) == (counted >= counted.quantile(0.6))).all()
 
@@ -240,13 +241,13 @@ def test_the_counters_of_a_reference_that_runs_out_of_memory_are_those_of_its_la
         return forward(model, work, *arguments)
 
     monkeypatch.setattr(Policy, "forward", fail_in_the_second)
-    trainer.add_logprobs(groups, reference, "ref_logprobs", StepMetrics())
-    assert trainer.recovery.events == {"ref_logprobs": 1}
+    trainer.add_logprobs(groups, reference, Stage.REF_LOGPROBS, StepMetrics())
+    assert trainer.recovery.events == {Stage.REF_LOGPROBS: 1}
     budget = trainer.progress.micro_batch_tokens
     assert budget < CUT
     found = dict(frozen.counters)
     trainer.start_step()
     again = make_trainer(policy, groups, reference=reference, beta=0.1, micro_batch_tokens=budget)
-    again.add_logprobs(groups, reference, "ref_logprobs", StepMetrics())
+    again.add_logprobs(groups, reference, Stage.REF_LOGPROBS, StepMetrics())
     assert found == dict(frozen.counters)
     assert policy.counters == {}

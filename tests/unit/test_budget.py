@@ -1,6 +1,7 @@
 """Recorded changes of the token budget, on literal steps."""
 
 from rl_vlm.memory.budget import Budget, BudgetChange, BudgetReason
+from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
 
 
@@ -12,7 +13,7 @@ def budgets(budget: Budget, num_steps: int) -> list[int]:
     """Take steps, and return the budget of each."""
     found = []
     for _ in range(num_steps):
-        budget.replay("training")
+        budget.replay(Stage.TRAINING)
         found.append(budget.tokens)
         budget.progress.global_step += 1
     return found
@@ -36,5 +37,5 @@ def test_of_two_ranks_that_ran_out_the_smaller_budget_is_replayed():
 
 def test_a_budget_that_was_lowered_since_is_not_raised():
     budget = make_budget(recorded(2, 80), recorded(3, 90, "calibration"), recorded(4, 30))
-    budget.change(40, "training", "out_of_memory", "", is_writer=False)
+    budget.change(40, Stage.TRAINING, "out_of_memory", "", is_writer=False)
     assert budgets(budget, 4) == [40, 40, 40, 30]

@@ -9,6 +9,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.budget import Budget, BudgetChange
 from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
 from rl_vlm.plan.tracing.groups import make_group
+from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
@@ -72,8 +73,8 @@ def calibrated(
 
     for _ in range(4):
         assert not written
-        recovery.repeat("old_logprobs", passes, lambda: None, together=False)
-        recovery.repeat("training", passes, lambda: None, together=False)
+        recovery.repeat(Stage.OLD_LOGPROBS, passes, lambda: None, together=False)
+        recovery.repeat(Stage.TRAINING, passes, lambda: None, together=False)
         progress.global_step += 1
     (change,) = written
     assert (change.step, change.stage, change.reason) == (4, "training", "calibration")

@@ -6,6 +6,7 @@ import torch
 
 from rl_vlm.algorithm.losses import MetricExtreme, MetricSum
 from rl_vlm.log.metrics import MetricsLog, StepMetrics, add_reward_metrics, is_score, totals
+from rl_vlm.stages import Stage
 from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
 
 
@@ -70,7 +71,7 @@ def test_loss_metrics_of_micro_batches_add_up():
 def test_stage_is_timed_also_when_it_fails():
     metrics = StepMetrics()
     try:
-        with metrics.stage("rewards"):
+        with metrics.stage(Stage.REWARDS):
             raise KeyError
     except KeyError:
         pass

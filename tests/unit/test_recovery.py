@@ -8,6 +8,7 @@ import torch
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.recovery import Failure, Recovery, is_out_of_memory
 from rl_vlm.plan.tracing.groups import make_group
+from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
@@ -43,8 +44,8 @@ def test_tensors_of_failed_passes_are_free_when_they_are_repeated() -> None:
             kept.append(weakref.ref(activations))
             raise torch.OutOfMemoryError("Tried to allocate 4 bytes")
 
-    assert recovery.repeat("training", passes, lambda: None, together=False) == [True]
-    assert recovery.events == {"training": 1}
+    assert recovery.repeat(Stage.TRAINING, passes, lambda: None, together=False) == [True]
+    assert recovery.events == {Stage.TRAINING: 1}
 
 
 @pytest.mark.parametrize("tokens", [[21], [21, 30, 50], [50, 21, 30], [30, 50, 21]])
@@ -52,5 +53,5 @@ def test_the_budget_becomes_half_of_the_smallest_micro_batch_that_failed(tokens:
     progress = Progress(1, micro_batch_tokens=1000)
     recovery = Recovery.unrecorded(Ranks(), progress, lambda prompt: 0)
     failures = [Failure(rank, 1, 4, num, "sample s", "") for rank, num in enumerate(tokens)]
-    recovery.lower("training", failures)
+    recovery.lower(Stage.TRAINING, failures)
     assert progress.micro_batch_tokens == 10

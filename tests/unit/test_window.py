@@ -2,6 +2,7 @@ import torch
 
 from rl_vlm.data.sampler import Draw
 from rl_vlm.rollout.window import Window, store_logprobs, stored_logprobs
+from rl_vlm.stages import Stage
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 CPU = torch.device("cpu")
@@ -72,11 +73,11 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
 def test_logprobs_are_kept_by_completion_without_padding():
     first, second = scored_group("a", 2, 4), scored_group("b", 3)
     batch = MicroBatch([SubGroup(first, [1]), SubGroup(second, [0])], shared=False)
-    store_logprobs(batch, torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-5.0, -6.0, -7.0, 0.0]]), "old_logprobs")
+    store_logprobs(batch, torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-5.0, -6.0, -7.0, 0.0]]), Stage.OLD_LOGPROBS)
     assert {member: values.tolist() for member, values in first.old_logprobs.items()} == {1: [-1.0, -2.0, -3.0, -4.0]}
     assert second.old_logprobs[0].tolist() == [-5.0, -6.0, -7.0]
 
     other_cut = MicroBatch([SubGroup(second, [0])], shared=True)
-    old_logprobs = stored_logprobs(other_cut, "old_logprobs", CPU)
+    old_logprobs = stored_logprobs(other_cut, Stage.OLD_LOGPROBS, CPU)
     assert old_logprobs is not None and old_logprobs.tolist() == [[-5.0, -6.0, -7.0]]
-    assert stored_logprobs(other_cut, "ref_logprobs", CPU) is None
+    assert stored_logprobs(other_cut, Stage.REF_LOGPROBS, CPU) is None

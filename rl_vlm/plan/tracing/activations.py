@@ -25,6 +25,7 @@ from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.plan.tracing.live import LiveBytes, Phase
 from rl_vlm.plan.tracing.step import TracedTrainer, make_models_fake, models_without_storage
+from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
 
 MOST_COMPLETIONS = 16
@@ -139,8 +140,8 @@ class PassTrace:
                 parameter.grad = torch.zeros_like(parameter)  # of the micro-batches before
         trainer = WholeGroupTrainer(config, policy, reference, [group], 1, live)
         training = trainer.traced_step().phases["forward_backward"]
-        trainer.add_logprobs([group], policy, "old_logprobs", StepMetrics())
-        logprobs = trainer.phases["old_logprobs"]
+        trainer.add_logprobs([group], policy, Stage.OLD_LOGPROBS, StepMetrics())
+        logprobs = trainer.phases[Stage.OLD_LOGPROBS]
         return PassTrace(
             tokens=language_tokens(group, trainer.sharing),
             patches=num_patches(policy.transformer.config, group.group.prompt),

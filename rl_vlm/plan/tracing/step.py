@@ -26,7 +26,8 @@ from rl_vlm.model.reference import Reference, load_reference
 from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
 from rl_vlm.plan.tracing.live import LiveBytes, Phase
 from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import LogprobField, Window
+from rl_vlm.rollout.window import Window
+from rl_vlm.stages import LogprobStage
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 
@@ -158,10 +159,10 @@ class TracedTrainer(Trainer):
         return StepTrace(self.phases)
 
     def add_logprobs(
-        self, groups: Sequence[ScoredGroup], model: Policy | Reference | None, name: LogprobField, metrics: StepMetrics
+        self, groups: Sequence[ScoredGroup], model: Policy | Reference | None, stage: LogprobStage, metrics: StepMetrics
     ) -> None:
-        with self.live.phase() as self.phases[name]:
-            super().add_logprobs(groups, model, name, metrics)
+        with self.live.phase() as self.phases[stage]:
+            super().add_logprobs(groups, model, stage, metrics)
 
     def accumulate_gradients(self, *args: Any) -> Tensor:
         with self.live.phase() as self.phases["forward_backward"]:

@@ -1,0 +1,96 @@
+"""The stages of a run, and who listens to them.
+
+    load ─ step( generation … rewards ─ old_logprobs ─ ref_logprobs ─ training( update ) ) ─ save
+
+The parts of a run announce each stage, each attempt of its passes, and each item of work in them. Timing, the sign of
+life, memory peaks, the profile and the memory plan listen. None of them is called by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import StrEnum
+from typing import Any, Literal
+
+
+class Stage(StrEnum):
+    """A named part of a run. The seconds of a stage of a step are the metric `time/<stage>`."""
+
+    LOAD = "load"
+    """Models are loaded, before the first step."""
+    STEP = "step"
+    """One optimizer step. All stages below but the last are parts of it."""
+    WEIGHT_SYNC = "weight_sync"
+    ROLLOUT_WAIT = "rollout_wait"
+    """The step waits for a window that is generated ahead of it."""
+    DATA = "data"
+    GENERATION = "generation"
+    REWARDS = "rewards"
+    BALANCE = "balance"
+    """Groups are dealt to ranks."""
+    CHECK = "check"
+    """The log-probs of the rollout engine are compared with the policy's."""
+    OLD_LOGPROBS = "old_logprobs"
+    REF_LOGPROBS = "ref_logprobs"
+    TRAINING = "training"
+    """Forward and backward passes, and the two stages within."""
+    ENTROPY = "entropy"
+    """The passes that `top_entropy_quantile` needs."""
+    UPDATE = "update"
+    SAVE = "save"
+    """A checkpoint is written, after the step."""
+
+
+LogprobStage = Literal[Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS]
+"""Stages whose log-probs are stored with the groups, in the field of the same name."""
+PARTS_OF_TRAINING = (Stage.ENTROPY, Stage.UPDATE)
+AHEAD = "ahead/"
+"""Prefix of the stages of a window that is generated beside training."""
+
+
+class Listener:
+    """Hears of the stages of a run. Each method returns the context in which a block runs."""
+
+    def stage(self, stage: Stage) -> AbstractContextManager[Any]:
+        """Hear of a stage. Stages nest."""
+        return nullcontext()
+
+    def passes(self, stage: Stage) -> AbstractContextManager[Any]:
+        """Hear of an attempt of a stage's passes, which is repeated if it runs out of memory."""
+        return nullcontext()
+
+    def work(self, work: Any) -> AbstractContextManager[Any]:
+        """Hear of one item of work of the passes: a micro-batch."""
+        return nullcontext()
+
+
+class Stages:
+    """Announces stages to listeners, in their order."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        self.listeners = listeners
+
+    def run(self, stage: Stage) -> AbstractContextManager[None]:
+        """Run a stage in this context."""
+        return self.heard(lambda listener: listener.stage(stage))
+
+    def passes(self, stage: Stage) -> AbstractContextManager[None]:
+        """Run an attempt of a stage's passes in this context."""
+        return self.heard(lambda listener: listener.passes(stage))
+
+    def work(self, work: Any) -> AbstractContextManager[None]:
+        """Run one item of work in this context."""
+        return self.heard(lambda listener: listener.work(work))
+
+    @contextmanager
+    def heard(self, context: Callable[[Listener], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Run a block in the contexts of all listeners."""
+        with ExitStack() as opened:
+            for listener in self.listeners:
+                opened.enter_context(context(listener))
+            yield
+
+
+NO_ONE = Stages()
+"""Stages that nobody listens to, such as those of a window that is generated beside training."""
