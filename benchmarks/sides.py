@@ -29,7 +29,8 @@ from benchmarks.shapes import (
     random_policy,
     write_config,
 )
-from rl_vlm.algorithm.losses import LossInputs, count_denominators, policy_loss
+from rl_vlm.algorithm.losses import LossInputs, policy_loss
+from rl_vlm.algorithm.objective import configured_loss, count_denominators
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy, lora_config
 from rl_vlm.model.policy import Policy
@@ -142,12 +143,14 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
             policy_logprobs_NT=scores.logprobs_NT,
             old_logprobs_NT=None,
             ref_logprobs_NT=ref_logprobs,
-            advantages_N=group.advantages_G,
+            advantages_NK=group.advantages_G[:, None],
             mask_NT=mask_NT,
             entropies_NT=scores.entropies_NT,
         )
         denominators = count_denominators([group], mask_truncated_completions=False)
-        return policy_loss(inputs, config.algorithm, denominators, work.completion_tokens)[0]
+        token_loss, token_weights = configured_loss(config.algorithm)
+        weights_NT = token_weights(mask_NT, denominators, work.completion_tokens)
+        return policy_loss(inputs, config.algorithm, token_loss, weights_NT)[0]
 
     return Side(policy.model, loss)
 

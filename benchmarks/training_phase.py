@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
+from rl_vlm.algorithm.objective import Objective
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.optimizer import Optimizer
@@ -42,19 +45,21 @@ def trainer_of(config: RunConfig, policy: Policy) -> Trainer:
     return Trainer(config, ranks, policy, None, optimizer, collector, progress, recovery)
 
 
-def window_of(groups: Sequence[ScoredGroup]) -> Window:
-    return Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
+def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[Tensor, Objective]:
+    """Run forward and backward over all groups, and return the loss and the objective."""
+    trainer.start_step()
+    window = Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
+    objective = trainer.objective(window, groups, StepMetrics())
+    return trainer.accumulate_gradients(window, objective, StepMetrics()), objective
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> None:
     """Add the gradients of these micro-batches of the groups."""
-    trainer.start_step()
     with mock.patch.object(trainer, "pack", return_value=list(batches)):
-        trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
+        forward_backward(trainer, groups)
 
 
 def train(trainer: Trainer, groups: Sequence[ScoredGroup]) -> None:
     """Train on the groups, as an optimizer step does."""
-    trainer.start_step()
-    loss = trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
-    trainer.update(loss, groups, StepMetrics())
+    loss, objective = forward_backward(trainer, groups)
+    trainer.update(loss, objective.contributing, StepMetrics())

@@ -19,16 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rl_vlm.algorithm.losses import (
-    Denominators,
-    LossInputs,
-    LossMetrics,
-    contributes,
-    count_denominators,
-    policy_loss,
-    top_entropy_threshold,
-    trained_completions,
-)
+from rl_vlm.algorithm.logprobs import store_logprobs
+from rl_vlm.algorithm.objective import Objective, contributes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
@@ -43,20 +35,9 @@ from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
 from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import Window, store_logprobs, stored_logprobs
+from rl_vlm.rollout.window import Window
 from rl_vlm.stages import NO_ONE, LogprobStage, Stage, Stages
-from rl_vlm.types import (
-    MicroBatch,
-    PolicyOutput,
-    Progress,
-    ScoredGroup,
-    Sharing,
-    length_mask,
-    pad_rows,
-    synchronize,
-    to_device,
-    to_host,
-)
+from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup, Sharing, synchronize, to_host
 
 T = TypeVar("T")
 
@@ -88,6 +69,7 @@ class Trainer:
         self.recovery = recovery
         self.stages = stages
         self.engine_checked = config.rollout.engine == "hf"  # hf samples from the policy itself
+        self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
         self.sharing: Sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
@@ -108,9 +90,10 @@ class Trainer:
                 self.add_logprobs(window.groups, self.reference, Stage.REF_LOGPROBS, metrics)
             groups = window.step_groups()
             with metrics.stage(Stage.TRAINING):
-                loss = self.accumulate_gradients(window, groups, metrics)
+                objective = self.objective(window, groups, metrics)
+                loss = self.accumulate_gradients(window, objective, metrics)
                 with metrics.stage(Stage.UPDATE):
-                    self.update(loss, groups, metrics)
+                    self.update(loss, objective.contributing, metrics)
             window.updates_done += 1
         self.add_metrics(groups, metrics)
         self.progress.global_step += 1
@@ -140,7 +123,7 @@ class Trainer:
         if not groups or model is None:
             return
         with metrics.stage(stage):
-            contributing = self.contributing(groups)
+            contributing = list(filter(self.contributes, groups))
             for batch, output in self.outputs(stage, model, contributing, self.sharing, spare=groups[0]):
                 store_logprobs(batch, output.logprobs_NT, stage)
 
@@ -189,10 +172,6 @@ class Trainer:
         """Compute the policy's outputs for groups that differ between ranks."""
         return self.outputs(Stage.CHECK, self.policy, groups, self.sharing, spare=groups[0])
 
-    def contributing(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups that contribute to the gradient."""
-        return [g for g in groups if contributes(g, self.reference is not None, self.policy.trains_on)]
-
     def pack(
         self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup, together: bool
     ) -> list[MicroBatch]:
@@ -216,13 +195,29 @@ class Trainer:
         most = self.ranks.max([num for runs in plan for num in runs.numbers])
         return [runs.at_least(most[3 * i : 3 * i + 3], vision.idle_prompt) for i, runs in enumerate(plan)]
 
-    def accumulate_gradients(self, window: Window, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> Tensor:
+    def objective(self, window: Window, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> Objective:
+        """Return the objective of an optimizer step on these groups of the window."""
+
+        def outputs() -> list[tuple[MicroBatch, PolicyOutput]]:
+            with metrics.stage(Stage.ENTROPY):
+                return self.outputs(Stage.ENTROPY, self.policy, groups, self.sharing, spare=groups[0])
+
+        return Objective.of_step(
+            self.config,
+            self.ranks,
+            groups,
+            window.groups,
+            window.steps_per_window,
+            self.contributes,
+            outputs,
+        )
+
+    def accumulate_gradients(self, window: Window, objective: Objective, metrics: StepMetrics) -> Tensor:
         """Run forward and backward over micro-batches, and return this rank's share of the step's loss."""
-        lags = [self.progress.policy_version - group.group.policy_version for group in groups]
+        lags = [self.progress.policy_version - group.group.policy_version for group in objective.groups]
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
-        denominators = self.denominators(window, groups)
         keep = window.is_new and window.outlives_update  # log-probs for later iterations
-        passes = partial(self.training_passes, groups, denominators, self.entropy_threshold(groups, metrics), keep)
+        passes = partial(self.training_passes, objective, keep)
         loss, outputs, found = self.repeated(Stage.TRAINING, passes, together=self.optimizer.strategy.is_sharded)
         metrics.include(found)
         for batch, logprobs_NT in outputs:
@@ -230,17 +225,18 @@ class Trainer:
         return loss
 
     def training_passes(
-        self, groups: Sequence[ScoredGroup], denominators: Denominators, threshold: float | None, keep: bool
+        self, objective: Objective, keep: bool
     ) -> tuple[Tensor, list[tuple[MicroBatch, Tensor]], StepMetrics]:
         """Add the gradients of all micro-batches. Returns the loss, the log-probs to `keep`, and metrics."""
         strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
-        batches = self.pack(self.contributing(groups), self.sharing, groups[0], together=strategy.is_sharded)
-        batches, tower_runs = self.training_runs(batches, spare=groups[0])
+        spare = objective.groups[0]
+        batches = self.pack(objective.contributing, self.sharing, spare, together=strategy.is_sharded)
+        batches, tower_runs = self.training_runs(batches, spare)
         step_loss, outputs, sums = torch.zeros((), device=self.ranks.device), [], []
         for i, batch in enumerate(batches):
             with self.recovery.watch(batch), strategy.accumulating(last=i == len(batches) - 1):
                 output = self.optimizer.policy(batch, tower_runs[i])
-                loss, found = self.loss(batch, output, denominators, threshold)
+                loss, found = objective.loss(batch, output)
                 strategy.backward(loss)
                 for prompt in tower_runs[i].after:
                     strategy.backward(self.optimizer.policy(prompt), is_share=False)
@@ -268,63 +264,10 @@ class Trainer:
             batches, tower_runs = pad_with_dummies(batches, len(batches) + 1, spare), [*tower_runs, NO_RUNS]
         return batches, [replace(runs, within=max(1, runs.within)) for runs in tower_runs]
 
-    def denominators(self, window: Window, groups: Sequence[ScoredGroup]) -> Denominators:
-        """Return the denominators of this step's losses, over all ranks and including skipped groups.
-
-        With `loss_normalizer` window, the tokens are the average over the steps of one pass over the window.
-        """
-        mask_truncated = self.config.algorithm.mask_truncated_completions
-        local = count_denominators(groups, mask_truncated)
-        if self.config.algorithm.loss_normalizer == "window":
-            of_window = count_denominators(window.groups, mask_truncated)
-            local = replace(local, tokens=of_window.tokens / window.steps_per_window)
-        return Denominators(*self.ranks.sum([local.tokens, local.completions]))
-
-    def entropy_threshold(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> float | None:
-        """Return the entropy below which tokens of this step are not trained.
-
-        Takes a forward pass over all groups, also those that do not contribute, so that it does not depend on them.
-        """
-        quantile = self.config.algorithm.top_entropy_quantile
-        if quantile == 1.0:
-            return None
-        with metrics.stage(Stage.ENTROPY):
-            outputs = self.outputs(Stage.ENTROPY, self.policy, groups, self.sharing, spare=groups[0])
-        gathered = self.ranks.gather([o.entropies_NT[self.trained_tokens(batch)] for batch, o in outputs])
-        return top_entropy_threshold(torch.cat(gathered), quantile) if gathered else None
-
-    def trained_tokens(self, batch: MicroBatch) -> Tensor:
-        """Return a mask of shape (N, T) of the tokens in the loss, on the host."""
-        mask_truncated = self.config.algorithm.mask_truncated_completions
-        trains = torch.cat([trained_completions(s.scored, mask_truncated)[s.members] for s in batch.subgroups])
-        return length_mask([len(c.token_ids) for c in batch.completions]) & trains[:, None]
-
-    def loss(
-        self, batch: MicroBatch, output: PolicyOutput, denominators: Denominators, threshold: float | None
-    ) -> tuple[Tensor, LossMetrics]:
-        """Return the micro-batch's share of the step's loss, and its metrics."""
-        if batch.is_dummy:
-            return 0.0 * output.logprobs_NT.sum(), {}
-        device = self.ranks.device
-        generator_logprobs_NT = None
-        if self.config.rollout.is_off_policy:
-            generator_logprobs_NT = to_device(pad_rows([c.generator_logprobs for c in batch.completions]), device)
-        inputs = LossInputs(
-            policy_logprobs_NT=output.logprobs_NT,
-            old_logprobs_NT=stored_logprobs(batch, Stage.OLD_LOGPROBS, device),
-            ref_logprobs_NT=stored_logprobs(batch, Stage.REF_LOGPROBS, device),
-            advantages_N=to_device(torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups]), device),
-            mask_NT=to_device(self.trained_tokens(batch), device),
-            entropies_NT=output.entropies_NT,
-            entropy_threshold=threshold,
-            generator_logprobs_NT=generator_logprobs_NT,
-        )
-        return policy_loss(inputs, self.config.algorithm, denominators, self.config.rollout.max_completion_length)
-
-    def update(self, loss: Tensor, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
+    def update(self, loss: Tensor, contributing: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
         """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""
         loss_sum = self.ranks.sum([loss.item()])[0]
-        contributing, norm, finite = self.contributing(groups), 0.0, True
+        norm, finite = 0.0, True
         any_contributes = self.ranks.max([len(contributing)])[0] > 0
         if any_contributes:
             self.recovery.reserve(self.optimizer.strategy.reserve_update)

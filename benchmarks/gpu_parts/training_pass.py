@@ -26,8 +26,7 @@ from benchmarks.flops import Training, Workload, unique_flops
 from benchmarks.gpu_parts.bench import Bench
 from benchmarks.shapes import SHAPES, make_group, model_config
 from benchmarks.sides import Setup, floor_side, trl_side
-from benchmarks.training_phase import trainer_of, window_of
-from rl_vlm.log.metrics import StepMetrics
+from benchmarks.training_phase import forward_backward, trainer_of
 from rl_vlm.memory.recovery import free_memory, is_out_of_memory
 from rl_vlm.model import policy
 from rl_vlm.trainer import Trainer
@@ -155,8 +154,7 @@ def new_group(setup: Setup, seed: int) -> ScoredGroup:
 
 def accumulate(trainer: Trainer, groups: list[ScoredGroup]) -> None:
     """Run forward and backward over all groups, and drop the gradients."""
-    trainer.start_step()
-    trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
+    forward_backward(trainer, groups)
     trainer.optimizer.strategy.clear_gradients()
 
 

@@ -4,12 +4,13 @@
 
 Every loss is a weighted sum over tokens. The weights hold the denominator of the whole optimizer step over all ranks,
 so the losses of its micro-batches add up to the step's loss however it is split. Formulas and metric names are TRL's.
+`objective.py` chooses the token loss and the weights of a step, and counts the denominators.
 
 Suffixes: N completions, T tokens, K is T for quantities per token and 1 for those per completion.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,11 +19,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rl_vlm.config.schema import AlgorithmConfig
-from rl_vlm.types import Prompt, ScoredGroup
-
-ENTROPY_ROUNDING = 1e-5
-"""Tolerance below the entropy threshold. The first tokens of a group's completions have equal entropies up to rounding:
-without it, the split into micro-batches would decide which of them are trained on."""
 
 
 class MetricSum(NamedTuple):
@@ -60,57 +56,41 @@ class LossInputs:
     """If None, the policy has not been updated in this window: its own log-probs are used, detached."""
     ref_logprobs_NT: Float[Tensor, "completions tokens"] | None
     """Required if `beta` > 0."""
-    advantages_N: Float[Tensor, " completions"]
+    advantages_NK: Float[Tensor, "completions #tokens"]
+    """One per completion, or one per token."""
     mask_NT: Bool[Tensor, "completions tokens"]
     """True at tokens to train on; all False for faulted completions, and for truncated ones if these are masked."""
     entropies_NT: Float[Tensor, "completions tokens"]
     entropy_threshold: float | None = None
-    """Tokens below it get no policy loss; see `top_entropy_threshold`."""
+    """Tokens below it get no policy loss; see `top_entropy_threshold` in `objective.py`."""
     generator_logprobs_NT: Float[Tensor, "completions tokens"] | None = None
     """None if the trained model itself generated the completions."""
 
 
-def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Prompt], bool]) -> bool:
-    """Return whether the loss of a group has a gradient of a trained weight. All other groups need no training pass.
+TokenLoss = Callable[[Tensor, LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+"""Loss per token before weighting, and what is logged of it: (ratio, inputs, settings) -> (loss, flags by metric name).
 
-    Without a KL term, a group whose rewards are all equal has none. `trains_on` returns whether a forward of the prompt
-    uses a trained weight.
-    """
-    has_loss = bool(scored.valid_G.any()) and (scored.has_variance or has_kl)
-    return has_loss and trains_on(scored.group.prompt)
+Shapes are (N, K)."""
 
-
-def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Bool[Tensor, " group"]:
-    """Return which completions of a group to train on: the valid ones, without truncated ones if these are masked."""
-    truncated = [completion.finish_reason == "length" for completion in scored.group.completions]
-    return scored.valid_G & ~(torch.tensor(truncated, device=scored.valid_G.device) & mask_truncated_completions)
-
-
-def count_denominators(groups: Sequence[ScoredGroup], mask_truncated_completions: bool) -> Denominators:
-    """Count this rank's share of an optimizer step's denominators, before any group is skipped.
-
-    Masked truncated completions count in `completions` but not in `tokens`, as in TRL; faulted ones count in neither.
-    """
-    tokens = completions = 0
-    for scored in groups:
-        trains = trained_completions(scored, mask_truncated_completions).tolist()
-        tokens += sum(len(c.token_ids) for c, train in zip(scored.group.completions, trains, strict=True) if train)
-        completions += int(scored.valid_G.sum())
-    return Denominators(float(tokens), float(completions))
+TokenWeights = Callable[[Tensor, Denominators, int], Tensor]
+"""Weight per token: (mask, denominators, max_completion_length) -> weights, 0 where masked."""
 
 
 def policy_loss(
-    inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators, max_completion_length: int
+    inputs: LossInputs,
+    algorithm: AlgorithmConfig,
+    token_loss: TokenLoss,
+    weights_NT: Float[Tensor, "completions tokens"],
 ) -> tuple[Tensor, LossMetrics]:
     """Compute this micro-batch's share of the optimizer step's loss, and its metrics.
 
-    If gradients are averaged over ranks, as in DDP and DeepSpeed, multiply the loss by the number of ranks.
+    `weights_NT` are the weights of its tokens in the step's loss, 0 where masked. If gradients are averaged over ranks,
+    as in DDP and DeepSpeed, multiply the loss by the number of ranks.
     Raises ValueError if `beta` > 0 and reference log-probs are missing.
     """
-    token_loss_of, token_weights_of = LOSS_FORMS[algorithm.loss_type]
     mask = inputs.mask_NT
     ratio_NK = importance_ratio(inputs, algorithm.importance_sampling_level)
-    loss_NK, clipped = token_loss_of(ratio_NK, inputs, algorithm)
+    loss_NK, clipped = token_loss(ratio_NK, inputs, algorithm)
     metrics: dict[str, MetricSum | MetricExtreme] = {n: masked_sum(flags_NK, mask) for n, flags_NK in clipped.items()}
     metrics["entropy"] = masked_sum(inputs.entropies_NT, mask)
 
@@ -125,7 +105,6 @@ def policy_loss(
         loss_NK = loss_NK + algorithm.beta * kl_NT
         metrics["kl"] = masked_sum(kl_NT, mask)
 
-    weights_NT = token_weights_of(mask, denominators, max_completion_length)
     return (loss_NK * weights_NT).sum(), metrics
 
 
@@ -188,14 +167,9 @@ def kl_estimate(inputs: LossInputs) -> Float[Tensor, "completions tokens"]:
     return log_ratio.exp() - log_ratio - 1
 
 
-# Loss per token before weighting, and what of it is clipped: (ratio, inputs, settings) -> (loss, flags by metric name)
-
-TokenLoss = Callable[[Tensor, LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
-
-
 def clipped_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped surrogate; `delta` also bounds the unclipped side (INTELLECT-2, arXiv:2505.07291)."""
-    advantages = inputs.advantages_N[:, None]
+    advantages = inputs.advantages_NK
     low, high = 1 - algorithm.epsilon, 1 + upper_epsilon(algorithm)
     bounded = ratio_NK if algorithm.delta is None else ratio_NK.clamp(max=algorithm.delta)
     loss = -torch.min(bounded * advantages, ratio_NK.clamp(low, high) * advantages)
@@ -209,25 +183,20 @@ def clipped_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfi
 
 def cispo_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute REINFORCE weighted by the truncated, detached ratio (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
-    advantages, cap = inputs.advantages_N[:, None], upper_epsilon(algorithm)
+    advantages, cap = inputs.advantages_NK, upper_epsilon(algorithm)
     loss = -ratio_NK.clamp(max=cap).detach() * advantages * inputs.policy_logprobs_NT
     return loss, {"cispo_clip_ratio": (ratio_NK > cap) & (advantages > 0)}
 
 
 def sapo_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss with a sigmoid gate on the ratio instead of a clip (SAPO, https://arxiv.org/abs/2511.20347)."""
-    advantages = inputs.advantages_N[:, None]
+    advantages = inputs.advantages_NK
     temperature = torch.where(advantages > 0, algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg)
     return -4 / temperature * torch.sigmoid(temperature * (ratio_NK - 1)) * advantages, {}
 
 
 def upper_epsilon(algorithm: AlgorithmConfig) -> float:
     return algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-
-
-# Weight per token: (mask, denominators, max_completion_length) -> weights, 0 where masked
-
-TokenWeights = Callable[[Tensor, Denominators, int], Tensor]
 
 
 def per_token(mask_NT: Tensor, denominators: Denominators, max_completion_length: int) -> Tensor:
@@ -243,16 +212,6 @@ def per_completion(mask_NT: Tensor, denominators: Denominators, max_completion_l
 def per_budget(mask_NT: Tensor, denominators: Denominators, max_completion_length: int) -> Tensor:
     """Weight all tokens equally, whatever the completions' lengths (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
     return mask_NT / (max(denominators.completions, 1.0) * max_completion_length)
-
-
-LOSS_FORMS: dict[str, tuple[TokenLoss, TokenWeights]] = {
-    "grpo": (clipped_loss, per_completion),
-    "bnpo": (clipped_loss, per_token),  # TRL divides by each micro-batch's tokens; a step's loss must not depend on it
-    "dr_grpo": (clipped_loss, per_budget),
-    "dapo": (clipped_loss, per_token),
-    "cispo": (cispo_loss, per_token),
-    "sapo": (sapo_loss, per_completion),
-}
 
 
 def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
@@ -277,15 +236,3 @@ def counted_of(values_NK: Tensor, mask_NT: Tensor) -> Tensor:
 def token_counts(mask_NT: Bool[Tensor, "completions tokens"]) -> Float[Tensor, "completions 1"]:
     """Count the unmasked tokens of each completion, at least 1."""
     return mask_NT.sum(dim=1, keepdim=True).clamp(min=1).float()
-
-
-def top_entropy_threshold(entropies: Float[Tensor, " tokens"], top_entropy_quantile: float) -> float:
-    """Compute the entropy that this share of a step's trained tokens over all ranks reaches; infinity without tokens.
-
-    For training on high-entropy tokens alone ("Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939).
-    """
-    if entropies.numel() == 0:
-        return torch.inf
-    rank_from_below = entropies.numel() - int(top_entropy_quantile * (entropies.numel() - 1))
-    # torch.quantile refuses more than 2**24 values
-    return entropies.kthvalue(rank_from_below).values.item() - ENTROPY_ROUNDING

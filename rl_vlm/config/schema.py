@@ -264,7 +264,7 @@ class RewardsConfig(Section):
 
 class AlgorithmConfig(Section):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
-    """How token losses are computed and averaged; see `rl_vlm/algorithm/losses.py`."""
+    """How token losses are computed and averaged; see `rl_vlm/algorithm/objective.py`."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Compute the ratio per token, or per completion (GSPO)."""
     vllm_importance_sampling_correction: bool = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rl_vlm.algorithm.losses import contributes
+from rl_vlm.algorithm.objective import contributes
 from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.memory.micro_batches import training_tokens

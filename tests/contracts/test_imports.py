@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MATHS = ROOT / "rl_vlm" / "algorithm"
 OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
@@ -141,11 +142,14 @@ def test_heavy_packages_are_imported_inside_functions():
     assert [str(found) for found in ALL if found.at_top and package(found) in LOCAL] == []
 
 
-@pytest.mark.parametrize("name", ["types", "algorithm/advantages", "memory/micro_batches", "algorithm/losses"])
+@pytest.mark.parametrize(
+    "name", ["types", "memory/micro_batches", *(f"algorithm/{path.stem}" for path in MATHS.glob("[!_]*.py"))]
+)
 def test_the_maths_needs_torch_and_jaxtyping_alone(name: str):
     modules = {found.module for found in ALL if found.file == f"rl_vlm/{name}.py"}
     foreign = {module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names}
-    allowed = ("torch", "jaxtyping", "rl_vlm.types", "rl_vlm.config", "rl_vlm.errors")
+    ours = ("types", "config", "errors", "stages", "algorithm")
+    allowed = ("torch", "jaxtyping", *(f"rl_vlm.{name}" for name in ours))
     assert [module for module in foreign if not module.startswith(allowed)] == []
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import rl_vlm
-from benchmarks.training_phase import make_trainer, window_of
+from benchmarks.training_phase import forward_backward, make_trainer
 from benchmarks.training_phase import train as train_on
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.optim import build_optimizer
-from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.run import train
 from tests.helpers.builders import make_groups, noise_image
 from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, resumed
@@ -49,12 +48,11 @@ def test_micro_batches_do_not_wait_for_the_gpu(tmp_path: Path) -> None:
     trainer = make_trainer(checkpoint, {}, {"micro_batch_tokens": 200})
     groups = make_groups(checkpoint, [([noise_image(32, 32, seed=i)], [24, 20, 16, 8]) for i in range(3)])
     train_on(trainer, groups)
-    trainer.start_step()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            trainer.accumulate_gradients(window_of(groups), groups, StepMetrics())
+            forward_backward(trainer, groups)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     paths = [Path(each.filename) for each in found if "synchroniz" in str(each.message)]

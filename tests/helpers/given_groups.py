@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from rl_vlm.algorithm.objective import Objective
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
@@ -44,4 +45,9 @@ def make_trainer(
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Tensor:
     """The loss of the step, whose gradients the policy then has."""
     window = trainer.collector.current(trainer.progress, StepMetrics())
-    return trainer.accumulate_gradients(window, groups, StepMetrics())
+    return trainer.accumulate_gradients(window, trainer.objective(window, groups, StepMetrics()), StepMetrics())
+
+
+def objective_of(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Objective:
+    """The objective of a step on these groups."""
+    return trainer.objective(trainer.collector.current(trainer.progress, StepMetrics()), groups, StepMetrics())

@@ -10,15 +10,17 @@ import json
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from launch import cli
+from rl_vlm.algorithm.losses import LossInputs, TokenLoss, importance_ratio
+from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch, PolicyOutput
+from tests.helpers.changed_losses import changed_losses
 from tests.helpers.tiny_run import token_sum
 
 NAN = float("nan")
@@ -68,23 +70,24 @@ def with_nan(values: Tensor, where: Tensor) -> Tensor:
     return values
 
 
-original_loss, original_step = Trainer.loss, Trainer.step
+original_step = Trainer.step
 
 
-def loss(trainer: Trainer, batch: MicroBatch, output: PolicyOutput, *rest: Any) -> Any:
+def loss(
+    trainer: Trainer, token_loss: TokenLoss, ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig
+) -> Any:
     """Compute the loss of a micro-batch, with a NaN before or in it if that is due."""
-    if batch.is_dummy or not current.is_due("loss", "advantage", "logprob"):
-        return original_loss(trainer, batch, output, *rest)
+    if not current.is_due("loss", "advantage", "logprob"):
+        return token_loss(ratio_NK, inputs, algorithm)
     current.is_done = True
     if current.kind == "logprob":
-        output = output._replace(logprobs_NT=with_nan(output.logprobs_NT, trainer.trained_tokens(batch)))
+        inputs = replace(inputs, policy_logprobs_NT=with_nan(inputs.policy_logprobs_NT, inputs.mask_NT))
+        ratio_NK = importance_ratio(inputs, algorithm.importance_sampling_level)
     if current.kind == "advantage":
-        subgroup = batch.subgroups[0]
-        members = torch.zeros(len(subgroup.scored.advantages_G), dtype=torch.bool)
-        members[subgroup.members] = True
-        subgroup.scored.advantages_G[:] = with_nan(subgroup.scored.advantages_G, members)
-    value, sums = original_loss(trainer, batch, output, *rest)
-    return value * (NAN if current.kind == "loss" else 1.0), sums
+        trained_N1 = inputs.mask_NT.any(dim=1, keepdim=True)
+        inputs = replace(inputs, advantages_NK=with_nan(inputs.advantages_NK, trained_N1))
+    value_NK, flags = token_loss(ratio_NK, inputs, algorithm)
+    return value_NK * (NAN if current.kind == "loss" else 1.0), flags
 
 
 def inject_gradient(trainer: Trainer) -> None:
@@ -124,8 +127,9 @@ def step(trainer: Trainer) -> Any:
 
 def main() -> int:
     patched: Any = Trainer
-    patched.loss, patched.step = loss, step
-    return cli.run("train", sys.argv[1:])
+    patched.step = step
+    with changed_losses(loss):
+        return cli.run("train", sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -14,13 +14,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
+from rl_vlm.algorithm.losses import LossInputs, TokenLoss
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.run import train
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch
+from tests.helpers.changed_losses import changed_losses
 
 FAULT = "fault-"
 """A config file `fault-X.yaml` has a fault in its second step: the loss is multiplied by X, or X is `gradient`."""
@@ -33,16 +35,15 @@ CHECKED = "checked"
 
 def with_fault(kind: str) -> Any:
     """Return a patch with which the last rank's second step has a loss, or only a gradient, that is not finite."""
-    loss = Trainer.loss
 
-    def faulty_loss(trainer: Trainer, batch: Any, output: Any, *rest: Any) -> Any:
+    def faulty_loss(trainer: Trainer, loss: TokenLoss, ratio_NK: Tensor, inputs: LossInputs, algorithm: Any) -> Any:
         is_faulty = trainer.progress.global_step == 1 and trainer.ranks.rank == trainer.ranks.world_size - 1
         if is_faulty and kind == "gradient":
-            output.logprobs_NT.register_hook(lambda gradient: gradient * float("nan"))
-        value, sums = loss(trainer, batch, output, *rest)
-        return (value * float(kind) if is_faulty and kind != "gradient" else value), sums
+            inputs.policy_logprobs_NT.register_hook(lambda gradient: gradient * float("nan"))
+        value_NK, flags = loss(ratio_NK, inputs, algorithm)
+        return (value_NK * float(kind) if is_faulty and kind != "gradient" else value_NK), flags
 
-    return mock.patch.object(Trainer, "loss", faulty_loss)
+    return changed_losses(faulty_loss)
 
 
 def with_check() -> Any:
@@ -58,21 +59,21 @@ def with_check() -> Any:
 
 def out_of_memory(kind: str) -> Any:
     """Return a patch with which the last rank runs out of memory in the first two steps, or in the second."""
-    loss, calls = Trainer.loss, Counter()
+    calls = Counter()
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    def failing_loss(trainer: Trainer, batch: MicroBatch, output: Any, *rest: Any) -> Any:
+    def failing_loss(trainer: Trainer, loss: TokenLoss, ratio_NK: Tensor, inputs: LossInputs, algorithm: Any) -> Any:
         step = trainer.progress.global_step
         may_fail = step < 2 and (step == 1 or not trainer.optimizer.strategy.is_sharded)
-        if may_fail and trainer.ranks.rank == trainer.ranks.world_size - 1 and len(batch.completions) > 1:
+        if may_fail and trainer.ranks.rank == trainer.ranks.world_size - 1 and len(inputs.mask_NT) > 1:
             calls[step] += 1
             if calls[step] == 1:
-                fail() if kind == "forward" else output.logprobs_NT.register_hook(fail)
-        return loss(trainer, batch, output, *rest)
+                fail() if kind == "forward" else inputs.policy_logprobs_NT.register_hook(fail)
+        return loss(ratio_NK, inputs, algorithm)
 
-    return mock.patch.object(Trainer, "loss", failing_loss)
+    return changed_losses(failing_loss)
 
 
 def train_file(path: Path) -> None:

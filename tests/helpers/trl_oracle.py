@@ -98,7 +98,7 @@ def loss_on_logprobs(
         "prompt_mask": torch.ones_like(mask[:, :1]),
         "completion_ids": mask,
         "completion_mask": mask,
-        "advantages": inputs.advantages_N,
+        "advantages": inputs.advantages_NK,
         "num_items_in_batch": torch.tensor(num_step_tokens),
     }
     if inputs.old_logprobs_NT is not None:

@@ -6,6 +6,7 @@ import errno
 import json
 import resource
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from launch import cli
+from rl_vlm.algorithm.losses import TokenLoss
 from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.writer import CheckpointFiles
 from rl_vlm.config.describe import to_yaml
@@ -24,6 +26,7 @@ from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
 from tests.helpers import tiny_run
+from tests.helpers.changed_losses import changed_losses
 from tests.helpers.tiny_run import completions, make_config, metric_lines, noise, rows, weights
 
 
@@ -423,20 +426,19 @@ def test_reward_that_hangs_is_killed_and_the_prompts_before_keep_their_rewards(t
     assert line["rewards/hangs/mean"] == 1.0
 
 
-def break_loss(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+def broken_losses(steps: set[int]) -> AbstractContextManager[None]:
     """Make the loss of these steps NaN, gradients included."""
-    loss = Trainer.loss
 
-    def broken(trainer: Trainer, *args: Any) -> Any:
-        value, sums = loss(trainer, *args)
-        return (value * float("nan") if trainer.progress.global_step + 1 in steps else value), sums
+    def broken(trainer: Trainer, loss: TokenLoss, *given: Any) -> Any:
+        value_NK, flags = loss(*given)
+        return (value_NK * float("nan") if trainer.progress.global_step + 1 in steps else value_NK), flags
 
-    monkeypatch.setattr(Trainer, "loss", broken)
+    return changed_losses(broken)
 
 
-def test_nonfinite_loss_skips_the_step_and_leaves_the_weights(tiny_checkpoint, tmp_path, monkeypatch):
-    break_loss(monkeypatch, steps={2})
-    train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=3))
+def test_nonfinite_loss_skips_the_step_and_leaves_the_weights(tiny_checkpoint, tmp_path):
+    with broken_losses(steps={2}):
+        train(make_config(tiny_checkpoint, tmp_path / "run", max_steps=3))
     lines = metric_lines(tmp_path / "run")
     assert [line["skipped_updates/nonfinite"] for line in lines] == [0, 1, 0]
     first, second, third = (weights(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2, 3))
@@ -446,19 +448,17 @@ def test_nonfinite_loss_skips_the_step_and_leaves_the_weights(tiny_checkpoint, t
     assert batch.group.prompt.sample.sample_id.startswith("row-")
 
 
-def test_three_nonfinite_losses_in_a_row_stop_the_run_with_status_2(tiny_checkpoint, tmp_path, monkeypatch, capsys):
-    break_loss(monkeypatch, steps={2, 4, 5, 6, 7})
+def test_three_nonfinite_losses_in_a_row_stop_the_run_with_status_2(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path / "run", max_steps=9, save_steps=0)
     (tmp_path / "run.yaml").write_text(to_yaml(config))
-    assert cli.main(["train", str(tmp_path / "run.yaml")]) == 2
+    with broken_losses(steps={2, 4, 5, 6, 7}):
+        assert cli.main(["train", str(tmp_path / "run.yaml")]) == 2
     assert "3 steps in a row had a loss or gradient that is not finite" in capsys.readouterr().err
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert (tmp_path / "run" / "nonfinite-step-6-rank-0.pt").exists()
     assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-5"]
 
-    monkeypatch.undo()
-    break_loss(monkeypatch, steps={6})
-    with pytest.raises(TrainingError):  # the count went into the checkpoint
+    with broken_losses(steps={6}), pytest.raises(TrainingError):  # the count went into the checkpoint
         train(config.model_copy(update={"train": config.train.model_copy(update={"resume_from_checkpoint": "auto"})}))
     windows = sorted(path.name for path in (tmp_path / "run" / "completions").iterdir())
     assert windows == [f"completions_{step:05d}.parquet" for step in range(6)]  # the last is pending in the checkpoint

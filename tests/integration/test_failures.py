@@ -167,7 +167,6 @@ def test_a_norm_that_is_not_finite_on_another_rank_skips_the_update_on_all(tiny_
     monkeypatch.setattr(run.trainer.optimizer.torch_optimizer, "step", lambda: updates.append("update"))
     of_others = iter([0.0, 0.0, 0.0, 1.0])  # loss and number of norms that are not finite, of two steps
     monkeypatch.setattr(Ranks, "sum", lambda _, values: [values[0] + next(of_others)])
-    monkeypatch.setattr(run.trainer, "contributing", list)
     groups = [make_group(make_prompt(tiny_checkpoint, []), [2])]
     monkeypatch.setattr(run.trainer, "stop_if_nonfinite", lambda *_: None)
     run.trainer.update(torch.tensor(0.5), groups, StepMetrics())

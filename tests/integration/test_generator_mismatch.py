@@ -1,4 +1,4 @@
-"""Groups that another engine sampled, as the trainer's loss sees them."""
+"""Groups that another engine sampled, as the loss of a step sees them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rl_vlm.algorithm.losses import Denominators
+from rl_vlm.algorithm.objective import Objective
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.run import Run
 from rl_vlm.trainer import Trainer
@@ -40,8 +41,9 @@ def losses(
         for section, values in (("rollout", {"engine": "vllm"}), ("algorithm", settings)):
             for name, value in values.items():
                 patch.setattr(getattr(trainer.config, section), name, value)
+        objective = Objective(trainer.config, torch.device("cpu"), [], [], Denominators(40.0, 8.0), None)
         for batch in batches:
-            loss, sums = trainer.loss(batch, trainer.policy(batch), Denominators(40.0, 8.0), None)
+            loss, sums = objective.loss(batch, trainer.policy(batch))
             loss.backward()
             step.add_loss_metrics([sums])
     return take_gradients(trainer.policy.transformer), step.reduce(list)

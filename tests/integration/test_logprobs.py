@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_vlm import trainer as trainer_module
 from rl_vlm.algorithm.losses import LossInputs
+from rl_vlm.algorithm.objective import Objective
 from rl_vlm.model.families import family_of
 from rl_vlm.run import Run, train
-from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch
+from rl_vlm.types import MicroBatch, PolicyOutput
 from tests.helpers.builders import sharpen
+from tests.helpers.changed_losses import recorded_losses
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiny_run import build_checkpoint, make_config
 
@@ -40,19 +40,15 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
-    seen, loss, policy_loss = Seen(), Trainer.loss, trainer_module.policy_loss
+    with recorded_losses() as recorded:
+        seen, loss = Seen(inputs=recorded.inputs), Objective.loss
 
-    def recorded_loss(trainer: Trainer, batch: MicroBatch, *arguments: Any) -> Any:
-        seen.batches.append(batch)
-        return loss(trainer, batch, *arguments)
+        def recorded_loss(objective: Objective, batch: MicroBatch, output: PolicyOutput) -> Any:
+            seen.batches.append(batch)
+            return loss(objective, batch, output)
 
-    def recorded_policy_loss(inputs: LossInputs, *arguments: Any) -> Any:
-        seen.inputs.append(inputs)
-        return policy_loss(inputs, *arguments)
-
-    monkeypatch.setattr(Trainer, "loss", recorded_loss)
-    monkeypatch.setattr(trainer_module, "policy_loss", recorded_policy_loss)
-    yield seen
+        monkeypatch.setattr(Objective, "loss", recorded_loss)
+        yield seen
 
 
 @pytest.fixture(scope="module")

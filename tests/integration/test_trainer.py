@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from launch import cli
-from rl_vlm import trainer as trainer_module
-from rl_vlm.algorithm.losses import Denominators, LossInputs
+from rl_vlm.algorithm.losses import Denominators
 from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
@@ -23,6 +22,7 @@ from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, SubGroup
 from tests.helpers import tiny_run
+from tests.helpers.changed_losses import Recorded, recorded_losses
 from tests.helpers.tiny_run import completions, make_config, metric_lines, model_weights, weights
 
 PATCHES_PER_IMAGE = 16
@@ -51,17 +51,10 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict
 
 
 @pytest.fixture
-def loss_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[LossInputs, Denominators]]]:
-    """What `policy_loss` was given, call by call."""
-    calls: list[tuple[LossInputs, Denominators]] = []
-    policy_loss = trainer_module.policy_loss
-
-    def recorded(inputs: LossInputs, algorithm: Any, denominators: Denominators, max_length: int) -> Any:
-        calls.append((inputs, denominators))
-        return policy_loss(inputs, algorithm, denominators, max_length)
-
-    monkeypatch.setattr(trainer_module, "policy_loss", recorded)
-    yield calls
+def losses() -> Iterator[Recorded]:
+    """What the losses of a run were given."""
+    with recorded_losses() as recorded:
+        yield recorded
 
 
 def test_groups_without_variance_cost_no_forward_and_are_counted(tiny_checkpoint, tmp_path):
@@ -169,33 +162,33 @@ def test_reference_moves_towards_the_policy_when_due(steps, tiny_checkpoint, tmp
 
 
 @pytest.mark.parametrize("quantile", [0.25, 0.5])
-def test_top_entropy_quantile_trains_that_share_of_the_steps_tokens(quantile, tiny_checkpoint, tmp_path, loss_calls):
+def test_top_entropy_quantile_trains_that_share_of_the_steps_tokens(quantile, tiny_checkpoint, tmp_path, losses):
     settings = {"top_entropy_quantile": quantile, "micro_batch_tokens": 40, "prompts_per_step": 8}
     train(make_config(tiny_checkpoint, tmp_path, **settings, max_steps=1))
-    assert len(loss_calls) > 3
-    (threshold,) = {inputs.entropy_threshold for inputs, _ in loss_calls}
-    entropies = torch.cat([inputs.entropies_NT[inputs.mask_NT] for inputs, _ in loss_calls])
+    assert len(losses.inputs) > 3
+    (threshold,) = {inputs.entropy_threshold for inputs in losses.inputs}
+    entropies = torch.cat([inputs.entropies_NT[inputs.mask_NT] for inputs in losses.inputs])
     num_siblings = 3  # of the token at the threshold, if it is a first one: they have its entropy
     assert -1 <= int((entropies >= threshold).sum()) - quantile * len(entropies) <= 1 + num_siblings
 
 
-def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, loss_calls):
+def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, losses):
     train(make_config(tiny_checkpoint, tmp_path, mask_truncated_completions=True, prompts_per_step=4, max_steps=1))
     rows = completions(tmp_path)["completions_00000.parquet"]
     whole = [row["completion_length"] for row in rows if row["finish_reason"] == "stop"]
     assert 0 < len(whole) < len(rows)
-    assert sum(int(inputs.mask_NT.sum()) for inputs, _ in loss_calls) == sum(whole)
-    assert {(d.tokens, d.completions) for _, d in loss_calls} == {(sum(whole), 16)}
+    assert sum(int(inputs.mask_NT.sum()) for inputs in losses.inputs) == sum(whole)
+    assert set(losses.denominators) == {Denominators(float(sum(whole)), 16.0)}
 
 
 @pytest.mark.parametrize("normalizer", ["step", "window"])
-def test_tokens_of_the_step_or_the_windows_average_divide_the_loss(normalizer, tiny_checkpoint, tmp_path, loss_calls):
+def test_tokens_of_the_step_or_the_windows_average_divide_the_loss(normalizer, tiny_checkpoint, tmp_path, losses):
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}
     train(make_config(tiny_checkpoint, tmp_path, **settings, loss_normalizer=normalizer, max_steps=4))
     lengths = [row["completion_length"] for row in completions(tmp_path)["completions_00000.parquet"]]
     first, second = sum(lengths[:8]), sum(lengths[8:])  # 2 prompts × 4 completions each
     assert len(lengths) == 16 and first != second
-    used = list(dict.fromkeys((d.tokens, d.completions) for _, d in loss_calls))
+    used = [(d.tokens, d.completions) for d in dict.fromkeys(losses.denominators)]
     assert used == ([(first, 8), (second, 8)] if normalizer == "step" else [((first + second) / 2, 8)])
 
 
@@ -285,7 +278,7 @@ def test_an_adapter_that_only_vllm_cannot_load_trains_with_the_hf_engine(tiny_ch
     assert all("visual" in name and tensor.any() for name, tensor in stored.items())
 
 
-def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_checkpoint, tmp_path, loss_calls):
+def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_checkpoint, tmp_path, losses):
     settings = {"max_rollout_tokens": 2, "max_completion_length": 5, "max_steps": 4, "beta": 0.1, "num_iterations": 2}
     run(make_config(tiny_checkpoint, tmp_path, **settings))
     groups = {row["group_id"]: row for rows in completions(tmp_path).values() for row in rows}
@@ -295,8 +288,8 @@ def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_
     lines = metric_lines(tmp_path)
     assert lines[0]["sampling/policy_version_lag"] == 0
     assert lines[2]["sampling/policy_version_lag"] > 0  # begun two updates ago
-    first, _, second, _ = loss_calls
-    for inputs, moved in ((first[0], False), (second[0], True)):
+    first, _, second, _ = losses.inputs
+    for inputs, moved in ((first, False), (second, True)):
         assert inputs.generator_logprobs_NT is not None
         differences = (inputs.generator_logprobs_NT - inputs.policy_logprobs_NT.detach())[inputs.mask_NT].abs()
         assert (differences.max() > 1e-3) == moved
@@ -349,7 +342,7 @@ def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path
     trainer = Run(make_config(tiny_checkpoint, tmp_path, beta=0.1)).trainer
     window = trainer.collector.collect(trainer.progress, StepMetrics())
     dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, is_dummy=True)
-    loss, sums = trainer.loss(dummy, trainer.policy(dummy), Denominators(1.0, 1.0), None)
+    loss, sums = trainer.objective(window, window.groups, StepMetrics()).loss(dummy, trainer.policy(dummy))
     assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})
 
 

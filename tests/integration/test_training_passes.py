@@ -32,7 +32,7 @@ from tests.helpers.builders import (
     take_gradients,
     whole,
 )
-from tests.helpers.given_groups import WHOLE, accumulate, make_trainer
+from tests.helpers.given_groups import WHOLE, accumulate, make_trainer, objective_of
 from tests.helpers.stock import stock_logprobs
 from tests.tiny.build import build_tiny
 
@@ -94,8 +94,9 @@ def test_a_part_of_the_vision_side_gets_the_gradient_of_the_whole_loss(
     trainer = make_trainer(policy, groups, reference=reference, beta=beta, micro_batch_tokens=budget)
     accumulate(trainer, groups)
     found = take_gradients(policy)
+    objective = objective_of(trainer, groups)
     trained = [0, 2, 4] if beta else [0, 2]  # those with images, and without variance if there is a KL term
-    assert [groups.index(group) for group in trainer.contributing(groups)] == trained
+    assert [groups.index(group) for group in objective.contributing] == trained
     assert [i for i, group in enumerate(groups) if cost_of_groups(policy, "auto", beta > 0)(group)] == trained
     dense = [len(groups[i].group.prompt.token_ids) * len(SHAPES[i][1]) + sum(SHAPES[i][1]) for i in trained]
     assert policy.counters["dense_tokens"] == sum(dense)
@@ -111,7 +112,7 @@ def test_a_step_of_text_alone_makes_no_update_if_a_part_of_the_vision_side_is_tr
         policy = make_policy(checkpoint, trainable_modules=part)
         trainer = make_trainer(policy, texts)
         metrics = StepMetrics()
-        trainer.update(accumulate(trainer, texts), texts, metrics)
+        trainer.update(accumulate(trainer, texts), objective_of(trainer, texts).contributing, metrics)
         assert trainer.progress.policy_version == num_updates
         assert metrics.means["skipped_updates/no_variance"] == [1.0 - num_updates, 1]
 
@@ -145,7 +146,7 @@ def test_the_entropy_threshold_is_that_of_the_trained_tokens_of_all_groups(
     reference = Reference(policy, make_policy(checkpoint)) if beta else None
     settings = {"top_entropy_quantile": 0.4, "mask_truncated_completions": True, "micro_batch_tokens": CUT}
     trainer = make_trainer(policy, groups, reference=reference, beta=beta, **settings)
-    threshold = trainer.entropy_threshold(groups, StepMetrics())
+    threshold = objective_of(trainer, groups).entropy_threshold
     assert threshold is not None
     assert ((counted >= threshold) == (counted >= counted.quantile(0.6))).all()
 
@@ -219,7 +220,7 @@ def test_a_rank_without_groups_to_train_on_updates_with_the_others(
     updates: list[str] = []
     monkeypatch.setattr(trainer.optimizer.torch_optimizer, "step", lambda: updates.append("update"))
     metrics = StepMetrics()
-    trainer.update(torch.zeros(()), idle, metrics)
+    trainer.update(torch.zeros(()), objective_of(trainer, idle).contributing, metrics)
     assert updates == ["update"]
     assert trainer.progress.policy_version == 1
     assert metrics.means["skipped_updates/no_variance"] == [0.0, 1]

@@ -16,11 +16,14 @@ from rl_vlm.algorithm.advantages import compute_advantages, reward_std, total_re
 from rl_vlm.algorithm.losses import (
     Denominators,
     LossInputs,
-    count_denominators,
     generator_weight,
     importance_ratio,
     old_logprobs,
     policy_loss,
+)
+from rl_vlm.algorithm.objective import (
+    configured_loss,
+    count_denominators,
     top_entropy_threshold,
     trained_completions,
 )
@@ -91,7 +94,7 @@ def example_inputs(on_policy=False):
         policy_logprobs_NT=policy.requires_grad_(),
         old_logprobs_NT=None if on_policy else policy.detach() + noise(0.7),
         ref_logprobs_NT=policy.detach() + noise(0.5),
-        advantages_N=torch.tensor([1.3, -0.9, 0.4, -1.6, 0.7, -0.3, 2.1, 0.0]),
+        advantages_NK=torch.tensor([1.3, -0.9, 0.4, -1.6, 0.7, -0.3, 2.1, 0.0])[:, None],
         mask_NT=mask,
         entropies_NT=noise(1.0).abs(),
     )
@@ -101,7 +104,7 @@ def rows_of(inputs, rows):
     """The micro-batch of these completions, whose log-probs still lead back to `inputs`."""
     return LossInputs(
         inputs.policy_logprobs_NT[rows], inputs.old_logprobs_NT[rows], inputs.ref_logprobs_NT[rows],
-        inputs.advantages_N[rows], inputs.mask_NT[rows], inputs.entropies_NT[rows],
+        inputs.advantages_NK[rows], inputs.mask_NT[rows], inputs.entropies_NT[rows],
     )  # fmt: skip
 
 
@@ -114,8 +117,15 @@ def our_loss(inputs, settings):
     if algorithm.top_entropy_quantile < 1:
         threshold = top_entropy_threshold(inputs.entropies_NT[inputs.mask_NT], algorithm.top_entropy_quantile)
         inputs = LossInputs(**(vars(inputs) | {"entropy_threshold": threshold}))
-    denominators = Denominators(tokens=float(inputs.mask_NT.sum()), completions=8.0)
-    return policy_loss(inputs, algorithm, denominators, MAX_COMPLETION_LENGTH)
+    return configured(inputs, algorithm, Denominators(tokens=float(inputs.mask_NT.sum()), completions=8.0))
+
+
+def configured(inputs, algorithm, denominators):
+    """The loss and metrics of the `loss_type`, in a step with these denominators."""
+    token_loss, token_weights = configured_loss(algorithm)
+    return policy_loss(
+        inputs, algorithm, token_loss, token_weights(inputs.mask_NT, denominators, MAX_COMPLETION_LENGTH)
+    )
 
 
 def gradient(loss, inputs):
@@ -148,7 +158,7 @@ def test_the_example_reaches_every_branch_of_the_losses():
     inputs = example_inputs()
     sequence = importance_ratio(inputs, "sequence").squeeze(1)
     for sign in (1, -1):
-        signed = inputs.advantages_N.sign() == sign
+        signed = inputs.advantages_NK.squeeze(1).sign() == sign
         ratios = importance_ratio(inputs, "token")[inputs.mask_NT & signed[:, None]]
         for low, high in [(0.0, 0.8), (0.8, 1.28), (1.28, 2.0), (2.0, 2.5), (2.5, torch.inf)]:
             assert ((ratios > low) & (ratios < high)).any()
@@ -167,6 +177,16 @@ def test_loss_and_gradient_equal_trls(make_trainer, loss_type, level):
 def test_each_setting_has_trls_meaning(make_trainer, loss_type, variant):
     settings = with_cispo_cap(loss_type, VARIANTS[variant])
     assert_loss_gradient_and_metrics_agree(make_trainer(**settings), example_inputs(), settings)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradient_with_an_advantage_per_token_equal_trls(make_trainer, loss_type, level):
+    settings = with_cispo_cap(loss_type, EVERYTHING) | {"importance_sampling_level": level}
+    inputs: Any = example_inputs()
+    noise = torch.randn(inputs.mask_NT.shape, generator=torch.Generator().manual_seed(23))
+    inputs = replace(inputs, advantages_NK=inputs.advantages_NK + noise)
+    assert_loss_gradient_and_metrics_agree(make_trainer(**settings), inputs, settings)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -197,8 +217,7 @@ def test_steps_of_a_window_divide_by_its_average_like_trl(make_trainer, loss_typ
     second = replace(second, mask_NT=second.mask_NT & (torch.arange(max(LENGTHS)) < 3))
     assert (first.mask_NT.sum(), second.mask_NT.sum()) == (38, 19)
     for step in (first, second):
-        denominators = Denominators(tokens=28.5, completions=8.0)
-        ours, _ = policy_loss(step, AlgorithmConfig(**settings), denominators, MAX_COMPLETION_LENGTH)
+        ours, _ = configured(step, AlgorithmConfig(**settings), Denominators(tokens=28.5, completions=8.0))
         trls = trl_oracle.loss_on_logprobs(trainer, step, num_step_tokens=38 + 19)
         assert_same(ours, trls)
         assert_same(gradient(ours, step), gradient(trls, step))
@@ -301,7 +320,7 @@ def test_wrong_uses_of_the_generator_weight_would_show(mode):
     with_gradient = weight * (mismatch - mismatch.detach()).exp()
 
     def gradient_with(weight):
-        losses = -inputs.advantages_N[:, None] * (policy - policy.detach()).exp()
+        losses = -inputs.advantages_NK * (policy - policy.detach()).exp()
         return gradient((losses * weight * mask).sum() / mask.sum(), inputs)
 
     assert_same(found, gradient_with(weight))
@@ -425,12 +444,12 @@ def test_parameter_gradients_of_rollouts_with_images_equal_trls(sharp, tmp_path,
         policy_logprobs_NT=scores.logprobs_NT,
         old_logprobs_NT=old,
         ref_logprobs_NT=ref,
-        advantages_N=torch.cat([scored.advantages_G for scored in groups]),
+        advantages_NK=torch.cat([scored.advantages_G for scored in groups])[:, None],
         mask_NT=length_mask(LENGTHS) & torch.cat([trained_completions(g, True) for g in groups])[:, None],
         entropies_NT=scores.entropies_NT,
     )
     denominators = count_denominators(groups, mask_truncated_completions=True)
-    ours, _ = policy_loss(inputs, AlgorithmConfig(**settings), denominators, MAX_COMPLETION_LENGTH)
+    ours, _ = configured(inputs, AlgorithmConfig(**settings), denominators)
     ours.backward()
 
     trls, trained = trls_loss(sharp, tmp_path, completion_ids, REWARDS, old, ref, settings)

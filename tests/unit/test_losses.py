@@ -7,20 +7,11 @@ from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 from pydantic import ValidationError
 
-from rl_vlm.algorithm.losses import (
-    LOSS_FORMS,
-    Denominators,
-    LossInputs,
-    MetricExtreme,
-    contributes,
-    count_denominators,
-    policy_loss,
-    top_entropy_threshold,
-    trained_completions,
-)
+from rl_vlm.algorithm.losses import Denominators, LossInputs, MetricExtreme, policy_loss
+from rl_vlm.algorithm.objective import LOSS_FORMS, configured_loss
 from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
+from rl_vlm.types import length_mask
 
 F, T = False, True
 
@@ -33,7 +24,7 @@ def make_inputs(
         policy_logprobs_NT=policy,
         old_logprobs_NT=None if old is None else torch.tensor(old),
         ref_logprobs_NT=None if ref is None else torch.tensor(ref),
-        advantages_N=torch.tensor(advantages),
+        advantages_NK=torch.tensor(advantages).view(len(policy), -1),
         mask_NT=torch.ones_like(policy, dtype=torch.bool) if mask is None else torch.tensor(mask),
         entropies_NT=torch.zeros_like(policy) if entropies is None else torch.tensor(entropies),
         entropy_threshold=entropy_threshold,
@@ -49,33 +40,22 @@ def from_ratios(ratios, advantages, **kwargs):
 
 def loss_of(inputs, denominators=None, max_completion_length=10, **algorithm):
     """Loss, gradient per token and metrics; every token counts 1 by default."""
-    loss, metrics = policy_loss(
-        inputs, AlgorithmConfig(**algorithm), denominators or Denominators(1.0, 1.0), max_completion_length
-    )
+    loss, metrics = configured(inputs, AlgorithmConfig(**algorithm), denominators, max_completion_length)
     (gradient,) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
     return loss.item(), gradient, {name: plain(metric) for name, metric in metrics.items()}
+
+
+def configured(inputs, algorithm, denominators=None, max_completion_length=10):
+    """The loss and metrics of the `loss_type`."""
+    token_loss, token_weights = configured_loss(algorithm)
+    weights_NT = token_weights(inputs.mask_NT, denominators or Denominators(1.0, 1.0), max_completion_length)
+    return policy_loss(inputs, algorithm, token_loss, weights_NT)
 
 
 def plain(metric):
     if isinstance(metric, MetricExtreme):
         return metric.statistic, metric.value.item()
     return metric.total.item(), metric.count.item()
-
-
-def scored_group(lengths, finish_reasons, valid):
-    prompt = Prompt(Sample("s0", [], [], {}, ""), torch.tensor([1, 2]), {}, {})
-    completions = [
-        Completion(torch.arange(n), torch.zeros(n), reason, "")
-        for n, reason in zip(lengths, finish_reasons, strict=True)
-    ]
-    return ScoredGroup(
-        Group("g0", prompt, completions, policy_version=0),
-        scores_GF=torch.zeros(len(lengths), 1),
-        rewards_G=torch.zeros(len(lengths)),
-        advantages_G=torch.zeros(len(lengths)),
-        valid_G=torch.tensor(valid),
-        has_variance=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -250,10 +230,8 @@ def test_mismatch_metrics_are_over_trained_tokens_of_all_micro_batches_and_ranks
     def metrics_of(*micro_batches):
         step = StepMetrics()
         for weights, mask in micro_batches:
-            _, metrics = policy_loss(
-                from_weights(weights, mask=mask), AlgorithmConfig(vllm_importance_sampling_mode="token_mask"),
-                Denominators(1.0, 1.0), max_completion_length=10,
-            )  # fmt: skip
+            algorithm = AlgorithmConfig(vllm_importance_sampling_mode="token_mask")
+            _, metrics = configured(from_weights(weights, mask=mask), algorithm)
             step.add_loss_metrics([metrics])
         return step
 
@@ -331,7 +309,7 @@ def test_micro_batches_add_up_to_the_step(loss_type, level, correction):
                 policy[rows, :width].requires_grad_(),
                 old[rows, :width],
                 ref[rows, :width],
-                advantages[rows],
+                advantages[rows, None],
                 length_mask([lengths[i] for i in rows]),
                 entropies[rows, :width],
                 entropy_threshold=-1.5,
@@ -341,8 +319,7 @@ def test_micro_batches_add_up_to_the_step(loss_type, level, correction):
                 loss_type=loss_type, importance_sampling_level=level, beta=0.1, delta=2.0, epsilon_high=1.5,
                 vllm_importance_sampling_mode=correction,
             )  # fmt: skip
-            denominators = Denominators(tokens=18.0, completions=4.0)
-            loss, metrics = policy_loss(inputs, algorithm, denominators, max_completion_length=10)
+            loss, metrics = configured(inputs, algorithm, Denominators(tokens=18.0, completions=4.0))
             total += loss.item()
             (gradient[rows, :width],) = torch.autograd.grad(loss, inputs.policy_logprobs_NT)
             step.add_loss_metrics([metrics])
@@ -378,58 +355,35 @@ def test_only_high_entropy_tokens_get_policy_loss_but_all_count_and_have_kl():
     torch.testing.assert_close(gradient, torch.tensor([[-1 / 3, -2 / 3, -2 / 3, 0.0]]))
 
 
-@pytest.mark.parametrize(
-    ("share", "kept"),
-    [(1.0, [T, T, T, T, T]), (0.5, [F, F, T, T, T]), (0.3, [F, F, F, T, T]), (0.01, [F, F, F, F, T])],
-)
-def test_top_entropy_threshold_keeps_the_share_with_the_highest_entropy(share, kept):
-    entropies = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert (entropies >= top_entropy_threshold(entropies, share)).tolist() == kept
+def test_an_advantage_per_token_weights_its_token():
+    inputs = make_inputs([[0.0, 0.0], [0.0, 0.0]], [[1.0, -2.0], [3.0, 50.0]], mask=[[T, T], [T, F]])
+    loss, gradient, _ = loss_of(inputs)
+    assert (loss, gradient.tolist()) == (-(1.0 - 2.0 + 3.0), [[-1.0, 2.0], [-3.0, 0.0]])
+    _, _, metrics = loss_of(from_ratios([[2.0, 2.0]], [[1.0, -1.0]]), epsilon=0.2)
+    assert metrics["clip_ratio/high_mean"] == (1, 2)  # the first token's advantage is positive
 
 
-def test_tokens_of_one_entropy_up_to_rounding_train_together():
-    entropies = torch.tensor([1.0, 2.0, 2.000001, 1.999999, 3.0])
-    assert (entropies >= top_entropy_threshold(entropies, 0.5)).tolist() == [F, T, T, T, T]
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_FORMS)
+def test_equal_advantages_of_a_completions_tokens_are_the_completions_advantage(loss_type, level):
+    settings: dict[str, Any] = {
+        "loss_type": loss_type, "importance_sampling_level": level, "epsilon_high": 1.5, "delta": 2.0
+    }  # fmt: skip
+    ratios, mask = [[0.5, 1.0, 4.0], [3.0, 0.2, 1.0], [1.1, 1.0, 1.0]], [[T, T, T], [T, T, F], [T, F, F]]
+    advantages = [1.5, -0.5, 0.0]
+    loss, gradient, metrics = loss_of(from_ratios(ratios, advantages, mask=mask), **settings)
+    spread = from_ratios(ratios, [[advantage] * 3 for advantage in advantages], mask=mask)
+    assert spread.advantages_NK.shape == (3, 3)
+    spread_loss, spread_gradient, spread_metrics = loss_of(spread, **settings)
+    assert (spread_loss, spread_gradient.tolist()) == (loss, gradient.tolist())
+    if level == "token":  # else what is clipped is counted by token, and before by completion
+        assert spread_metrics == metrics
 
 
-def test_top_entropy_threshold_of_a_step_without_a_token_that_trains():
-    assert top_entropy_threshold(torch.tensor([]), 0.2) == torch.inf
-
-
-def test_faulted_completions_are_in_no_denominator():
-    group = scored_group([5, 3, 2], ["stop", "length", "stop"], valid=[T, T, F])
-    assert trained_completions(group, mask_truncated_completions=False).tolist() == [T, T, F]
-    assert count_denominators([group, group], mask_truncated_completions=False) == Denominators(16.0, 4.0)
-
-
-def test_masked_truncated_completions_are_out_of_the_tokens_and_in_the_completions():
-    group = scored_group([5, 3, 2], ["stop", "length", "stop"], valid=[T, T, F])
-    assert trained_completions(group, mask_truncated_completions=True).tolist() == [T, F, F]
-    assert count_denominators([group], mask_truncated_completions=True) == Denominators(tokens=5.0, completions=2.0)
-
-
-def test_groups_without_variance_stay_in_the_denominators():
-    group = scored_group([4, 4], ["stop", "stop"], valid=[T, T])
-    assert not group.has_variance
-    assert count_denominators([group], mask_truncated_completions=False) == Denominators(8.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("valid", "has_variance", "has_kl", "trains", "expected"),
-    [
-        (T, T, F, T, T), (T, F, F, T, F), (T, F, T, T, T),  # groups without variance have a gradient of the KL term
-        (F, F, T, T, F), (T, T, F, F, F), (T, F, T, F, F),  # no valid completion; no trained weight in the forward
-    ],
-)  # fmt: skip
-def test_groups_that_contribute_to_the_gradient(valid, has_variance, has_kl, trains, expected):
-    group = scored_group([2, 3], ["stop", "stop"], valid=[valid, F])
-    group.has_variance = has_variance
-    assert contributes(group, has_kl, lambda prompt: trains) == expected
-
-
-def test_advantages_of_shape_n_1_are_refused():
-    inputs = make_inputs([[0.0], [0.0]], [1.0, 2.0])
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (1, 1)])
+def test_advantages_of_another_shape_are_refused(shape):
+    inputs = make_inputs([[0.0, 0.0], [0.0, 0.0]], [1.0, 2.0])
     with pytest.raises(TypeCheckError):
         jaxtyped(typechecker=beartype)(LossInputs)(
-            inputs.policy_logprobs_NT, None, None, torch.ones(2, 1), inputs.mask_NT, inputs.entropies_NT
+            inputs.policy_logprobs_NT, None, None, torch.ones(shape), inputs.mask_NT, inputs.entropies_NT
         )

@@ -1,11 +1,8 @@
 import torch
 
 from rl_vlm.data.sampler import Draw
-from rl_vlm.rollout.window import Window, store_logprobs, stored_logprobs
-from rl_vlm.stages import Stage
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
-
-CPU = torch.device("cpu")
+from rl_vlm.rollout.window import Window
+from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
 
 
 def prompt(name: str) -> Prompt:
@@ -68,16 +65,3 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
         assert torch.equal(ours.scores_GF.nan_to_num(9.0), theirs.scores_GF.nan_to_num(9.0))
         assert (ours.valid_G.tolist(), ours.has_variance) == ([True, False], True)
     assert found.groups[1].old_logprobs[0].tolist() == [-1.0, -2.0]
-
-
-def test_logprobs_are_kept_by_completion_without_padding():
-    first, second = scored_group("a", 2, 4), scored_group("b", 3)
-    batch = MicroBatch([SubGroup(first, [1]), SubGroup(second, [0])], shared=False)
-    store_logprobs(batch, torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-5.0, -6.0, -7.0, 0.0]]), Stage.OLD_LOGPROBS)
-    assert {member: values.tolist() for member, values in first.old_logprobs.items()} == {1: [-1.0, -2.0, -3.0, -4.0]}
-    assert second.old_logprobs[0].tolist() == [-5.0, -6.0, -7.0]
-
-    other_cut = MicroBatch([SubGroup(second, [0])], shared=True)
-    old_logprobs = stored_logprobs(other_cut, Stage.OLD_LOGPROBS, CPU)
-    assert old_logprobs is not None and old_logprobs.tolist() == [[-5.0, -6.0, -7.0]]
-    assert stored_logprobs(other_cut, Stage.REF_LOGPROBS, CPU) is None
