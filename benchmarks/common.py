@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rl_vlm.memory.peaks import CudaPeak
+from rl_vlm.passes.peaks import CudaPeak
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = "torch transformers trl peft accelerate flash-attn".split()

@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.common import environment, markdown_table
 from benchmarks.gpu_parts.bench import Bench
-from rl_vlm.memory.allocator import EXPANDABLE, VARIABLES
+from rl_vlm.passes.allocator import EXPANDABLE, VARIABLES
 
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "correctness": ("correctness", {}),

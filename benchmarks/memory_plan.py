@@ -119,7 +119,7 @@ def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGr
     for model in [policy, *([reference.frozen] if reference and reference.frozen else [])]:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # else the file of the checkpoint backs it
-    trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, LiveBytes())
+    trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, LiveBytes(), 16384)
     for _ in range(NUM_STEPS):
         trainer.step()
 

@@ -16,9 +16,10 @@ from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.trainer import Trainer
@@ -42,7 +43,8 @@ def trainer_of(config: RunConfig, policy: Policy) -> Trainer:
     assert config.memory.micro_batch_tokens != "auto"
     progress = Progress(max_steps=1000, micro_batch_tokens=config.memory.micro_batch_tokens)
     recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
-    return Trainer(config, ranks, policy, None, optimizer, collector, progress, recovery)
+    passes = Passes(config, ranks, policy, None, optimizer, recovery)
+    return Trainer(config, ranks, policy, None, optimizer, collector, progress, passes)
 
 
 def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[Tensor, Objective]:
@@ -50,12 +52,12 @@ def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[T
     trainer.start_step()
     window = Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
     objective = trainer.objective(window, groups, StepMetrics())
-    return trainer.accumulate_gradients(window, objective, StepMetrics()), objective
+    return trainer.gradients(objective, window, StepMetrics()), objective
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> None:
     """Add the gradients of these micro-batches of the groups."""
-    with mock.patch.object(trainer, "pack", return_value=list(batches)):
+    with mock.patch.object(trainer.passes, "pack", return_value=list(batches)):
         forward_backward(trainer, groups)
 
 

@@ -46,7 +46,7 @@ def chat_command(arguments: Sequence[str]) -> int:
     options = chat_parser().parse_intermixed_args(arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("rl-vlm chat runs in one process; start it without accelerate launch")
-    from rl_vlm.memory.allocator import configure_allocator
+    from rl_vlm.passes.allocator import configure_allocator
     from rl_vlm.serving.checkpoint import find_served
 
     served = find_served(options.checkpoint, options.engine, options.overrides)

@@ -25,7 +25,7 @@ from rl_vlm.distributed.launcher import check_numbers, end_with_launcher, is_one
 from rl_vlm.distributed.signals import handled, ignored_afterwards, kill_children, stop
 from rl_vlm.errors import ConfigError, RLVLMError, Stopped
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_first_process, shown_log
-from rl_vlm.memory.allocator import configure_allocator
+from rl_vlm.passes.allocator import configure_allocator
 
 EXIT_SECONDS = 30.0
 """Time that threads and processes which users' functions started have to end after a command."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +36,6 @@ from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
-from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.large_prompts import PromptLimit
-from rl_vlm.memory.peaks import allocated_bytes
 from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
@@ -50,6 +48,11 @@ from rl_vlm.model.sharding import (
     require_input_gradients,
 )
 from rl_vlm.model.vision import idle_sample
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.changes import append_change
+from rl_vlm.passes.large_prompts import PromptLimit
+from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.peaks import allocated_bytes
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.resume import SavedRun
@@ -171,9 +174,10 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
             config, ranks, data.builder, engine.engine, rewards,
             gathered=engine.gathered, image_folder=log.images.folder if log.images else None,
         )  # fmt: skip
-    budget = Budget(progress, config.memory.micro_batch_tokens, directory.append_budget_change)
+    budget = Budget(progress, config.memory.micro_batch_tokens, partial(append_change, directory.path))
     recovery = start.recovery(ranks, budget, policy.vision.tokens, of_engine, stages)
-    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery, stages)
+    passes = Passes(config, ranks, policy, reference, optimizer, recovery)
+    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
     if profile:
         profile.attach(trainer, start.plan)
     return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, profile)

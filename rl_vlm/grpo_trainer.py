@@ -32,7 +32,7 @@ from rl_vlm.distributed.signals import handled, stop
 from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
 from rl_vlm.live import PREFIX, Function, content_of, label_of, live, live_name
 from rl_vlm.log.terminal import shown_log
-from rl_vlm.memory.allocator import allocator_configured
+from rl_vlm.passes.allocator import allocator_configured
 
 Summary = dict[str, Any]
 

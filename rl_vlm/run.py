@@ -26,7 +26,6 @@ from rl_vlm.distributed.optimizer_files import OptimizerFiles, load_optimizer
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import CheckpointError, RLVLMError, TrainingError, text_of
 from rl_vlm.evaluation import check_rewarded
-from rl_vlm.log.budget import BUDGET, BudgetLog
 from rl_vlm.log.completions import rollout_table, window_before
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
@@ -36,9 +35,9 @@ from rl_vlm.log.metrics import seconds_of, totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.record import Record
 from rl_vlm.log.starts import append_start
-from rl_vlm.memory.budget import BudgetChange
 from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
+from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
 from rl_vlm.profile.profiler import NUM_PROFILED
 from rl_vlm.profile.report import write_profile
 from rl_vlm.report.build import LiveReport
@@ -95,9 +94,9 @@ class Run:
         """
         if self.config.train.resume_from_checkpoint is None:
             return []
-        log, step = BudgetLog((saved.path.parent if saved else self.directory.path) / BUDGET), self.progress.global_step
-        budget = self.trainer.recovery.budget
-        changes = log.read_for(step, budget.setting)
+        step, budget = self.progress.global_step, self.trainer.passes.recovery.budget
+        recorded = read_changes(saved.path.parent if saved else self.directory.path)
+        changes = [change for change in recorded if change.step <= step or change.setting == budget.setting]
         budget.to_replay = [change for change in changes if change.step > step]
         return changes
 
@@ -108,7 +107,8 @@ class Run:
             next_window = self.collector.step_of_next_generation(self.progress.global_step)
             held_out = self.evaluator.usable.dropped if self.evaluator else []
             dropped = [*self.parts.data.usable.dropped, *held_out]
-            self.directory.prepare(self.config, step, last_line, next_window, dropped, budget_changes)
+            self.directory.prepare(self.config, step, last_line, next_window, dropped)
+            write_changes(self.directory.path, budget_changes)
             append_start(self.directory.path, self.ranks.world_size, is_first=saved is None)
             warn_of_dropped(dropped, self.directory.path / DROPPED)
 

@@ -92,7 +92,7 @@ class Sampling:
 
 @dataclass
 class Measured:
-    """What micro-batches of the first steps held, at most on any rank, in bytes (memory/calibration.py)."""
+    """What micro-batches of the first steps held, at most on any rank, in bytes (passes/calibration.py)."""
 
     steps: int = 0
     held: int = 0
@@ -120,7 +120,7 @@ class Progress:
     patch_price: float = 0.0
     """Language tokens that a patch of an image counts as in the budget; 0 if no memory plan was made."""
     micro_batch_tokens: int = 0
-    """Token budget of a micro-batch, which changes during a run (memory/budget.py)."""
+    """Token budget of a micro-batch, which changes during a run (passes/budget.py)."""
     measured: Measured = field(default_factory=Measured)
 
 

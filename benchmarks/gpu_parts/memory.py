@@ -23,8 +23,8 @@ from benchmarks.gpu_parts.training_pass import accumulate
 from benchmarks.shapes import SHAPES, make_group
 from benchmarks.sides import Setup
 from benchmarks.training_phase import trainer_of
-from rl_vlm.memory.allocator import VARIABLES
-from rl_vlm.memory.recovery import free_memory
+from rl_vlm.passes.allocator import VARIABLES
+from rl_vlm.passes.recovery import free_memory
 from rl_vlm.plan.auto import this_card
 from rl_vlm.plan.build import Hardware, Model, plan_memory, read_config, traced_model
 from rl_vlm.plan.engines import ENGINES

@@ -21,8 +21,8 @@ from benchmarks.gpu_parts.bench import Bench
 from benchmarks.rollout import generate_inputs
 from benchmarks.shapes import SHAPES
 from benchmarks.sides import Setup, stock_model
-from rl_vlm.memory.recovery import free_memory, is_out_of_memory
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.recovery import free_memory, is_out_of_memory
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.types import RolloutRequest, Sampling
 

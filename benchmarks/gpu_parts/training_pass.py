@@ -27,8 +27,8 @@ from benchmarks.gpu_parts.bench import Bench
 from benchmarks.shapes import SHAPES, make_group, model_config
 from benchmarks.sides import Setup, floor_side, trl_side
 from benchmarks.training_phase import forward_backward, trainer_of
-from rl_vlm.memory.recovery import free_memory, is_out_of_memory
 from rl_vlm.model import policy
+from rl_vlm.passes.recovery import free_memory, is_out_of_memory
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup
 
@@ -102,7 +102,7 @@ def own_rows(bench: Bench, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
 def own_figures(bench: Bench, trainer: Trainer, case: Case) -> dict[str, Any]:
     """Measure the trainer's passes over several groups."""
     free_memory()
-    trainer.sharing = "dense" if case.side == "dense" else "shared"
+    trainer.passes.sharing = "dense" if case.side == "dense" else "shared"
     trainer.progress.micro_batch_tokens = MOST_TOKENS
     num_groups = 2 if bench.small else max(2, MOST_TOKENS // case.setup.work.unique_tokens)
     groups = [new_group(case.setup, seed) for seed in range(num_groups)]

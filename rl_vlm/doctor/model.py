@@ -24,10 +24,10 @@ from rl_vlm.doctor.rows import Split
 from rl_vlm.dry_run import cached_snapshot
 from rl_vlm.errors import DataError
 from rl_vlm.functions import names_function
-from rl_vlm.memory.large_prompts import PromptLimit
 from rl_vlm.model.files import read_json
 from rl_vlm.model.loading import base_of, initial_checkpoint, longest_prompt
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.large_prompts import PromptLimit
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 

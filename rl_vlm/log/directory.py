@@ -3,7 +3,7 @@
 output_dir/
     config.yaml                              every setting, resolved
     metrics.jsonl                            one line per optimizer step; step 0 is the evaluation before training
-    micro_batch_tokens.jsonl                 one line per change of the token budget, see rl_vlm/memory/budget.py
+    micro_batch_tokens.jsonl                 one line per change of the token budget, see rl_vlm/passes/changes.py
     completions/completions_00000.parquet    one row per completion, one file per generation window
     completions/held_out_00000.parquet       the same, one file per evaluation within the run
     completions/images/                      small copies of the images of some prompts, for the report
@@ -33,12 +33,10 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError
-from rl_vlm.log.budget import BUDGET, BudgetLog
 from rl_vlm.log.completions import FOLDER, drop_after
-from rl_vlm.log.files import LOCK, METRICS, disk_errors, refuse_earlier_run
+from rl_vlm.log.files import BUDGET, LOCK, METRICS, disk_errors, refuse_earlier_run
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.log.starts import STARTS
-from rl_vlm.memory.budget import BudgetChange
 from rl_vlm.model.files import read_json
 from rl_vlm.types import ScoredGroup
 
@@ -63,7 +61,6 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = MetricsLog(path / METRICS)
-        self.budget = BudgetLog(path / BUDGET)
 
     @property
     def is_visible(self) -> bool:
@@ -99,16 +96,13 @@ class RunDirectory:
         last_line: int,
         next_window: int,
         dropped: Sequence[dict[str, Any]],
-        budget_changes: Sequence[BudgetChange],
     ) -> None:
         """Delete an earlier run, or the records after the checkpoint at `step` from which the run resumes.
 
         `last_line` is the last step whose metrics are kept. `next_window` is the step that the next window will be
-        generated for. `budget_changes` are those to keep. Called after all checks of the settings, since it deletes
-        files.
+        generated for. Called after all checks of the settings, since it deletes files.
         """
         self.metrics.truncate_after(last_line)
-        self.budget.write(budget_changes)
         drop_after(self.path, step, next_window)
         for directory in self.path.iterdir():
             match = CHECKPOINT.fullmatch(directory.name)
@@ -124,10 +118,6 @@ class RunDirectory:
     def append_metrics(self, line: dict[str, Any]) -> None:
         with disk_errors(self.path):
             self.metrics.append(line)
-
-    def append_budget_change(self, change: BudgetChange) -> None:
-        with disk_errors(self.path):
-            self.budget.append(change)
 
     def write_nonfinite(self, groups: Sequence[ScoredGroup], step: int, rank: int) -> None:
         """Write the groups of a step whose loss or gradient was not finite. A full disk is no error here."""

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 METRICS = "metrics.jsonl"
+BUDGET = "micro_batch_tokens.jsonl"
 
 
 @contextmanager

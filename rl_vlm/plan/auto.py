@@ -13,11 +13,11 @@ from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
-from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
-from rl_vlm.memory.micro_batches import VisionTokens
-from rl_vlm.memory.peaks import CudaPeak
-from rl_vlm.memory.recovery import Recovery
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.passes.micro_batches import VisionTokens
+from rl_vlm.passes.peaks import CudaPeak
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.build import MOST_TOKENS, Hardware, plan_memory, read_config, traced_model
 from rl_vlm.plan.engines import ENGINES, Engine, zero_engine
 from rl_vlm.plan.hardware import GIB, Card

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_vlm.memory.calibration import CalibratedRecovery
-from rl_vlm.memory.micro_batches import batch_tokens
-from rl_vlm.memory.peaks import peak_of
 from rl_vlm.model.vision import num_patches
+from rl_vlm.passes.calibration import CalibratedRecovery
+from rl_vlm.passes.micro_batches import batch_tokens
+from rl_vlm.passes.peaks import peak_of
 from rl_vlm.plan.memory import Load, MemoryPlan
 from rl_vlm.profile.saved import SavedBytes
 from rl_vlm.types import MicroBatch, Prompt
@@ -78,11 +78,11 @@ class MemoryProfile:
         self.watch(trainer.collector, "collect", "rollout")
         if trainer.config.rollout.engine != "hf":
             self.watch(trainer.collector.engine, "sync", "weight sync")
-        self.watch(trainer, "outputs", "log-probs")
-        self.watch(trainer, "accumulate_gradients", "forward and backward", first=self.saved, last=noting.remove)
+        self.watch(trainer.passes, "outputs", "log-probs")
+        self.watch(trainer.passes, "gradients", "forward and backward", first=self.saved, last=noting.remove)
         self.watch(trainer, "update", "update")
-        if isinstance(trainer.recovery, CalibratedRecovery):  # it restarts the peak within a phase
-            trainer.recovery.before_restart = lambda: self.begin(self.current)
+        if isinstance(trainer.passes.recovery, CalibratedRecovery):  # it restarts the peak within a phase
+            trainer.passes.recovery.before_restart = lambda: self.begin(self.current)
 
     def watch(
         self,

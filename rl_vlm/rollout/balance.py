@@ -17,9 +17,9 @@ from dataclasses import replace
 from rl_vlm.algorithm.objective import contributes
 from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.memory.micro_batches import training_tokens
 from rl_vlm.model.loading import why_not_shared
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.micro_batches import training_tokens
 from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.types import Prompt, ScoredGroup, Sharing
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import OutOfMemory
-from rl_vlm.memory.recovery import first_line, free_memory, is_out_of_memory
 from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.passes.recovery import first_line, free_memory, is_out_of_memory
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys

@@ -18,8 +18,9 @@ LAYERS = [
     "errors live types",
     "config functions names stages tiny",
     "distributed",
-    "data model algorithm memory reward checkpoint",
+    "data model algorithm reward checkpoint",
     "log eval_options",
+    "passes",
     "rollout",
     "evaluation trainer dry_run serving",
     "plan report reward_check",
@@ -143,7 +144,7 @@ def test_heavy_packages_are_imported_inside_functions():
 
 
 @pytest.mark.parametrize(
-    "name", ["types", "memory/micro_batches", *(f"algorithm/{path.stem}" for path in MATHS.glob("[!_]*.py"))]
+    "name", ["types", "passes/micro_batches", *(f"algorithm/{path.stem}" for path in MATHS.glob("[!_]*.py"))]
 )
 def test_the_maths_needs_torch_and_jaxtyping_alone(name: str):
     modules = {found.module for found in ALL if found.file == f"rl_vlm/{name}.py"}

@@ -12,9 +12,10 @@ from rl_vlm.algorithm.objective import Objective
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
+from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.tracing.step import Alone, GivenGroups
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
@@ -39,13 +40,14 @@ def make_trainer(
     progress = Progress(1, micro_batch_tokens=cast(int, config.memory.micro_batch_tokens))
     recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
     collector = GivenGroups(groups, config.algorithm.num_iterations)
-    return Trainer(config, ranks, policy, reference, optimizer, collector, progress, recovery)
+    passes = Passes(config, ranks, policy, reference, optimizer, recovery)
+    return Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes)
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Tensor:
     """The loss of the step, whose gradients the policy then has."""
     window = trainer.collector.current(trainer.progress, StepMetrics())
-    return trainer.accumulate_gradients(window, trainer.objective(window, groups, StepMetrics()), StepMetrics())
+    return trainer.gradients(trainer.objective(window, groups, StepMetrics()), window, StepMetrics())
 
 
 def objective_of(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Objective:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 from rl_vlm.plan.tracing import step
 from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
+from rl_vlm.stages import Listener, Stage, Stages
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, noise_image
 
@@ -60,7 +61,7 @@ FRAME = re.compile(r'  File "(?P<path>.*)", line \d+, in (?P<function>.*)')
 """The first line of a frame in a formatted traceback."""
 
 
-class HostSyncs(TorchDispatchMode):
+class HostSyncs(TorchDispatchMode, Listener):
     """Counts the operators that make the host wait for the device, by phase and place. Enter it above `fake_tensors`.
 
     It also raises RuntimeError if an operator gets tensors of host and device, which integers with values would hide.
@@ -135,6 +136,10 @@ class HostSyncs(TorchDispatchMode):
     def note(self, operator: str) -> None:
         self.found[self.phase][f"{place()}: {operator}"] += 1
 
+    def passes(self, stage: Stage) -> AbstractContextManager[None]:
+        """Count the operators of passes apart."""
+        return self.within("micro-batches")
+
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """Count the block's operators in this phase."""
@@ -191,24 +196,11 @@ def name_of(path: str, function: str, folder: str) -> str:
     return f"{inner}:{function}" if found and not is_comprehension and not inner.startswith("plan/tracing") else ""
 
 
-class SyncTrainer(step.TracedTrainer):
-    """Takes one step, and tells `syncs` what is within micro-batches."""
-
-    syncs: HostSyncs
-
-    def training_passes(self, *args: Any) -> Any:
-        with self.syncs.within("micro-batches"):
-            return super().training_passes(*args)
-
-    def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        with self.syncs.within("micro-batches"):
-            return super().outputs(*args, **kwargs)
-
-
 def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) -> dict[str, Any]:
     """Take a step on a device, and count the operators that synchronise in it, by phase and place."""
     policy, reference = step.models_without_storage(config, checkpoint, groups)
-    syncs = HostSyncs()
+    syncs, tokens = HostSyncs(), config.memory.micro_batch_tokens
+    assert tokens != "auto"
 
     def with_masks(layout: RowLayout, mask_function: MaskFunction) -> RowLayout:
         layout.block_mask(mask_function)
@@ -225,8 +217,7 @@ def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) ->
     ):
         with torch.device(DEVICE):
             step.make_models_fake(policy, reference)
-        trainer = SyncTrainer(config, policy, reference, groups, 2, live)
-        trainer.syncs = syncs
+        trainer = step.TracedTrainer(config, policy, reference, groups, 2, live, tokens, Stages(syncs))
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` copies to the device by an operator, as with CUDA
         with syncs:
             trainer.step()  # makes the optimizer state

@@ -13,15 +13,14 @@ from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import DataError
-from rl_vlm.log.budget import BUDGET, BudgetLog
-from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
-from rl_vlm.memory.micro_batches import VisionTokens
-from rl_vlm.memory.recovery import Recovery
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.passes.changes import read_changes
+from rl_vlm.passes.micro_batches import VisionTokens
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan import auto
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
 from rl_vlm.run import Run, train
-from rl_vlm.stages import Stages
 from rl_vlm.types import Prompt
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.resuming import resumed
@@ -99,11 +98,9 @@ class GivenMemory:
 class Calibrated(auto.StartBudget):
     """A budget of a GPU that is not here."""
 
-    def recovery(
-        self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int, stages: Stages
-    ) -> Recovery:
+    def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
         planned = PlannedTraining(available=2**30, fixed=0.0, peak=2**30, tokens=self.tokens, most_tokens=10**6)
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory(), of_engine, stages)
+        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory(), of_engine)
 
 
 @pytest.mark.parametrize("kept", [2, 4])
@@ -114,7 +111,7 @@ def test_the_budget_is_calibrated_once(kept: int, checkpoint: Path, tmp_path: Pa
     settings = {"prompts_per_step": 4, "max_num_seqs": 16, "micro_batch_tokens": "auto", "max_steps": NUM_STEPS}
     straight, copy = tmp_path / "straight", tmp_path / "copy"
     train(make_config(checkpoint, straight, **settings))
-    (change,) = BudgetLog(straight / BUDGET).read()
+    (change,) = read_changes(straight)
     assert (change.step, change.reason) == (4, "calibration")
     assert START_TOKENS / 4 <= change.micro_batch_tokens <= START_TOKENS / 2
     assert budgets(straight) == [START_TOKENS] * 3 + [change.micro_batch_tokens] * (NUM_STEPS - 3)
@@ -125,7 +122,7 @@ def test_the_budget_is_calibrated_once(kept: int, checkpoint: Path, tmp_path: Pa
     monkeypatch.setattr(GivenMemory, "given_peak", 2**20)
     train(resumed(make_config(checkpoint, copy, **settings)))
     assert metric_lines(copy) == metric_lines(straight)
-    assert BudgetLog(copy / BUDGET).read() == [change]
+    assert read_changes(copy) == [change]
     found, expected = (weights(run / f"checkpoint-{NUM_STEPS}") for run in (copy, straight))
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 

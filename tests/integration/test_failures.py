@@ -116,13 +116,13 @@ def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
 
 
 def test_a_batch_that_cannot_be_written_changes_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
-    accumulate = Trainer.accumulate_gradients
+    accumulate = Trainer.gradients
 
     def not_a_number(trainer: Trainer, *arguments: Any) -> torch.Tensor:
         loss = accumulate(trainer, *arguments)
         return loss * float("nan") if trainer.progress.global_step == 2 else loss
 
-    monkeypatch.setattr(Trainer, "accumulate_gradients", not_a_number)
+    monkeypatch.setattr(Trainer, "gradients", not_a_number)
     train(config_of("full", tiny_checkpoint, tmp_path / "written"))
     (tmp_path / "not" / "nonfinite-step-3-rank-0.pt").mkdir(parents=True)  # a directory in the place of the file
     train(config_of("full", tiny_checkpoint, tmp_path / "not"))

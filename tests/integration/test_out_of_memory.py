@@ -12,9 +12,9 @@ import torch
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import OutOfMemory
-from rl_vlm.log.budget import BUDGET, BudgetLog
-from rl_vlm.memory.budget import BudgetChange
+from rl_vlm.log.files import BUDGET
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
 from rl_vlm.run import Run, train
 from tests.helpers import capped_runs, mixed_run, tiny_run
 from tests.helpers.capped_runs import Trained, largest_difference, train_capped
@@ -136,32 +136,31 @@ def test_a_resumed_run_replays_the_budget(
 
 def test_a_changed_setting_replaces_the_recorded_budget(tiny_checkpoint: Path, tmp_path: Path) -> None:
     train(make_config(tiny_checkpoint, tmp_path, max_steps=1))
-    log = BudgetLog(tmp_path / BUDGET)
-    log.append(BudgetChange(2, "training", 40, 160, "out_of_memory", "…"))
+    write_changes(tmp_path, [BudgetChange(2, "training", 40, 160, "out_of_memory", "…")])
     train(resumed(make_config(tiny_checkpoint, tmp_path, max_steps=2, micro_batch_tokens=100)))
     assert [line["memory/micro_batch_tokens"] for line in metric_lines(tmp_path)] == [160, 100]
-    assert log.read() == []
+    assert read_changes(tmp_path) == []
 
 
 def test_a_run_without_a_checkpoint_is_repeated_under_its_recorded_budget(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     change = BudgetChange(2, "training", 40, 160, "out_of_memory", "…")
-    BudgetLog(tmp_path / BUDGET).append(change)
+    write_changes(tmp_path, [change])
     train(resumed(make_config(tiny_checkpoint, tmp_path, max_steps=2)))
     assert [line["memory/micro_batch_tokens"] for line in metric_lines(tmp_path)] == [160, 40]
-    assert BudgetLog(tmp_path / BUDGET).read() == [change]
+    assert read_changes(tmp_path) == [change]
 
 
 def test_the_budget_is_replayed_in_another_directory(tiny_checkpoint: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     train(make_config(tiny_checkpoint, one, max_steps=1))
     changes = [BudgetChange(step, "training", 200 // step, 160, "out_of_memory", "…") for step in (1, 2, 9)]
-    BudgetLog(one / BUDGET).write(changes)
+    write_changes(one, changes)
     settings = {"max_steps": 3, "resume_from_checkpoint": str(one / "checkpoint-1")}
     train(make_config(tiny_checkpoint, other, **settings))
     assert [line["memory/micro_batch_tokens"] for line in metric_lines(other)] == [100, 100]
-    assert BudgetLog(other / BUDGET).read() == changes
+    assert read_changes(other) == changes
 
 
 @pytest.mark.ci
@@ -188,7 +187,7 @@ def test_ranks_that_share_a_model_end_and_resume_under_the_new_budget(
     assert "ranks that share a model cannot repeat a pass alone" in log
     assert "timed out" not in log
     assert not (tmp_path / "out-of-memory-backward" / "summary.json").exists()
-    (change,) = BudgetLog(tmp_path / "out-of-memory-backward" / BUDGET).read()
+    (change,) = read_changes(tmp_path / "out-of-memory-backward")
     assert (change.step, change.stage) == (2, "training") and change.micro_batch_tokens < 200
     (tmp_path / "resumed").mkdir()
     config = resumed(failing.configs["out-of-memory-backward"])

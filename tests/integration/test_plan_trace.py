@@ -22,6 +22,7 @@ from tests.tiny.build import build_tiny
 pytestmark = pytest.mark.ci
 
 NUM_STEPS = 2
+TOKENS = 150
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 4.0, "freeze_vision_tower": True}
 
 
@@ -60,7 +61,7 @@ def measured(config: RunConfig, checkpoint: Path, groups: list[ScoredGroup]) -> 
     policy = load_policy(config, str(checkpoint))
     reference = load_reference(config, str(checkpoint), policy, resumed=None)
     with RealBytes() as live:
-        trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, live)
+        trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, live, TOKENS)
         return [growth(trainer.traced_step().phases) for _ in range(NUM_STEPS)]
 
 
@@ -73,7 +74,7 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
     given: dict[str, Any] = {
         "model": {"model_name_or_path": str(checkpoint)},
         "rollout": {"num_generations": 4, "max_completion_length": 24},
-        "memory": {"micro_batch_tokens": 150, "gradient_checkpointing": False},
+        "memory": {"micro_batch_tokens": TOKENS, "gradient_checkpointing": False},
     }
     return RunConfig.model_validate({name: given.get(name, {}) | sections.get(name, {}) for name in given | sections})
 

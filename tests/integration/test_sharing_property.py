@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_vlm.memory.micro_batches import Sharing, Size, make_micro_batches
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.micro_batches import Sharing, Size, make_micro_batches
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,

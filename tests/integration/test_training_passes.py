@@ -242,13 +242,13 @@ def test_the_counters_of_a_reference_that_runs_out_of_memory_are_those_of_its_la
         return forward(model, work, *arguments)
 
     monkeypatch.setattr(Policy, "forward", fail_in_the_second)
-    trainer.add_logprobs(groups, reference, Stage.REF_LOGPROBS, StepMetrics())
-    assert trainer.recovery.events == {Stage.REF_LOGPROBS: 1}
+    trainer.add_logprobs(Stage.REF_LOGPROBS, reference, groups, StepMetrics())
+    assert trainer.passes.recovery.events == {Stage.REF_LOGPROBS: 1}
     budget = trainer.progress.micro_batch_tokens
     assert budget < CUT
     found = dict(frozen.counters)
     trainer.start_step()
     again = make_trainer(policy, groups, reference=reference, beta=0.1, micro_batch_tokens=budget)
-    again.add_logprobs(groups, reference, Stage.REF_LOGPROBS, StepMetrics())
+    again.add_logprobs(Stage.REF_LOGPROBS, reference, groups, StepMetrics())
     assert found == dict(frozen.counters)
     assert policy.counters == {}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_vlm.memory.micro_batches import make_micro_batches
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.helpers.builders import gradient_error, make_policy, take_gradients
 from tests.helpers.family_parity import case_groups, cases, scores, stock_scores

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.memory.allocator import VARIABLES, allocator_configured, configure_allocator
+from rl_vlm.passes.allocator import VARIABLES, allocator_configured, configure_allocator
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import DataError
-from rl_vlm.memory.micro_batches import training_tokens
+from rl_vlm.passes.micro_batches import training_tokens
 from rl_vlm.rollout.balance import EVEN_ENOUGH, balance, deal, deal_surplus
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Prompt, Sample, ScoredGroup

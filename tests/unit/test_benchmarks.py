@@ -42,7 +42,7 @@ from benchmarks.flops import (
 )
 from benchmarks.shapes import QWEN2_5_VL_3B, SMALL, TOY, TOY_HYBRID, model_config, proportions
 from benchmarks.sides import Setup, Side, differences, floor_side, own_side
-from rl_vlm.memory.micro_batches import make_micro_batches
+from rl_vlm.passes.micro_batches import make_micro_batches
 
 WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
 

@@ -1,6 +1,7 @@
 """Recorded changes of the token budget, on literal steps."""
 
-from rl_vlm.memory.budget import Budget, BudgetChange, BudgetReason
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.changes import BudgetChange, BudgetReason
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.memory.budget import Budget, BudgetChange
-from rl_vlm.memory.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.passes.changes import BudgetChange
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup

@@ -27,7 +27,7 @@ from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.live import live
-from rl_vlm.memory.allocator import VARIABLES
+from rl_vlm.passes.allocator import VARIABLES
 from rl_vlm.reward.suite import RewardSuite
 from tests.helpers.tiny_run import token_sum
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from rl_vlm.errors import DataError
-from rl_vlm.memory.large_prompts import PromptLimit
+from rl_vlm.passes.large_prompts import PromptLimit
 from rl_vlm.types import Prompt, Sample
 
 PIXELS_PER_PATCH, PATCHES_PER_TOKEN = 196, 4

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rl_vlm.memory import peaks
-from rl_vlm.memory.peaks import ResidentPeak
+from rl_vlm.passes import peaks
+from rl_vlm.passes.peaks import ResidentPeak
 from rl_vlm.plan.memory import Load
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.profile.report import RankProfile, compared, largest_load, peak_line, spread

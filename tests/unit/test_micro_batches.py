@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.memory.micro_batches import batch_tokens, make_micro_batches, pad_with_dummies, sharing_ratio
+from rl_vlm.passes.micro_batches import batch_tokens, make_micro_batches, pad_with_dummies, sharing_ratio
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup
 
 

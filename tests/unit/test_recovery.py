@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.memory.recovery import Failure, Recovery, is_out_of_memory
+from rl_vlm.passes.recovery import Failure, Recovery, is_out_of_memory
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup

@@ -5,6 +5,7 @@ config ─ three shallow models ─ steps of two sizes on fake tensors ─► by
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,10 +16,10 @@ import torch
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.memory.micro_batches import Size, valid_members, why_dense
 from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
+from rl_vlm.passes.micro_batches import Size, valid_members, why_dense
 from rl_vlm.plan.tracing.depth import Extrapolation, with_depth
 from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
@@ -26,9 +27,11 @@ from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.plan.tracing.live import LiveBytes, Phase
 from rl_vlm.plan.tracing.step import TracedTrainer, make_models_fake, models_without_storage
 from rl_vlm.stages import Stage
-from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
+from rl_vlm.types import Prompt, ScoredGroup, Sharing
 
 MOST_COMPLETIONS = 16
+WHOLE_GROUP = sys.maxsize
+"""A token budget that cuts no group."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,12 @@ class PassTrace:
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)  # of the micro-batches before
-        trainer = WholeGroupTrainer(config, policy, reference, [group], 1, live)
+        trainer = TracedTrainer(config, policy, reference, [group], 1, live, WHOLE_GROUP)
         training = trainer.traced_step().phases["forward_backward"]
-        trainer.add_logprobs([group], policy, Stage.OLD_LOGPROBS, StepMetrics())
+        trainer.add_logprobs(Stage.OLD_LOGPROBS, policy, [group], StepMetrics())
         logprobs = trainer.phases[Stage.OLD_LOGPROBS]
         return PassTrace(
-            tokens=language_tokens(group, trainer.sharing),
+            tokens=language_tokens(group, trainer.passes.sharing),
             patches=num_patches(policy.transformer.config, group.group.prompt),
             training=training.peak - training.before,
             logprobs=logprobs.peak - logprobs.before,
@@ -185,17 +188,6 @@ def trace_vision(policy: Policy, prompts: Sequence[Prompt], live: LiveBytes) -> 
             features = policy.vision.run(prompts)
         del features
     return phase
-
-
-class WholeGroupTrainer(TracedTrainer):
-    """Puts every group into a micro-batch of its own."""
-
-    def pack(
-        self, groups: Sequence[ScoredGroup], sharing: Sharing, spare: ScoredGroup, together: bool
-    ) -> list[MicroBatch]:
-        """Return one micro-batch per group."""
-        shared = why_dense(groups[0], sharing) is None
-        return [MicroBatch([SubGroup(group, valid_members(group))], shared) for group in groups]
 
 
 def language_tokens(group: ScoredGroup, sharing: Sharing) -> int:

@@ -19,15 +19,16 @@ from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.memory.recovery import Recovery
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
+from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
 from rl_vlm.plan.tracing.live import LiveBytes, Phase
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import Window
-from rl_vlm.stages import LogprobStage
+from rl_vlm.stages import NO_ONE, LogprobStage, Stages
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 
@@ -54,9 +55,10 @@ def trace_steps(config: RunConfig, checkpoint: str, groups: Sequence[ScoredGroup
     optimizer state, and later ones begin with it.
     """
     policy, reference = models_without_storage(config, checkpoint, groups)
+    tokens = config.memory.micro_batch_tokens
     with fake_tensors() as live:
         make_models_fake(policy, reference)
-        trainer = TracedTrainer(config, policy, reference, groups, num_steps, live)
+        trainer = TracedTrainer(config, policy, reference, groups, num_steps, live, 0 if tokens == "auto" else tokens)
         return [trainer.traced_step() for _ in range(num_steps)]
 
 
@@ -140,16 +142,19 @@ class TracedTrainer(Trainer):
         groups: Sequence[ScoredGroup],
         num_steps: int,
         live: LiveBytes,
+        tokens: int,
+        stages: Stages = NO_ONE,
     ) -> None:
+        """`tokens` is the token budget."""
         ranks = Alone()
         self.live = live
         self.phases: dict[str, Phase] = {}
         optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
         collector = GivenGroups(groups, config.algorithm.num_iterations)
-        tokens = config.memory.micro_batch_tokens
-        progress = Progress(num_steps, micro_batch_tokens=0 if tokens == "auto" else tokens)
-        recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
-        super().__init__(config, ranks, policy, reference, optimizer, collector, progress, recovery)
+        progress = Progress(num_steps, micro_batch_tokens=tokens)
+        recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens, stages)
+        passes = Passes(config, ranks, policy, reference, optimizer, recovery)
+        super().__init__(config, ranks, policy, reference, optimizer, collector, progress, passes)
         self.engine_checked = True  # there is no engine
 
     def traced_step(self) -> StepTrace:
@@ -159,14 +164,14 @@ class TracedTrainer(Trainer):
         return StepTrace(self.phases)
 
     def add_logprobs(
-        self, groups: Sequence[ScoredGroup], model: Policy | Reference | None, stage: LogprobStage, metrics: StepMetrics
+        self, stage: LogprobStage, model: Policy | Reference | None, groups: Sequence[ScoredGroup], metrics: StepMetrics
     ) -> None:
         with self.live.phase() as self.phases[stage]:
-            super().add_logprobs(groups, model, stage, metrics)
+            super().add_logprobs(stage, model, groups, metrics)
 
-    def accumulate_gradients(self, *args: Any) -> Tensor:
+    def gradients(self, *args: Any) -> Tensor:
         with self.live.phase() as self.phases["forward_backward"]:
-            return super().accumulate_gradients(*args)
+            return super().gradients(*args)
 
     def update(self, *args: Any) -> None:
         with self.live.phase() as self.phases["update"]:

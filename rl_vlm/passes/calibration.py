@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.micro_batches import VisionTokens, batch_tokens
-from rl_vlm.memory.peaks import Peak
-from rl_vlm.memory.recovery import Recovery
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.micro_batches import VisionTokens, batch_tokens
+from rl_vlm.passes.peaks import Peak
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.stages import NO_ONE, Stage, Stages
 from rl_vlm.types import MicroBatch
 

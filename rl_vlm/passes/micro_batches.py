@@ -30,7 +30,7 @@ def make_micro_batches(
 
     Tokens are those that the language model computes, padding included, plus the `vision_tokens` of the prompts. A
     single completion that is longer than the budget gets a micro-batch of its own; prompts that leave no room for any
-    are found before (`memory/large_prompts.py`). If `mixes_prompts` is False, every micro-batch holds one prompt.
+    are found before (`passes/large_prompts.py`). If `mixes_prompts` is False, every micro-batch holds one prompt.
     """
     by_reason: dict[str | None, list[ScoredGroup]] = {None: []}
     for group in groups:

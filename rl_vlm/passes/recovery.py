@@ -19,8 +19,8 @@ import torch
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OutOfMemory, shorten
-from rl_vlm.memory.budget import Budget
-from rl_vlm.memory.micro_batches import VisionTokens, batch_tokens
+from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.micro_batches import VisionTokens, batch_tokens
 from rl_vlm.stages import NO_ONE, Stage, Stages
 from rl_vlm.types import MicroBatch, Progress
 
@@ -96,9 +96,12 @@ class Recovery:
         """Number of events of this step by stage, replayed ones included."""
 
     @classmethod
-    def unrecorded(cls, ranks: Ranks, progress: Progress, vision_tokens: VisionTokens) -> Recovery:
+    def unrecorded(
+        cls, ranks: Ranks, progress: Progress, vision_tokens: VisionTokens, stages: Stages = NO_ONE
+    ) -> Recovery:
         """Build one for steps without a run directory."""
-        return cls(ranks, Budget(progress, progress.micro_batch_tokens, lambda change: None), vision_tokens)
+        budget = Budget(progress, progress.micro_batch_tokens, lambda change: None)
+        return cls(ranks, budget, vision_tokens, stages=stages)
 
     @contextmanager
     def watch(self, batch: MicroBatch) -> Iterator[None]:

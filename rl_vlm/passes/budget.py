@@ -8,31 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
+from rl_vlm.passes.changes import BudgetChange, BudgetReason, BudgetSetting
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
 
 logger = logging.getLogger(__name__)
-
-BudgetReason = Literal["out_of_memory", "calibration"]
-BudgetSetting = int | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class BudgetChange:
-    """A change of the budget, as a line of `micro_batch_tokens.jsonl`."""
-
-    step: int
-    """The optimizer step that it was made in, counted from 1."""
-    stage: str
-    """The stage of the step that begins, or begins again, with the new budget."""
-    micro_batch_tokens: int
-    setting: BudgetSetting
-    """`memory.micro_batch_tokens` of the run that made it. A run with another setting does not replay the change."""
-    reason: BudgetReason
-    message: str
 
 
 class Budget:
