@@ -29,6 +29,7 @@ from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.loading import load_policy
+from rl_vlm.types import Forward
 
 WORK = Workload(image_tokens=256, text_tokens=40, completion_tokens=64, num_generations=4)
 PAGE = ROOT / "docs" / "memory.md"
@@ -65,7 +66,7 @@ def measure_case(case: dict[str, Any]) -> dict[str, float]:
         start = time.process_time()
         with resident.stage(name):
             policy.start_step()
-            strategy.backward(-optimizer.policy(batch).logprobs_NT.mean())
+            strategy.backward(-optimizer.policy(Forward(batch)).logprobs_NT.mean())
             assert strategy.update(loss_is_finite=True)[1]
             strategy.clear_gradients()
         seconds = time.process_time() - start

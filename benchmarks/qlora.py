@@ -30,6 +30,7 @@ from benchmarks.resident import Resident, storage_bytes
 from benchmarks.shapes import SHAPES, build_checkpoint, make_group, make_prompt, micro_batch
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy
+from rl_vlm.types import Forward
 
 PAGE = ROOT / "docs" / "memory.md"
 WORK = Workload(image_tokens=16, text_tokens=24, completion_tokens=32, num_generations=4)
@@ -72,7 +73,7 @@ def measure(shape: str, checkpoint: Path, variant: str) -> Measured:
     with resident.stage("load"):
         policy = load_policy(config, str(checkpoint)).train()
     with resident.stage("step"):
-        policy(batch).logprobs_NT.sum().backward()
+        policy(Forward(batch)).logprobs_NT.sum().backward()
     return Measured(
         weights=storage_bytes(tensors_of(policy)),
         load_peak=resident.peaks["load"]["anonymous"],

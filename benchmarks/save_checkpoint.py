@@ -26,6 +26,7 @@ from rl_vlm.distributed.optimizer_files import OptimizerFiles
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.saving import PolicyFiles
+from rl_vlm.types import Forward
 
 WORK = Workload(image_tokens=16, text_tokens=40, completion_tokens=16, num_generations=2)
 NUM_STEPS = 5
@@ -49,7 +50,7 @@ class Training:
     def step(self) -> float:
         """Take a step, and return its seconds."""
         start = time.perf_counter()
-        (-self.policy(self.batch).logprobs_NT.mean()).backward()
+        (-self.policy(Forward(self.batch)).logprobs_NT.mean()).backward()
         self.optimizer.torch_optimizer.step()
         self.optimizer.torch_optimizer.zero_grad()
         return time.perf_counter() - start

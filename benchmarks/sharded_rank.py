@@ -31,6 +31,7 @@ from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.reference import load_reference
 from rl_vlm.model.saving import PolicyFiles
+from rl_vlm.types import Forward
 
 WORK = Workload(image_tokens=16, text_tokens=40, completion_tokens=16, num_generations=2)
 """A small group, so that memory is that of weights, gradients and moments."""
@@ -71,9 +72,10 @@ class ShardedRank:
         for i in range(num_micro_batches):
             batch = micro_batch([make_group(dataclasses.replace(self.prompt), WORK)], shared=True)
             if self.reference is not None:
-                self.reference(batch)
+                self.reference(Forward(batch))
             with self.strategy.accumulating(last=i == num_micro_batches - 1):
-                loss = -self.optimizer.policy(batch).logprobs_NT.mean() / num_micro_batches / self.ranks.world_size
+                mean = self.optimizer.policy(Forward(batch)).logprobs_NT.mean()
+                loss = -mean / num_micro_batches / self.ranks.world_size
                 self.strategy.backward(loss)
 
     def update(self) -> None:

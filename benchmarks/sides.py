@@ -35,7 +35,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy, lora_config
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import load_reference
-from rl_vlm.types import Prompt, ScoredGroup, length_mask
+from rl_vlm.types import Forward, Prompt, ScoredGroup, length_mask
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns at every use
 
@@ -137,8 +137,8 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
     def loss() -> Tensor:
         group = setup.new_group()
         batch = micro_batch([group], shared)
-        ref_logprobs = reference(batch).logprobs_NT if reference else None
-        scores = policy(batch)
+        ref_logprobs = reference(Forward(batch)).logprobs_NT if reference else None
+        scores = policy(Forward(batch))
         inputs = LossInputs(
             policy_logprobs_NT=scores.logprobs_NT,
             old_logprobs_NT=None,

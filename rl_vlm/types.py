@@ -278,6 +278,25 @@ class MicroBatch:
         return [completion for subgroup in self.subgroups for completion in subgroup.completions]
 
 
+@dataclass(frozen=True)
+class Forward:
+    """Work of a policy: a forward of a micro-batch, with runs of the vision tower."""
+
+    batch: MicroBatch
+    before: int = 0
+    """Runs of the tower without gradients, for features that are kept for this micro-batch and later ones."""
+    within: int = 0
+    """Runs as part of the forward, and of the backward if the tower is trained. Both are the least: a rank that needs
+    fewer runs the tower without effect, so that ranks run it equally often."""
+
+
+@dataclass(frozen=True)
+class TowerBackward:
+    """Work of a policy: one more forward of the vision tower, for the gradients of a prompt's kept features."""
+
+    prompt: Prompt
+
+
 class PolicyOutput(NamedTuple):
     """Per-token results of one forward over N completions, right-padded; padded positions hold 0.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_vlm.types import MicroBatch, Prompt
+    from rl_vlm.types import Forward, Prompt
 
 QUESTION = "Which digit is this?"
 WARM_UP_STEPS = 60
@@ -92,11 +92,11 @@ def teach_format(directory: Path, seed: int) -> None:
     policy.transformer.save_pretrained(directory)
 
 
-def supervised_batch(examples: list[tuple[Prompt, list[int]]]) -> MicroBatch:
-    """Build a micro-batch of prompts with one given completion each."""
+def supervised_batch(examples: list[tuple[Prompt, list[int]]]) -> Forward:
+    """Build the forward of prompts with one given completion each."""
     import torch
 
-    from rl_vlm.types import Completion, Group, MicroBatch, ScoredGroup, SubGroup
+    from rl_vlm.types import Completion, Forward, Group, MicroBatch, ScoredGroup, SubGroup
 
     one = torch.zeros(1)
     groups = [
@@ -104,4 +104,4 @@ def supervised_batch(examples: list[tuple[Prompt, list[int]]]) -> MicroBatch:
         for prompt, ids in examples
     ]
     scored = [ScoredGroup(group, one[:, None], one, one, valid_G=one == 0, has_variance=True) for group in groups]
-    return MicroBatch([SubGroup(group, [0]) for group in scored], shared=False)
+    return Forward(MicroBatch([SubGroup(group, [0]) for group in scored], shared=False))

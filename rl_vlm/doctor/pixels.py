@@ -18,7 +18,7 @@ from rl_vlm.data.check import UsableRows
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
+from rl_vlm.types import Completion, Forward, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 NUM_ROWS = 4
 LEAST_EFFECT = 1e-6
@@ -94,4 +94,4 @@ def logprobs(policy: Policy, prompt: Prompt, token_ids: Tensor) -> Tensor:
     group = Group("doctor", prompt, [completion], policy_version=0)
     scored = ScoredGroup(group, one[:, None], one, one, valid_G=one == 0, has_variance=True)
     policy.start_step()
-    return policy(MicroBatch([SubGroup(scored, [0])], shared=False)).logprobs_NT.float().cpu()
+    return policy(Forward(MicroBatch([SubGroup(scored, [0])], shared=False))).logprobs_NT.float().cpu()

@@ -23,8 +23,8 @@ from rl_vlm.model.families import Family
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import shared_row
-from rl_vlm.model.vision import NO_RUNS, FeatureCache, TowerRuns, VisionEncoder
-from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, pad_rows, to_device
+from rl_vlm.model.vision import FeatureCache, VisionEncoder
+from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_rows, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,9 +98,9 @@ class Policy(nn.Module):
             yield
 
     def start_step(self) -> None:
-        """Clear the counters and the cached image features of the last optimizer step."""
+        """Clear the counters and the image features of the last optimizer step."""
         self.counters.clear()
-        self.vision.features.clear()
+        self.vision.clear()
 
     def mark(self) -> Callable[[], None]:
         """Return a function that drops what is counted and cached after this call."""
@@ -115,31 +115,32 @@ class Policy(nn.Module):
 
         return go_back
 
-    def forward(self, work: MicroBatch | Prompt, runs: TowerRuns = NO_RUNS) -> PolicyOutput | Tensor:
-        """Compute what `score` does for a micro-batch, and `VisionEncoder.kept_loss` for a prompt.
+    def forward(self, work: Forward | TowerBackward) -> PolicyOutput | Tensor:
+        """Compute what `score` does for a forward, and `VisionEncoder.kept_loss` for a tower's own backward.
 
         Training calls both here, since accelerate's wrappers see one method of a module only.
         """
-        if isinstance(work, MicroBatch):
-            return self.score(work, runs)
+        if isinstance(work, Forward):
+            return self.score(work)
         with self.autocast(keeps_casts=False), self.offloading():
-            return self.vision.kept_loss(work)
+            return self.vision.kept_loss(work.prompt)
 
     def offloading(self) -> AbstractContextManager[Any]:
         """Keep the block's activations in host memory if `offloads_activations` is set."""
         return ActivationOffloading(self.device) if self.offloads_activations else nullcontext()
 
-    def score(self, batch: MicroBatch, runs: TowerRuns) -> PolicyOutput:
+    def score(self, work: Forward) -> PolicyOutput:
         """Compute log-probs of a micro-batch's completions at the sampling temperature, and detached entropies.
 
-        The vision tower runs at least as often as `runs` says, so that ranks can run it equally often. Raises
-        ModelError if a completion is invalid (`check_completions`), or if images and placeholder tokens do not match.
+        Raises ModelError if a completion is invalid (`check_completions`), or if images and placeholder tokens do not
+        match.
         """
+        batch = work.batch
         check_completions(batch, self.banned_token_ids)
         with self.autocast(keeps_casts=False), self.offloading():
             # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
-            self.vision.keep(batch, runs.before)
-            num_idle = runs.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
+            self.vision.keep(batch, work.before)
+            num_idle = work.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
             idle = self.vision.idle(num_idle)
             hidden = self.hidden_of_rows(batch) + idle
         self.count(batch)

@@ -17,8 +17,8 @@ from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
 from rl_vlm.model.lora import adapter_layers
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.vision import NO_RUNS, TowerRuns, VisionEncoder
-from rl_vlm.types import MicroBatch, PolicyOutput
+from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.types import Forward, PolicyOutput
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ class Reference:
             self.frozen.start_step()
 
     @torch.no_grad()
-    def __call__(self, batch: MicroBatch, runs: TowerRuns = NO_RUNS) -> PolicyOutput:
+    def __call__(self, work: Forward) -> PolicyOutput:
         """Compute the log-probs and entropies of a micro-batch under the reference."""
         if self.frozen is not None:
-            return self.frozen(batch, runs)
+            return self.frozen(work)
         with self.initial_adapter():
-            return self.policy(batch, runs)
+            return self.policy(work)
 
     @contextmanager
     def initial_adapter(self) -> Iterator[None]:

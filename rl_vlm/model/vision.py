@@ -41,32 +41,6 @@ FeatureCache = WeakKeyDictionary[Prompt, ImageFeatures]
 """Features from a frozen tower in this optimizer step. Policy and reference share them: their towers are equal."""
 
 
-@dataclass(frozen=True)
-class TowerRuns:
-    """Runs of the vision tower for one micro-batch."""
-
-    before: int = 0
-    """Without gradients, for features that are kept for this micro-batch and later ones."""
-    within: int = 0
-    """As part of the forward, and of the backward if the tower is trained."""
-    after: tuple[Prompt, ...] = ()
-    """Prompts whose kept features no later micro-batch uses: the tower runs on each again, forward and backward."""
-
-    @property
-    def numbers(self) -> tuple[int, int, int]:
-        """Return the numbers of runs before, within and after."""
-        return self.before, self.within, len(self.after)
-
-    def at_least(self, numbers: Sequence[int], idle_prompt: Prompt | None) -> TowerRuns:
-        """Return these runs and idle ones, so that there are as many as ranks agreed on."""
-        before, within, num_after = numbers
-        idle = [] if idle_prompt is None else [idle_prompt] * (num_after - len(self.after))
-        return TowerRuns(before, within, (*self.after, *idle))
-
-
-NO_RUNS = TowerRuns()
-
-
 @dataclass
 class VisionEncoder:
     """The vision tower of a model. If it is frozen, it caches the features of prompts."""
@@ -95,6 +69,11 @@ class VisionEncoder:
         config = self.model.config
         price = self.patch_price or patch_cost(config)
         return 0 if self.is_frozen else math.ceil(price * num_patches(config, prompt))
+
+    def clear(self) -> None:
+        """Drop all features: those of a frozen tower, and those that a pass which failed has kept."""
+        self.features.clear()
+        self.kept.clear()
 
     def pixels(self, prompt: Prompt) -> int:
         """Return the number of pixels that the tower is given of a prompt's images."""
@@ -128,22 +107,6 @@ class VisionEncoder:
         if self.is_frozen or not torch.is_grad_enabled():
             return []
         return list(dict.fromkeys(s.prompt for s in batch.subgroups if s.vision_apart))
-
-    def plan(self, batches: Sequence[MicroBatch]) -> list[TowerRuns]:
-        """Return the runs of the tower for consecutive micro-batches, which start without kept features."""
-        self.kept.clear()
-        last = {prompt: i for i, batch in enumerate(batches) for prompt in self.apart(batch)}
-        plan, kept, cached = [], set(), set()
-        for i, batch in enumerate(batches):
-            apart, prompts = self.apart(batch), [s.prompt for s in batch.subgroups]
-            before = sum(prompt not in kept for prompt in apart)
-            kept.update(apart)
-            after = tuple(prompt for prompt in apart if last[prompt] == i)
-            plan.append(TowerRuns(before, len(self.calls(prompts, kept | cached)), after))
-            kept.difference_update(after)
-            if self.is_frozen:
-                cached.update(prompts)
-        return plan
 
     def keep(self, batch: MicroBatch, num_runs: int) -> None:
         """Run the tower at least `num_runs` times without gradients, and keep the features for later micro-batches."""

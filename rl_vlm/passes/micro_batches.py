@@ -147,13 +147,3 @@ class Packer:
 
     def fits(self, size: Size) -> bool:
         return size.tokens(self.shared) <= self.budget
-
-
-def pad_with_dummies(batches: list[MicroBatch], count: int, spare: ScoredGroup) -> list[MicroBatch]:
-    """Extend the micro-batches to `count` with one-completion dummies.
-
-    With collectives, every rank must run the same number of forwards. `spare` is any group of this rank: its tokens are
-    valid, so that 0 x loss is 0.
-    """
-    missing = range(count - len(batches))
-    return batches + [MicroBatch([SubGroup(spare, [0])], shared=False, is_dummy=True) for _ in missing]

@@ -20,7 +20,7 @@ from rl_vlm.passes.micro_batches import batch_tokens
 from rl_vlm.passes.peaks import peak_of
 from rl_vlm.plan.memory import Load, MemoryPlan
 from rl_vlm.profile.saved import SavedBytes
-from rl_vlm.types import MicroBatch, Prompt
+from rl_vlm.types import Forward, TowerBackward
 
 if TYPE_CHECKING:
     from rl_vlm.trainer import Trainer
@@ -116,9 +116,9 @@ class MemoryProfile:
     def note_load(self, policy: Any, args: tuple[Any, ...]) -> None:
         """Note the tokens and patches of a training or log-prob pass."""
         config, work = policy.transformer.config, args[0]
-        if isinstance(work, Prompt):  # the vision tower alone
-            self.loads.add(Load(0, num_patches(config, work)))
-        elif isinstance(work, MicroBatch):
-            within = [subgroup.prompt for subgroup in work.subgroups if not subgroup.vision_apart]
-            tokens = batch_tokens(work, vision_tokens=lambda prompt: 0)
+        if isinstance(work, TowerBackward):
+            self.loads.add(Load(0, num_patches(config, work.prompt)))
+        elif isinstance(work, Forward):
+            within = [subgroup.prompt for subgroup in work.batch.subgroups if not subgroup.vision_apart]
+            tokens = batch_tokens(work.batch, vision_tokens=lambda prompt: 0)
             self.loads.add(Load(tokens, sum(num_patches(config, prompt) for prompt in within)))

@@ -8,7 +8,7 @@ import torch
 
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import compiled_flex_attention
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
     make_group,
@@ -67,7 +67,7 @@ def make_groups(checkpoint: Path) -> list[ScoredGroup]:
 
 
 def scores(policy: Policy, groups: list[ScoredGroup], shared: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logprobs = policy(whole(groups, shared)).logprobs_NT
+    logprobs = policy(Forward(whole(groups, shared))).logprobs_NT
     assert logprobs.is_cuda
     (logprobs * torch.linspace(-1, 1, logprobs.numel(), device="cuda").view_as(logprobs)).sum().backward()
     return logprobs.detach().cpu(), take_gradients(policy)
@@ -106,7 +106,11 @@ def test_a_new_length_does_not_compile_again(checkpoint: Path) -> None:
     forget_compiled()
     policy = make_policy(checkpoint).to("cuda")
     for lengths in ([5, 3], [40, 33], [120, 7, 64]):
-        policy(whole([make_group(make_prompt(checkpoint, [noise_image(32, 24, seed=1)]), lengths)], shared=True))
+        policy(
+            Forward(whole([make_group(make_prompt(checkpoint, [noise_image(32, 24, seed=1)]), lengths)], shared=True))
+        )
     compiled = torch._dynamo.utils.counters["frames"]["total"]
-    policy(whole([make_group(make_prompt(checkpoint, [noise_image(48, 24, seed=1)]), [77, 55, 9])], shared=True))
+    policy(
+        Forward(whole([make_group(make_prompt(checkpoint, [noise_image(48, 24, seed=1)]), [77, 55, 9])], shared=True))
+    )
     assert torch._dynamo.utils.counters["frames"]["total"] == compiled

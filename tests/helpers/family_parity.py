@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import MicroBatch, ScoredGroup
+from rl_vlm.types import Forward, MicroBatch, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
     make_groups,
@@ -51,7 +51,7 @@ def weighted_sum(logprobs: Tensor) -> Tensor:
 def scores(policy: Policy, groups: Sequence[ScoredGroup], shared: bool) -> Scores:
     """Of all groups in one micro-batch, through our code."""
     batch: MicroBatch = whole(groups, shared)
-    rows = policy(batch).logprobs_NT
+    rows = policy(Forward(batch)).logprobs_NT
     logprobs = torch.cat([row[: len(c.token_ids)] for row, c in zip(rows, batch.completions, strict=True)])
     weighted_sum(logprobs).backward()
     return Scores(logprobs.detach(), take_gradients(policy))

@@ -17,7 +17,7 @@ from rl_vlm.model.families import TokenRules
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
-from rl_vlm.types import Group, MicroBatch, RolloutRequest, Sampling, ScoredGroup, SubGroup
+from rl_vlm.types import Forward, Group, MicroBatch, RolloutRequest, Sampling, ScoredGroup, SubGroup
 from tests.helpers.builders import make_prompt, noise_image
 
 IMAGES = [[noise_image(32, 24, seed=1)], [noise_image(48, 16, seed=2), noise_image(16, 64, seed=3)], []]
@@ -63,7 +63,7 @@ class Side:
 
     def scores(self, groups: Sequence[Group]) -> Tensor:
         """The policy's own log-probs of all completions, behind each other."""
-        scores = self.policy(batch_of(groups)).logprobs_NT
+        scores = self.policy(Forward(batch_of(groups))).logprobs_NT
         lengths = [len(c.token_ids) for group in groups for c in group.completions]
         return torch.cat([row[:n] for row, n in zip(scores, lengths, strict=True)])
 

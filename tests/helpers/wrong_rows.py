@@ -9,7 +9,7 @@ import torch
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.layout import ForwardInputs, shared_inputs
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import whole
 
 
@@ -43,6 +43,6 @@ WRONG_ROWS = [see_each_other, positions_go_on, another_image]
 def effect(policy: Policy, groups: Sequence[ScoredGroup], change: Callable[[ForwardInputs], ForwardInputs]) -> float:
     """By how much a change of the shared row moves a log-prob."""
     batch = whole(groups, shared=True)
-    expected = policy(batch).logprobs_NT
+    expected = policy(Forward(batch)).logprobs_NT
     with mock.patch.object(policy_module, "shared_inputs", lambda *args: change(shared_inputs(*args))):
-        return (policy(batch).logprobs_NT - expected).abs().max().item()
+        return (policy(Forward(batch)).logprobs_NT - expected).abs().max().item()

@@ -20,7 +20,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import add_initial_adapter, load_reference
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.run import train
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines
@@ -67,8 +67,8 @@ def test_every_family_trains_without_dropout(family: str, tmp_path: Path) -> Non
     expected = own_logprobs(model.eval(), policy, groups)
     assert largest_gap(own_logprobs(model.train(), policy, groups), expected) > 1e-3  # it has dropout
     state = torch.get_rng_state()
-    assert largest_gap(policy(whole(groups, shared=False)).logprobs_NT, expected) <= 1e-5
-    assert largest_gap(policy(whole(groups, shared=True)).logprobs_NT, expected) <= 1e-5
+    assert largest_gap(policy(Forward(whole(groups, shared=False))).logprobs_NT, expected) <= 1e-5
+    assert largest_gap(policy(Forward(whole(groups, shared=True))).logprobs_NT, expected) <= 1e-5
     assert torch.equal(torch.get_rng_state(), state)  # no layer draws a random number
 
 
@@ -136,5 +136,5 @@ def test_an_adapter_and_its_copy_as_reference_have_no_dropout(adapter: Path, tin
     expected = own_logprobs(model.eval(), policy, groups)
     assert largest_gap(own_logprobs(model.train(), policy, groups), expected) > 1e-3
     batch = whole(groups, shared=True)
-    assert largest_gap(policy(batch).logprobs_NT, expected) <= 1e-5
-    assert largest_gap(reference(batch).logprobs_NT, expected) <= 1e-5
+    assert largest_gap(policy(Forward(batch)).logprobs_NT, expected) <= 1e-5
+    assert largest_gap(reference(Forward(batch)).logprobs_NT, expected) <= 1e-5

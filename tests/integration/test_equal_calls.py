@@ -11,15 +11,15 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.sharding import refuse_unshardable, require_input_gradients
-from rl_vlm.model.vision import TowerRuns, idle_sample
-from rl_vlm.types import MicroBatch
+from rl_vlm.model.vision import idle_sample
+from rl_vlm.types import Forward, MicroBatch
 from tests.helpers.builders import make_groups, make_policy, make_prompt, noise_image, take_gradients, whole
 from tests.helpers.family_parity import NEED_AN_IMAGE
 from tests.tiny.build import TINY_FAMILIES
 
 FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "ovis2", "qwen3_5", "mllama", "lfm2_vl"}
 UNSHARDABLE = {"mllama", "lfm2_vl", "minicpmv4_6", "minicpmv4_7"}
-RUNS = TowerRuns(within=4)
+VISION_RUNS = 4
 WAYS_TO_TRAIN: dict[str, dict[str, Any]] = {
     "full": {},
     "LoRA": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []},
@@ -82,7 +82,7 @@ def calls(policy: Policy, batch: MicroBatch) -> tuple[list[tuple[str, bool]], li
         )
         for name, module in owners
     ]
-    policy(batch, RUNS).logprobs_NT.sum().backward()
+    policy(Forward(batch, within=VISION_RUNS)).logprobs_NT.sum().backward()
     for hook in hooks:
         hook.remove()
     return called, sorted(take_gradients(policy))
@@ -102,7 +102,7 @@ def test_all_micro_batches_call_the_same_modules(
     for name, (called, gradients) in found.items():
         assert called == found["an image, dense"][0], name
         assert gradients == found["an image, dense"][1], name
-    assert policy.counters["vision_forwards"] == RUNS.within * len(found)
+    assert policy.counters["vision_forwards"] == VISION_RUNS * len(found)
 
     monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", 1)  # one token at once
     assert calls(policy, made["one completion, dense"]) == found["an image, dense"]

@@ -18,7 +18,7 @@ from rl_vlm.export.write import export
 from rl_vlm.model.loading import load_policy
 from rl_vlm.rollout.vllm.arguments import engine_arguments
 from rl_vlm.run import train
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, noise_image, sharp_checkpoint, whole
 from tests.helpers.stock import stock_logprobs
 from tests.helpers.tiny_run import make_config
@@ -55,7 +55,7 @@ def of_policy(base: Path, checkpoint: Path, **settings: Any) -> Tensor:
     policy = load_policy(make_config(base, checkpoint.parent, **settings), str(base), checkpoint).eval()
     policy.banned_token_ids = []
     groups = groups_of(base)
-    rows = policy(whole(groups, shared=False)).logprobs_NT
+    rows = policy(Forward(whole(groups, shared=False))).logprobs_NT
     lengths = [len(completion.token_ids) for group in groups for completion in group.group.completions]
     return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
 

@@ -11,6 +11,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.fsdp2 import FSDP2
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.reference import INITIAL_ADAPTER, Reference
+from rl_vlm.types import Forward
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
 
 
@@ -32,10 +33,10 @@ def test_adapters_are_trained_if_the_reference_gathers_them_first(
         policy.model.load_adapter(tmp_path / "adapter", adapter_name=INITIAL_ADAPTER, is_trainable=False)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     batch = whole(make_groups(tiny_checkpoint, [([noise_image(16, 16, seed=1)], [3, 2])]), shared=True)
-    with_adapter = policy(batch).logprobs_NT.detach()
+    with_adapter = policy(Forward(batch)).logprobs_NT.detach()
     fsdp2.place(policy)
 
-    reference = Reference(policy, frozen=None)(batch).logprobs_NT
+    reference = Reference(policy, frozen=None)(Forward(batch)).logprobs_NT
     assert torch.allclose(reference, with_adapter, atol=1e-5) == has_initial_adapter
-    policy(batch).logprobs_NT.sum().backward()
+    policy(Forward(batch)).logprobs_NT.sum().backward()
     assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained

@@ -15,7 +15,7 @@ from rl_vlm.algorithm.objective import Objective
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.run import Run
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch, ScoredGroup
+from rl_vlm.types import Forward, MicroBatch, ScoredGroup
 from tests.helpers.builders import gradient_error, take_gradients, whole
 from tests.helpers.tiny_run import make_config
 
@@ -43,7 +43,7 @@ def losses(
                 patch.setattr(getattr(trainer.config, section), name, value)
         objective = Objective(trainer.config, torch.device("cpu"), [], [], Denominators(40.0, 8.0), None)
         for batch in batches:
-            loss, sums = objective.loss(batch, trainer.policy(batch))
+            loss, sums = objective.loss(batch, trainer.policy(Forward(batch)))
             loss.backward()
             step.add_loss_metrics([sums])
     return take_gradients(trainer.policy.transformer), step.reduce(list)

@@ -16,6 +16,7 @@ from rl_vlm.rollout import hf
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import (
+    Forward,
     Group,
     MicroBatch,
     Prompt,
@@ -144,7 +145,7 @@ def test_generator_logprobs_are_those_of_the_policy(tiny, model, prompts, dtype,
     hook.remove()
     assert dtypes == {dtype}
     with torch.no_grad():
-        scores = policy(MicroBatch([unscored(group) for group in groups], shared=False))
+        scores = policy(Forward(MicroBatch([unscored(group) for group in groups], shared=False)))
     generated = pad_rows([c.generator_logprobs for group in groups for c in group.completions])
     assert (generated - scores.logprobs_NT).abs().max() < tolerance
 

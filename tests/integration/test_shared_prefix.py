@@ -15,7 +15,7 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model.layout import ForwardInputs
 from rl_vlm.model.policy import Policy
 from rl_vlm.tiny.qwen import QWEN
-from rl_vlm.types import Completion, MicroBatch, ScoredGroup
+from rl_vlm.types import Completion, Forward, MicroBatch, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
     make_groups,
@@ -59,7 +59,7 @@ def policy(checkpoint: Path) -> Policy:
 
 def scores_and_gradients(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Log-probs, entropies, and gradients of a random weighting of the log-probs."""
-    scores = policy(batch)
+    scores = policy(Forward(batch))
     weights = torch.randn(scores.logprobs_NT.shape, generator=torch.Generator().manual_seed(0))
     (weights * scores.logprobs_NT).sum().backward()
     return scores.logprobs_NT.detach(), scores.entropies_NT, take_gradients(policy)
@@ -98,8 +98,8 @@ def test_shared_equals_dense_for_each_way_to_train(checkpoint: Path, variant: st
 
 def test_a_micro_batch_scores_as_its_groups_do_alone(checkpoint: Path, policy: Policy) -> None:
     groups = make_groups(checkpoint, CASES["mixed prompts"])
-    together = policy(whole(groups, shared=True)).logprobs_NT
-    alone = [row for group in groups for row in policy(whole([group], shared=True)).logprobs_NT]
+    together = policy(Forward(whole(groups, shared=True))).logprobs_NT
+    alone = [row for group in groups for row in policy(Forward(whole([group], shared=True))).logprobs_NT]
     for row, expected in zip(together, alone, strict=True):
         assert (row[: len(expected)] - expected).abs().max() <= 1e-5
         assert not row[len(expected) :].any()
@@ -169,4 +169,4 @@ def test_a_completion_that_cannot_be_scored_is_an_error(
         torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens)), "length", ""
     )
     with pytest.raises(ModelError, match=f"Completion 2 of sample s {found}"):
-        policy(whole([group], shared))
+        policy(Forward(whole([group], shared)))

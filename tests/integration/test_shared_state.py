@@ -15,6 +15,7 @@ from rl_vlm.model.loading import why_not_shared
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import RowLayout
 from rl_vlm.model.shared_state import CONVOLUTION, DELTA_RULE, SharedRow, delta_rule_of_row, routed
+from rl_vlm.types import Forward
 from tests.helpers.builders import make_policy, whole
 from tests.helpers.family_parity import case_groups
 from tests.tiny.build import TINY_FAMILIES
@@ -94,9 +95,9 @@ def test_a_wrong_state_would_show(
     if change in OF_DELTA_RULE and not hasattr(functions_of(policy), DELTA_RULE):
         pytest.skip("its state is the last inputs, and these prompts end with the same words")
     batch = whole(case_groups(checkpoint, "several prompts"), shared=True)
-    expected = policy(batch).logprobs_NT
+    expected = policy(Forward(batch)).logprobs_NT
     change(policy, monkeypatch)
-    assert (policy(batch).logprobs_NT - expected).abs().max() >= 0.01
+    assert (policy(Forward(batch)).logprobs_NT - expected).abs().max() >= 0.01
 
 
 def test_a_layer_that_calls_other_functions_is_not_shared(
@@ -119,4 +120,4 @@ def test_a_layer_that_does_not_pass_the_row_on_is_an_error(
 
     monkeypatch.setattr(functions_of(policy), CONVOLUTION, without_row)
     with pytest.raises(ModelError, match=r"calls knew the shared row\. Set memory\.prefix_sharing: dense"):
-        policy(batch)
+        policy(Forward(batch))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.micro_batches import Sharing, Size, make_micro_batches
-from rl_vlm.types import MicroBatch, ScoredGroup
+from rl_vlm.types import Forward, MicroBatch, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
     make_group,
@@ -56,7 +56,7 @@ def scores(policy: Policy, batches: list[MicroBatch]) -> tuple[dict[tuple[str, i
     logprobs = {}
     for batch in batches:
         names = [(s.scored.group.group_id, member) for s in batch.subgroups for member in s.members]
-        rows = policy(batch).logprobs_NT
+        rows = policy(Forward(batch)).logprobs_NT
         signs = torch.tensor([(-1.0) ** (int(group) + member) for group, member in names])
         (signs @ rows.sum(dim=1)).backward()
         logprobs |= {

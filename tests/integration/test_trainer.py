@@ -20,7 +20,7 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_model
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch, SubGroup
+from rl_vlm.types import Forward, MicroBatch, SubGroup
 from tests.helpers import tiny_run
 from tests.helpers.changed_losses import Recorded, recorded_losses
 from tests.helpers.tiny_run import completions, make_config, metric_lines, model_weights, weights
@@ -342,7 +342,7 @@ def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path
     trainer = Run(make_config(tiny_checkpoint, tmp_path, beta=0.1)).trainer
     window = trainer.collector.collect(trainer.progress, StepMetrics())
     dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, is_dummy=True)
-    loss, sums = trainer.objective(window, window.groups, StepMetrics()).loss(dummy, trainer.policy(dummy))
+    loss, sums = trainer.objective(window, window.groups, StepMetrics()).loss(dummy, trainer.policy(Forward(dummy)))
     assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})
 
 

@@ -20,7 +20,7 @@ from rl_vlm.model.vision import idle_sample
 from rl_vlm.plan.tracing.step import Alone
 from rl_vlm.rollout.balance import cost_of_groups
 from rl_vlm.stages import Stage
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
     make_group,
@@ -124,7 +124,7 @@ def test_text_does_not_use_layers_that_cross_attend_to_images(tmp_path: Path) ->
     for wanted, trains_text in ((rf".*layers\.{crossing[0]}\.mlp", False), (r".*layers\.0\.mlp", True)):
         policy = make_policy(checkpoint, trainable_modules=wanted)
         assert (policy.trains_on(image), policy.trains_on(text)) == (True, trains_text)
-        logprobs = policy(whole([make_group(text, [3])], shared=False)).logprobs_NT
+        logprobs = policy(Forward(whole([make_group(text, [3])], shared=False))).logprobs_NT
         assert logprobs.requires_grad == trains_text
 
 
@@ -137,7 +137,7 @@ def test_the_entropy_threshold_is_that_of_the_trained_tokens_of_all_groups(
     completions[0], faulted = replace(completions[0], finish_reason="length"), 1
     groups[2].valid_G[faulted] = False
     policy = make_policy(checkpoint, trainable_modules="projector")
-    entropies = policy(whole(groups, shared=False)).entropies_NT
+    entropies = policy(Forward(whole(groups, shared=False))).entropies_NT
     lengths = [n for _, some in SHAPES for n in some]
     left_out = {0, 4 + 3 + faulted}
     counted = torch.cat(
@@ -235,7 +235,7 @@ def test_the_counters_of_a_reference_that_runs_out_of_memory_are_those_of_its_la
     forward, sizes = Policy.forward, []
 
     def fail_in_the_second(model: Policy, work: Any, *arguments: Any) -> Any:
-        sizes.append(len(work.completions))
+        sizes.append(len(work.batch.completions))
         if len(sizes) == 2:
             assert sizes[1] > 1  # can be split
             raise torch.OutOfMemoryError("Tried to allocate 1 byte")

@@ -30,7 +30,7 @@ from rl_vlm.algorithm.objective import (
 from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.reference import Reference
-from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, length_mask
+from rl_vlm.types import Completion, Forward, Group, Prompt, Sample, ScoredGroup, length_mask
 from tests.helpers import given_groups, trl_oracle
 from tests.helpers.builders import (
     BYTE_TOKENS,
@@ -437,7 +437,7 @@ def test_parameter_gradients_of_rollouts_with_images_equal_trls(sharp, tmp_path,
     groups = scored_groups(sharp, completion_ids)
     policy = make_policy(sharp)
 
-    scores = policy(whole(groups, shared=True))
+    scores = policy(Forward(whole(groups, shared=True)))
     noise = torch.randn(2, 8, max(LENGTHS), generator=torch.Generator().manual_seed(5))
     old, ref = scores.logprobs_NT.detach() + torch.tensor([0.7, 0.5])[:, None, None] * noise
     inputs = LossInputs(
@@ -465,7 +465,7 @@ def test_the_entropy_threshold_of_a_step_with_a_group_without_variance_is_trls(s
     groups = scored_groups(sharp, completion_ids, rewards)
     assert [group.has_variance for group in groups] == [True, False]
     policy = make_policy(sharp)
-    old = policy(whole(groups, shared=True)).logprobs_NT.detach()
+    old = policy(Forward(whole(groups, shared=True))).logprobs_NT.detach()
     ref = old + 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(5))
     for p, group in enumerate(groups):
         group.ref_logprobs = {i: ref[4 * p + i, : LENGTHS[4 * p + i]] for i in range(4)} if beta else {}

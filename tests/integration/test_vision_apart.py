@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.micro_batches import make_micro_batches
+from rl_vlm.passes.schedule import make_schedule
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.helpers.builders import gradient_error, make_policy, take_gradients
 from tests.helpers.family_parity import case_groups, cases, scores, stock_scores
@@ -58,12 +59,12 @@ def gradients(policy: Policy, groups: Sequence[ScoredGroup], batches: Sequence[M
     weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     owners = [(id(group), member) for group in groups for member in range(len(group.group.completions))]
     by_completion = dict(zip(owners, weights.split(lengths), strict=True))
-    for batch, runs in zip(batches, policy.vision.plan(batches), strict=True):
-        rows = policy(batch, runs).logprobs_NT
-        found = [by_completion[id(s.scored), member] for s in batch.subgroups for member in s.members]
+    for work in make_schedule(batches, policy.vision, groups[0]):
+        rows = policy(work.forward).logprobs_NT
+        found = [by_completion[id(s.scored), member] for s in work.forward.batch.subgroups for member in s.members]
         torch.stack([(row[: len(w)] * w.to(row)).sum() for row, w in zip(rows, found, strict=True)]).sum().backward()
-        for prompt in runs.after:
-            policy(prompt).backward()
+        for tower_backward in work.tower_backwards:
+            policy(tower_backward).backward()
     assert not policy.vision.kept
     return take_gradients(policy)
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.passes.micro_batches import batch_tokens, make_micro_batches, pad_with_dummies, sharing_ratio
+from rl_vlm.passes.micro_batches import batch_tokens, make_micro_batches, sharing_ratio
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup
 
 
@@ -103,15 +103,6 @@ def test_auto_shares_where_it_pays():
     batches = make_micro_batches([does_not, pays], 10_000, "auto")
     assert contents(batches) == [{"pays": [0, 1, 2, 3]}, {"does not": [0, 1, 2, 3]}]
     assert [batch.shared for batch in batches] == [True, False]
-
-
-def test_dummies_are_one_completion_without_weight():
-    spare = make_group("spare", 3, [2, 2])
-    batches = make_micro_batches([make_group("a", 3, [2, 2])], 100, "shared")
-    padded = pad_with_dummies(batches, 3, spare)
-    assert contents(padded) == [{"a": [0, 1]}, {"spare": [0]}, {"spare": [0]}]
-    assert [batch.is_dummy for batch in padded] == [False, True, True]
-    assert pad_with_dummies(batches, 1, spare) == batches
 
 
 COMPLETIONS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)

@@ -12,7 +12,6 @@ from rl_vlm.model.families import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
 from rl_vlm.model.vision import (
     LinearPatches,
-    TowerRuns,
     VisionEncoder,
     joined_output,
     patch_cost,
@@ -136,31 +135,6 @@ def make_batch(prompts: Sequence[Prompt], apart: Sequence[Prompt] = ()) -> Micro
     return MicroBatch([SubGroup(s, [0], s.group.prompt in apart) for s in scored], shared=True)
 
 
-def numbers(encoder: VisionEncoder, batches: Sequence[Sequence[Prompt]]) -> list[int]:
-    return [runs.within for runs in encoder.plan([make_batch(prompts) for prompts in batches])]
-
-
-def test_runs_of_micro_batches_are_known_before():
-    a, b, text = make_prompt("a", [1]), make_prompt("b", [1]), make_prompt("text", [])
-    batches = [[a, text], [a, b], [text]]
-    assert numbers(make_encoder(frozen=True), batches) == [1, 1, 0]
-    assert numbers(make_encoder(frozen=False), batches) == [1, 1, 0]
-    assert numbers(make_encoder(frozen=True), [[a], [a]]) == [1, 0]
-    assert numbers(make_encoder(joins_images=False), batches) == [1, 2, 0]
-
-
-def test_the_tower_runs_before_the_first_and_after_the_last_micro_batch_of_a_cut_group():
-    a, b, c = make_prompt("a", [1]), make_prompt("b", [1]), make_prompt("c", [1])
-    batches = [make_batch([a], [a]), make_batch([a, b, c], [a, b]), make_batch([b], [b])]
-    encoder = make_encoder()
-    assert encoder.plan(batches) == [TowerRuns(1, 0), TowerRuns(1, 1, (a,)), TowerRuns(0, 0, (b,))]
-    with torch.no_grad():
-        assert encoder.plan(batches) == [TowerRuns(0, 1)] * 3
-    assert make_encoder(frozen=True).plan(batches) == [TowerRuns(0, 1), TowerRuns(0, 1), TowerRuns(0, 0)]
-    idle = make_prompt("idle", [1])
-    assert TowerRuns(1, 0, (a,)).at_least([1, 2, 3], idle) == TowerRuns(1, 2, (a, idle, idle))
-
-
 def test_kept_features_have_the_gradient_of_all_their_uses():
     encoder, prompt = make_encoder(), make_prompt("a", [2])
     encoder.idle_prompt = make_prompt("idle", [3])
@@ -176,11 +150,11 @@ def test_kept_features_have_the_gradient_of_all_their_uses():
     assert (encoder.model.calls, encoder.kept) == (4, {})
 
 
-def test_a_new_plan_drops_kept_features():
+def test_a_new_step_drops_kept_features():
     encoder, prompt = make_encoder(), make_prompt("a", [2])
     batch = make_batch([prompt], [prompt])
     encoder.keep(batch, num_runs=1)
-    encoder.plan([batch])
+    encoder.clear()
     assert encoder.kept == {}
 
 

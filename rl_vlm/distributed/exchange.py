@@ -1,0 +1,81 @@
+"""What the ranks of a run exchange with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """One rank's view of all ranks. All ranks call each method together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def is_main(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return element-wise sums over all ranks."""
+        ...
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum over all ranks."""
+        ...
+
+    def gather(self, values: list[T]) -> list[T]:
+        """Return the lists of all ranks, concatenated by rank."""
+        ...
+
+    def agree(self) -> AbstractContextManager[None]:
+        """Raise on every rank the RLVLMError that the block raises on any rank."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor's values by those of rank 0."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over all ranks, in place."""
+        ...
+
+
+class SingleRank:
+    """An `Exchange` of one rank, for work that others take no part in. It joins no processes."""
+
+    rank = 0
+    world_size = 1
+    is_main = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def gather(self, values: list[T]) -> list[T]:
+        return values
+
+    def agree(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Keep the values."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Keep the values."""

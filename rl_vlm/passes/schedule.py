@@ -1,0 +1,125 @@
+"""The schedule of a pass: the work of each rank in order, equal in number on ranks that run together.
+
+One round is a forward and its backward, and then the vision tower's own backwards, on prompts that no later forward
+uses: a trained tower runs apart from the forwards of groups that are cut (`model/features.py`). Two ranks, of which the
+second has one micro-batch less:
+
+    rank 0   Forward(a, before=1)   Forward(a, within=0) TowerBackward(A)      │ exchange of gradients
+    rank 1   Forward(b, before=1)   Forward(dummy)       TowerBackward(idle)   │ in the last round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.model.vision import VisionEncoder
+from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, SubGroup, TowerBackward
+
+T = TypeVar("T")
+
+
+class Runs(NamedTuple):
+    """Numbers of runs of the vision tower in a round: those of its forward, and its own backwards."""
+
+    before: int
+    within: int
+    num_backwards: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """A forward, and the vision tower's own backwards after that of the forward."""
+
+    forward: Forward
+    tower_backwards: tuple[TowerBackward, ...] = ()
+    is_last: bool = False
+    """Whether ranks exchange gradients in this round, as a part of its backwards."""
+
+    @property
+    def runs(self) -> Runs:
+        return Runs(self.forward.before, self.forward.within, len(self.tower_backwards))
+
+    def at_least(self, runs: Runs, idle_prompt: Prompt | None) -> Round:
+        """Return the round with idle runs of the vision tower, so that there are as many as on other ranks."""
+        missing = runs.num_backwards - len(self.tower_backwards)
+        idle = [] if idle_prompt is None else [TowerBackward(idle_prompt)] * missing
+        forward = replace(self.forward, before=runs.before, within=runs.within)
+        return replace(self, forward=forward, tower_backwards=(*self.tower_backwards, *idle))
+
+
+def make_schedule(
+    batches: Sequence[MicroBatch],
+    vision: VisionEncoder,
+    spare: ScoredGroup,
+    ranks: Exchange | None = None,
+    needs_all_gradients: bool = False,
+) -> list[Round]:
+    """Return the rounds of a pass over micro-batches, in order.
+
+    If `ranks` are given, which run the pass together, all of them get equally many rounds with equally many runs of the
+    vision tower. A rank that has fewer micro-batches runs dummies without effect. `spare` is any group of this rank.
+    `needs_all_gradients` lets the first and the last backward give a gradient to every trained weight.
+    """
+    rounds = equal_rounds(batches, vision, spare, ranks) if ranks else own_rounds(batches, vision)
+    if needs_all_gradients and not vision.is_frozen:
+        rounds = with_all_gradients(rounds, spare)
+    return [replace(each, is_last=i == len(rounds)) for i, each in enumerate(rounds, 1)]
+
+
+def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Round]:
+    """Return the rounds of this rank's micro-batches, which start without kept features.
+
+    The tower runs on a prompt before the first forward that uses its kept features, and once more after the last one.
+    """
+    apart = [vision.apart(batch) for batch in batches]
+    last = {prompt: i for i, prompts in enumerate(apart) for prompt in prompts}
+    rounds, kept, cached = [], set(), set()
+    for i, batch in enumerate(batches):
+        prompts = [subgroup.prompt for subgroup in batch.subgroups]
+        before = sum(prompt not in kept for prompt in apart[i])
+        kept.update(apart[i])
+        done = [prompt for prompt in apart[i] if last[prompt] == i]
+        forward = Forward(batch, before, within=len(vision.calls(prompts, kept | cached)))
+        rounds.append(Round(forward, tuple(map(TowerBackward, done))))
+        kept.difference_update(done)
+        if vision.is_frozen:
+            cached.update(prompts)
+    return rounds
+
+
+def equal_rounds(
+    batches: Sequence[MicroBatch], vision: VisionEncoder, spare: ScoredGroup, ranks: Exchange
+) -> list[Round]:
+    """Return as many rounds as the rank with most has, with the most runs of the tower that any rank has in each.
+
+    Ranks tell each other the runs of their own rounds, and those of a first and of a later dummy: the features of a
+    frozen tower are cached by then.
+    """
+    rounds = own_rounds([*batches, dummy(spare), dummy(spare)], vision)
+    runs_of_ranks = ranks.gather([[each.runs for each in rounds]])
+    num_rounds = max(len(runs) - 2 for runs in runs_of_ranks)
+    most = [Runs(*map(max, zip(*(at(runs, i) for runs in runs_of_ranks), strict=True))) for i in range(num_rounds)]
+    return [at(rounds, i).at_least(runs, vision.idle_prompt) for i, runs in enumerate(most)]
+
+
+def with_all_gradients(rounds: Sequence[Round], spare: ScoredGroup) -> list[Round]:
+    """Let the vision tower run in each forward, and let a forward follow the tower's own last backward."""
+    if rounds and rounds[-1].tower_backwards:
+        rounds = [*rounds, Round(Forward(dummy(spare)))]
+    return [replace(each, forward=replace(each.forward, within=max(1, each.forward.within))) for each in rounds]
+
+
+def at(rounds: Sequence[T], i: int) -> T:
+    """Return what a rank has in round `i`: after its own, the first dummy, and then the later one."""
+    return rounds[min(i, len(rounds) - 1)]
+
+
+def dummy(spare: ScoredGroup) -> MicroBatch:
+    """Return a micro-batch of one completion whose loss is multiplied by 0.
+
+    The tokens of `spare`, any group of this rank, are valid: 0 x loss is 0.
+    """
+    return MicroBatch([SubGroup(spare, [0])], shared=False, is_dummy=True)
