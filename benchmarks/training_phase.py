@@ -18,6 +18,7 @@ from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.rollout.collector import Collector
@@ -33,7 +34,7 @@ def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]
     return trainer_of(config, load_policy(config, str(checkpoint)).train())
 
 
-def trainer_of(config: RunConfig, policy: Policy) -> Trainer:
+def trainer_of(config: RunConfig, policy: Policy, patch_price: float = 0.0) -> Trainer:
     """Build a trainer of this policy that has no collector, with the number of the config as its token budget."""
     ranks = Ranks()
     strategy = select_strategy(ranks, config)
@@ -41,8 +42,9 @@ def trainer_of(config: RunConfig, policy: Policy) -> Trainer:
     optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
     collector = Collector.__new__(Collector)  # which this phase does not use
     assert config.memory.micro_batch_tokens != "auto"
-    progress = Progress(max_steps=1000, micro_batch_tokens=config.memory.micro_batch_tokens)
-    recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
+    progress = Progress(max_steps=1000)
+    planned = PlannedBudget(config.memory.micro_batch_tokens, patch_price)
+    recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, planned))
     passes = Passes(config, ranks, policy, None, optimizer, recovery)
     return Trainer(config, ranks, policy, None, optimizer, collector, progress, passes)
 

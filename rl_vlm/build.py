@@ -48,11 +48,12 @@ from rl_vlm.model.sharding import (
     require_input_gradients,
 )
 from rl_vlm.model.vision import idle_sample
-from rl_vlm.passes.budget import Budget
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
+from rl_vlm.passes.calibration import MicroBatchPeaks
 from rl_vlm.passes.changes import append_change
-from rl_vlm.passes.large_prompts import PromptLimit
 from rl_vlm.passes.passes import Passes
-from rl_vlm.passes.peaks import allocated_bytes
+from rl_vlm.passes.peaks import Peaks, allocated_bytes, counter_of
+from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.resume import SavedRun
@@ -141,7 +142,7 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
         rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
     with ranks.agree():
-        profile = MemoryProfile(ranks.device) if config.log.memory_profile else None
+        profile = MemoryProfile(Peaks(counter_of(ranks.device))) if config.log.memory_profile else None
     stages = Stages(SignOfLife())
     with stages.run(Stage.LOAD), profile.phase("load") if profile else nullcontext():
         policy, reference = load_models(config, saved, data, strategy, ranks)
@@ -149,24 +150,28 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     if warning := endless_warmup(config.train, num_steps):
         logger.warning("%s", warning)
     with profile.uncounted() if profile else nullcontext():
-        start = start_budget(config, data.initial, ranks, data.first_prompts())
-    policy.vision.patch_price = start.patch_price
-    limit = PromptLimit(
-        start.tokens, config.memory.micro_batch_tokens != "auto", policy.vision, smallest_max_pixels(data.processor)
-    )
+        planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
+    progress = Progress(num_steps)
+    budget = TokenBudget(
+        ranks, progress, policy.vision, planned, config.memory.micro_batch_tokens,
+        partial(append_change, directory.path), smallest_max_pixels(data.processor),
+    )  # fmt: skip
     with ranks.agree():
         if ranks.is_main:
-            limit.check(data.largest_prompts())
-    progress = Progress(num_steps, micro_batch_tokens=start.tokens, patch_price=start.patch_price)
+            budget.check(data.largest_prompts())
     logger.info(batch_line(plan, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
     before = allocated_bytes()
     engine = build_engine(config, policy, data, strategy, ranks)
-    of_engine = allocated_bytes() - before
-    cost = cost_of_groups(policy, config.memory.prefix_sharing, has_reference=reference is not None)
+    if measures_budget(config, planned, ranks):
+        peaks = profile.peaks if profile else Peaks(counter_of(ranks.device))
+        measured = MicroBatchPeaks(peaks, of_engine=allocated_bytes() - before)
+        stages.listen(measured)
+        budget.correct_by(measured)
+    cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
-    collector = Collector(config, ranks, build_loader(config, plan, data, ranks, limit), engine, rewards, log, cost)
+    collector = Collector(config, ranks, build_loader(config, plan, data, ranks, budget), engine, rewards, log, cost)
     opened.callback(collector.close)
     evaluator = None
     if config.data.eval_dataset_name is not None:
@@ -174,13 +179,16 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
             config, ranks, data.builder, engine.engine, rewards,
             gathered=engine.gathered, image_folder=log.images.folder if log.images else None,
         )  # fmt: skip
-    budget = Budget(progress, config.memory.micro_batch_tokens, partial(append_change, directory.path))
-    recovery = start.recovery(ranks, budget, policy.vision.tokens, of_engine, stages)
-    passes = Passes(config, ranks, policy, reference, optimizer, recovery)
+    passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
     if profile:
-        profile.attach(trainer, start.plan)
+        profile.attach(trainer, memory_plan)
     return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, profile)
+
+
+def measures_budget(config: RunConfig, planned: PlannedBudget, ranks: Ranks) -> bool:
+    """Return whether the budget is from a memory plan for a GPU, and is corrected by measured peaks."""
+    return config.memory.micro_batch_tokens == "auto" and planned.available > 0 and ranks.device.type == "cuda"
 
 
 def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, opened: ExitStack) -> SavedRun | None:
@@ -274,11 +282,11 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
 
 
-def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, limit: PromptLimit) -> PromptLoader:
+def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, budget: TokenBudget) -> PromptLoader:
     """Build the loader of this rank's prompts, with its sampler."""
     source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
     sampler = PromptSampler(
         len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
         ranks.rank, ranks.world_size, data.usable.shares(),
     )  # fmt: skip
-    return PromptLoader(source, sampler, plan.steps_per_window, config.data, limit.check)
+    return PromptLoader(source, sampler, plan.steps_per_window, config.data, budget.check)

@@ -17,6 +17,7 @@ from rl_vlm.config.changes import OF_BATCHES, changed_settings, flat_settings, r
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError
 from rl_vlm.log.record import Record
+from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.rollout.redistribute import redistributed
 from rl_vlm.types import Progress
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 def state_files(
     config: RunConfig,
     progress: Progress,
+    budget: TokenBudget,
     record: Record,
     fingerprints: Mapping[str, str],
     own_states: Sequence[Mapping[str, Any]],
@@ -34,6 +36,7 @@ def state_files(
     plan = plan_batches(config, len(own_states))
     state = {
         "progress": asdict(progress),
+        "budget": budget.state_dict(),
         "record": asdict(record),
         "world_size": len(own_states),
         "prompts_per_step": plan.prompts_per_step,
@@ -71,7 +74,7 @@ class SavedRun:
         make another batch on this number of processes.
         """
         state = json.loads((path / "trainer_state.json").read_text())
-        if "prompts_per_step" not in state:
+        if "budget" not in state:
             raise CheckpointError(f"{path} was written by an earlier version of rl-vlm; resume it with that one")
         own_state = read_own_state(path, state["world_size"], rank, world_size)
         saved = cls(path, state, own_state, changed_settings(state["settings"], config))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ from rl_vlm.profile.report import write_profile
 from rl_vlm.report.build import LiveReport
 from rl_vlm.resume import SavedRun, state_files
 from rl_vlm.stages import Stage
-from rl_vlm.types import Measured
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +70,7 @@ class Run:
             self.ranks, self.directory, self.trackers = parts.ranks, parts.directory, parts.trackers
             self.trainer, self.evaluator, self.rewards = parts.trainer, parts.evaluator, parts.rewards
             self.collector, self.progress = self.trainer.collector, self.trainer.progress
+            self.budget = self.trainer.passes.recovery.budget
             if parts.saved:
                 self.restore(parts.saved)
                 step, last = self.progress.global_step, self.progress.max_steps
@@ -94,10 +93,10 @@ class Run:
         """
         if self.config.train.resume_from_checkpoint is None:
             return []
-        step, budget = self.progress.global_step, self.trainer.passes.recovery.budget
+        step = self.progress.global_step
         recorded = read_changes(saved.path.parent if saved else self.directory.path)
-        changes = [change for change in recorded if change.step <= step or change.setting == budget.setting]
-        budget.to_replay = [change for change in changes if change.step > step]
+        changes = [change for change in recorded if change.step <= step or change.setting == self.budget.setting]
+        self.budget.replay([change for change in changes if change.step > step])
         return changes
 
     def prepare_directory(self, saved: SavedRun | None, budget_changes: Sequence[BudgetChange]) -> None:
@@ -313,8 +312,9 @@ class Run:
         ]
         if self.config.algorithm.sync_ref_model and trainer.reference and trainer.reference.frozen:
             parts.append(("reference", PolicyFiles(trainer.reference.frozen, data.processor, self.ranks, in_parts)))
-        is_main = self.ranks.is_main
-        own = state_files(self.config, self.progress, self.record, data.fingerprints, states) if is_main else {}
+        if not self.ranks.is_main:
+            return CheckpointFiles(parts, {})
+        own = state_files(self.config, self.progress, self.budget, self.record, data.fingerprints, states)
         return CheckpointFiles(parts, own)
 
     def restore(self, saved: SavedRun) -> None:
@@ -322,14 +322,9 @@ class Run:
 
         Raises CheckpointError if paused completions do not fit the settings.
         """
-        new = replace(self.progress)
-        progress = saved.state["progress"]
-        measured = Measured(**progress.get("measured", {}))
-        vars(self.progress).update(progress, max_steps=self.progress.max_steps, measured=measured)
-        if "memory.micro_batch_tokens" in saved.changes:
-            kept = {name: getattr(new, name) for name in ("micro_batch_tokens", "patch_price", "measured")}
-            vars(self.progress).update(kept)
-        self.trainer.policy.vision.patch_price = self.progress.patch_price
+        vars(self.progress).update(saved.state["progress"], max_steps=self.progress.max_steps)
+        if "memory.micro_batch_tokens" not in saved.changes:
+            self.budget.load_state_dict(saved.state["budget"])
         self.record = Record(**saved.state["record"])
         load_optimizer(self.trainer.optimizer, saved.path)
         self.trainer.optimizer.set_step(saved.step)

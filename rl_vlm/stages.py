@@ -69,7 +69,11 @@ class Stages:
     """Announces stages to listeners, in their order."""
 
     def __init__(self, *listeners: Listener) -> None:
-        self.listeners = listeners
+        self.listeners = list(listeners)
+
+    def listen(self, listener: Listener) -> None:
+        """Announce to one more listener from now on."""
+        self.listeners.append(listener)
 
     def run(self, stage: Stage) -> AbstractContextManager[None]:
         """Run a stage in this context."""

@@ -72,7 +72,7 @@ class Trainer:
         """Take one optimizer step and return its metrics."""
         metrics = StepMetrics(self.stages)
         self.start_step()
-        self.passes.recovery.events.clear()
+        self.passes.recovery.start_step()
         with metrics.stage(Stage.STEP):
             window = self.collector.current(self.progress, metrics)  # draw, generate, reward, advantages
             if window.is_new:

@@ -91,21 +91,8 @@ class Sampling:
 
 
 @dataclass
-class Measured:
-    """What micro-batches of the first steps held, at most on any rank, in bytes (passes/calibration.py)."""
-
-    steps: int = 0
-    held: int = 0
-    """Before the second and later ones: weights, gradients, and the optimizer state from the second step on."""
-    bytes_per_token: float = 0.0
-    """0 if no micro-batch had a size that tells."""
-    is_used: bool = False
-    """Whether the budget was corrected by these figures."""
-
-
-@dataclass
 class Progress:
-    """Progress of training."""
+    """Position of training."""
 
     max_steps: int
     """Optimizer steps of the run."""
@@ -117,11 +104,6 @@ class Progress:
     """`policy_version` of the last checkpoint."""
     nonfinite_in_a_row: int = 0
     """Number of skipped steps since the last one with a finite loss and gradient."""
-    patch_price: float = 0.0
-    """Language tokens that a patch of an image counts as in the budget; 0 if no memory plan was made."""
-    micro_batch_tokens: int = 0
-    """Token budget of a micro-batch, which changes during a run (passes/budget.py)."""
-    measured: Measured = field(default_factory=Measured)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ def measure(bench: Bench) -> Iterator[dict[str, Any]]:
         config.memory.micro_batch_tokens = budgets[0]
         found = read_config(config, directory)
         model = traced_model(config, directory, found, setup.group.group.prompt, bench.on_gpu)
-        trainer = trainer_of(config, setup.policy())
-        trainer.policy.vision.patch_price = model.activations.patch_price  # as runs with a plan have it
+        trainer = trainer_of(config, setup.policy(), model.activations.patch_price)  # as runs with a plan have it
         for budget in bench.in_time({f"a budget of {budget}": budget for budget in budgets}):
             row = figures(bench, setup, trainer, model, budget) | {"allocator": allocator}
             yield row
@@ -82,9 +81,15 @@ def figures(bench: Bench, setup: Setup, trainer: Trainer, model: Model, budget: 
 
 def lowered(trainer: Trainer, groups: list[ScoredGroup], budget: int) -> int:
     """Run passes under this budget, and return what it is lowered to: itself if it fits."""
-    trainer.progress.micro_batch_tokens = budget
+    set_budget(trainer, budget)
     accumulate(trainer, groups)
-    return trainer.progress.micro_batch_tokens
+    return trainer.passes.recovery.budget.tokens
+
+
+def set_budget(trainer: Trainer, tokens: int) -> None:
+    """Set the token budget of the passes."""
+    budget = trainer.passes.recovery.budget
+    budget.load_state_dict(budget.state_dict() | {"tokens": tokens})
 
 
 def largest_fitting(trainer: Trainer, groups: list[ScoredGroup], fitting: int, failing: int) -> int:
@@ -95,7 +100,7 @@ def largest_fitting(trainer: Trainer, groups: list[ScoredGroup], fitting: int, f
             fitting = middle
         else:
             failing = middle
-    trainer.progress.micro_batch_tokens = fitting
+    set_budget(trainer, fitting)
     return fitting
 
 

@@ -103,12 +103,11 @@ def own_figures(bench: Bench, trainer: Trainer, case: Case) -> dict[str, Any]:
     """Measure the trainer's passes over several groups."""
     free_memory()
     trainer.passes.sharing = "dense" if case.side == "dense" else "shared"
-    trainer.progress.micro_batch_tokens = MOST_TOKENS
     num_groups = 2 if bench.small else max(2, MOST_TOKENS // case.setup.work.unique_tokens)
     groups = [new_group(case.setup, seed) for seed in range(num_groups)]
     run = partial(accumulate, trainer, groups)
     row = figures(bench, case.setup, run, num_groups)
-    row["micro_batch_tokens"] = trainer.progress.micro_batch_tokens
+    row["micro_batch_tokens"] = trainer.passes.recovery.budget.tokens
     if case.is_profiled:
         row["kernels"] = kernel_shares(bench, run, row["ms_per_group"] * num_groups / 1e3)
     return row

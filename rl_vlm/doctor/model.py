@@ -27,9 +27,11 @@ from rl_vlm.functions import names_function
 from rl_vlm.model.files import read_json
 from rl_vlm.model.loading import base_of, initial_checkpoint, longest_prompt
 from rl_vlm.model.policy import Policy
-from rl_vlm.passes.large_prompts import PromptLimit
+from rl_vlm.passes.budget import TokenBudget
+from rl_vlm.passes.large_prompts import describe, exceeds
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
+from rl_vlm.types import Progress
 
 LONG = "Shorten the prompt or raise data.max_prompt_length: the run leaves the row out."
 BUDGET = "Raise memory.micro_batch_tokens, or set a lower data.max_pixels."
@@ -132,15 +134,15 @@ def check_budget(
     for row in usable.largest(NUM_LARGEST):
         with suppress(DataError):  # found by `fitting`, or when its images are decoded
             prompts[row] = build_prompt(usable.rows, row, builder)
-    start = start_budget(config, checkpoint, Ranks(), list(prompts.values())[:NUM_PLANNED])
-    policy.vision.patch_price = start.patch_price
-    is_set = config.memory.micro_batch_tokens != "auto"
-    limit = PromptLimit(start.tokens, is_set, policy.vision, smallest_max_pixels(builder.processor))
-    severity: Severity = "error" if is_set else "warning"
+    ranks, setting = Ranks(), config.memory.micro_batch_tokens
+    planned, _ = start_budget(config, checkpoint, ranks, list(prompts.values())[:NUM_PLANNED])
+    min_pixels = smallest_max_pixels(builder.processor)
+    budget = TokenBudget(ranks, Progress(max_steps=0), policy.vision, planned, setting, min_pixels=min_pixels)
+    severity: Severity = "warning" if setting == "auto" else "error"
     for row, prompt in prompts.items():
-        if limit.tokens(prompt) > start.tokens:
-            what = f"{usable.rows.place(row)}: {limit.describe(prompt)}"
+        if exceeds(prompt, budget):
+            what = f"{usable.rows.place(row)}: {describe(prompt, budget)}"
             diagnosis.findings.append(
                 Finding(severity, "prompt beyond the token budget", what, BUDGET, usable.rows.name, row)
             )
-    diagnosis.checked.append(f"{len(prompts)} largest prompts against memory.micro_batch_tokens {start.tokens}")
+    diagnosis.checked.append(f"{len(prompts)} largest prompts against memory.micro_batch_tokens {budget.tokens}")

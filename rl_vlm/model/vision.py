@@ -10,7 +10,6 @@ it runs apart from their micro-batches (`model/features.py`).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +50,6 @@ class VisionEncoder:
     idle_prompt: Prompt | None = None
     """A prompt with an image, for runs without effect."""
     features: FeatureCache = field(default_factory=WeakKeyDictionary)
-    patch_price: float = 0.0
-    """Language tokens that hold as much as a patch, by the memory plan; 0 if there is none."""
     kept: dict[Prompt, KeptFeatures] = field(default_factory=dict)
     """Features from a trained tower that several micro-batches use."""
 
@@ -63,12 +60,6 @@ class VisionEncoder:
     @cached_property
     def is_recomputed(self) -> bool:
         return recomputes_vision(self.model, self.family)
-
-    def tokens(self, prompt: Prompt) -> int:
-        """Return the cost of a prompt's images in a micro-batch, in language tokens; 0 if the tower is frozen."""
-        config = self.model.config
-        price = self.patch_price or patch_cost(config)
-        return 0 if self.is_frozen else math.ceil(price * num_patches(config, prompt))
 
     def clear(self) -> None:
         """Drop all features: those of a frozen tower, and those that a pass which failed has kept."""

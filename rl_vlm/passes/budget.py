@@ -1,61 +1,202 @@
-"""The token budget of micro-batches: in force in `Progress`, and each change recorded with its step.
+"""The token budget of micro-batches: what a prompt costs, what is in force, and why it changes.
 
-A resumed run replays the changes after its checkpoint: it makes the micro-batches that the first run made, and so
-computes the same sums.
+    memory plan ─► budget ─ a pass runs out of memory ─► lower, on all ranks ─┐
+                          ─ peaks of the first steps ─► corrected once ───────┴─► recorded, replayed by a resumed run
+
+Tokens are those of the language model, padding included. Patches of images count as well if the vision tower is
+trained.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.errors import DataError
+from rl_vlm.model.vision import VisionEncoder, num_patches, patch_cost
+from rl_vlm.passes.calibration import MEASURED_STEPS, Measured, MicroBatchPeak, MicroBatchPeaks
 from rl_vlm.passes.changes import BudgetChange, BudgetReason, BudgetSetting
+from rl_vlm.passes.large_prompts import problem_of
+from rl_vlm.passes.micro_batches import batch_tokens
 from rl_vlm.stages import Stage
-from rl_vlm.types import Progress
+from rl_vlm.types import MicroBatch, Progress, Prompt
 
 logger = logging.getLogger(__name__)
 
+GIB, MIB = 2**30, 2**20
 
-class Budget:
+
+@dataclass(frozen=True)
+class PlannedBudget:
+    """The budget that a run starts with, and what its memory plan says of forward and backward passes, in bytes."""
+
+    tokens: int
+    patch_price: float = 0.0
+    """Language tokens that hold as much as a patch of an image; 0 if no plan was made for the budget."""
+    available: int = 0
+    """What weights, gradients, optimizer state and activations may take together; 0 if no plan was made."""
+    fixed: float = 0.0
+    """What a pass holds whatever its size, beside weights and gradients."""
+    peak: int = 0
+    most_tokens: int = 0
+    """The largest budget that `auto` chooses."""
+
+    def __str__(self) -> str:
+        if not self.available:
+            return "no memory plan was made"
+        return (
+            f"the memory plan has {self.peak / GIB:.2f} GiB for {self.tokens} tokens, of {self.available / GIB:.2f} "
+            "GiB available"
+        )
+
+
+class TokenBudget:
     """The budget in force, on one rank. All ranks change it together."""
 
-    def __init__(self, progress: Progress, setting: BudgetSetting, write: Callable[[BudgetChange], None]) -> None:
-        """`write` records a change in the run directory."""
+    def __init__(
+        self,
+        ranks: Exchange,
+        progress: Progress,
+        vision: VisionEncoder,
+        planned: PlannedBudget,
+        setting: BudgetSetting = "auto",
+        record: Callable[[BudgetChange], None] = lambda change: None,
+        min_pixels: int | None = None,
+    ) -> None:
+        """`record` records a change in the run directory.
+
+        `min_pixels` is the least that `data.max_pixels` can be, or None if it has no effect on the processor.
+        """
+        self.ranks = ranks
         self.progress = progress
+        self.vision = vision
+        self.planned = planned
         self.setting: BudgetSetting = setting
-        self.write = write
+        self.record = record
+        self.min_pixels = min_pixels
+        self.peaks: MicroBatchPeaks | None = None
+        """Those that the budget is corrected by; None leaves it as planned."""
+        self.tokens = planned.tokens
+        self.patch_price = planned.patch_price
+        self.measured = Measured()
         self.to_replay: Sequence[BudgetChange] = ()
         """Recorded changes after the checkpoint that the run is resumed from."""
         self.has_run_out = False
         """Whether this process has lowered the budget, beside what it replays."""
+        self.has_warned = False
 
-    @property
-    def tokens(self) -> int:
-        return self.progress.micro_batch_tokens
+    def price(self, prompt: Prompt) -> int:
+        """Return the cost of a prompt's images in a micro-batch, in language tokens; 0 if the tower is frozen."""
+        if self.vision.is_frozen:
+            return 0
+        config = self.vision.model.config
+        return math.ceil((self.patch_price or patch_cost(config)) * num_patches(config, prompt))
 
-    def change(self, tokens: int, stage: Stage, reason: BudgetReason, message: str, is_writer: bool) -> None:
-        """Set the budget from a stage of this step on, and say why; `is_writer` is the rank that records it."""
-        self.progress.micro_batch_tokens = tokens
-        self.progress.measured.is_used |= reason == "calibration"
-        self.has_run_out |= reason == "out_of_memory"
-        if is_writer:
-            self.write(BudgetChange(self.progress.global_step + 1, stage.value, tokens, self.setting, reason, message))
-            logger.log(logging.WARNING if reason == "out_of_memory" else logging.INFO, "%s", message)
+    def tokens_of(self, batch: MicroBatch) -> int:
+        """Return the tokens of a micro-batch."""
+        return batch_tokens(batch, self.price)
 
-    def replay(self, stage: Stage) -> list[BudgetChange]:
-        """Make the changes that were recorded at this stage of this step, and return them.
+    def check(self, prompts: Mapping[str, Prompt]) -> None:
+        """Raise DataError if a prompt alone exceeds the budget that the run starts with.
+
+        Under `auto` it logs a warning instead, once. `prompts` are given by the names of their rows.
+        """
+        if self.has_warned:
+            return
+        message = problem_of(prompts, self)
+        if message is None:
+            return
+        if self.setting != "auto":
+            raise DataError(message)
+        logger.warning("%s A micro-batch with such a prompt may not fit in memory.", message)
+        self.has_warned = True
+
+    def replay(self, changes: Sequence[BudgetChange]) -> None:
+        """Let a resumed run make these recorded changes again, at their steps."""
+        self.to_replay = changes
+
+    def correct_by(self, peaks: MicroBatchPeaks) -> None:
+        """Correct the budget once by these peaks of the first steps."""
+        self.peaks = peaks
+
+    def before(self, stage: Stage) -> int:
+        """Change the budget as is due or recorded before a stage's passes. Returns the number of replayed failures.
 
         A budget that this run has lowered itself is not raised again.
         """
+        if stage is Stage.TRAINING and self.peaks and self.is_to_be_corrected:
+            if self.measured.steps == MEASURED_STEPS:
+                self.correct()
+            else:
+                self.peaks.start()
         found = [c for c in self.to_replay if (c.step, c.stage) == (self.progress.global_step + 1, stage)]
         for change in found:
             lowers = change.reason == "out_of_memory" or self.has_run_out
-            tokens = min(change.micro_batch_tokens, self.tokens) if lowers else change.micro_batch_tokens
-            self.progress.micro_batch_tokens = tokens
-            self.progress.measured.is_used |= change.reason == "calibration"
-        return found
+            self.tokens = min(change.micro_batch_tokens, self.tokens) if lowers else change.micro_batch_tokens
+            self.measured.is_used |= change.reason == "calibration"
+        return sum(change.reason == "out_of_memory" for change in found)
+
+    def after(self, stage: Stage) -> None:
+        """Add what was measured in a stage's passes, on all ranks."""
+        if self.peaks is None or not self.peaks.is_measuring:
+            return
+        found = [self.figures(peak) for peak in self.peaks.take() if self.tokens_of(peak.batch) >= self.tokens / 2]
+        for held, bytes_per_token in (pair for pairs in self.ranks.gather([found]) for pair in pairs):
+            self.measured.held = max(self.measured.held, held)
+            self.measured.bytes_per_token = max(self.measured.bytes_per_token, bytes_per_token)
+        self.measured.steps += 1
+
+    def figures(self, peak: MicroBatchPeak) -> tuple[int, float]:
+        """Return the bytes beside a micro-batch, and its bytes per token."""
+        return peak.before, (peak.peak - peak.before - self.planned.fixed) / self.tokens_of(peak.batch)
+
+    def lower(self, stage: Stage, tokens: int, message: str, is_writer: bool) -> None:
+        """Set a smaller budget from this stage on, since a micro-batch ran out of memory. `message` says why."""
+        self.has_run_out = True
+        self.change(tokens, stage, "out_of_memory", message, is_writer)
 
     @property
-    def replays_calibration(self) -> bool:
-        """Return whether the run that is resumed has corrected the budget, now or later."""
-        return any(change.reason == "calibration" for change in self.to_replay)
+    def is_to_be_corrected(self) -> bool:
+        """Return whether nothing has corrected the budget, and no change that is replayed will."""
+        return not self.measured.is_used and all(change.reason != "calibration" for change in self.to_replay)
+
+    def correct(self) -> None:
+        """Set the largest budget that fits by the measured bytes per token."""
+        measured, step, tokens = self.measured, self.progress.global_step + 1, self.fitting_tokens()
+        measured.is_used = True
+        message = (
+            f"step {step}: micro_batch_tokens is {tokens} from now on, {self.tokens} so far. The first steps held "
+            f"{measured.held / GIB:.2f} GiB and {measured.bytes_per_token / MIB:.3f} MiB per token; {self.planned}"
+        )
+        self.change(tokens, Stage.TRAINING, "calibration", message, self.ranks.is_main)
+
+    def fitting_tokens(self) -> int:
+        """Return the largest budget that fits. It stays if nothing was measured, and does not rise again if a pass ran
+        out of memory.
+        """
+        measured, planned = self.measured, self.planned
+        if measured.bytes_per_token <= 0:
+            return self.tokens
+        fitting = int((planned.available - measured.held - planned.fixed) / measured.bytes_per_token)
+        return max(1, min(fitting, self.tokens if self.tokens < planned.tokens else planned.most_tokens))
+
+    def change(self, tokens: int, stage: Stage, reason: BudgetReason, message: str, is_writer: bool) -> None:
+        """Set the budget from a stage of this step on; `is_writer` is the rank that records it."""
+        self.tokens = tokens
+        if is_writer:
+            step = self.progress.global_step + 1
+            self.record(BudgetChange(step, stage.value, tokens, self.setting, reason, message))
+            logger.log(logging.WARNING if reason == "out_of_memory" else logging.INFO, "%s", message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the budget in force, as it is after the last complete step."""
+        return {"tokens": self.tokens, "patch_price": self.patch_price, "measured": asdict(self.measured)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.tokens, self.patch_price = state["tokens"], state["patch_price"]
+        self.measured = Measured(**state["measured"])

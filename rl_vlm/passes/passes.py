@@ -65,7 +65,7 @@ class Passes:
         def attempt() -> list[tuple[MicroBatch, PolicyOutput]]:
             outputs = []
             for work in self.schedule(list(filter(where, groups)), groups[0], model.vision, together):
-                with self.recovery.watch(work.forward.batch):
+                with self.recovery.watch(work):
                     output = PolicyOutput(*map(to_host, model(work.forward)))
                 outputs.append((work.forward.batch, output))
             synchronize(self.ranks.device)
@@ -96,7 +96,7 @@ class Passes:
         step_loss, outputs, sums = torch.zeros((), device=self.ranks.device), [], []
         for work in self.training_schedule(objective):
             batch = work.forward.batch
-            with self.recovery.watch(work.forward.batch), strategy.accumulating(last=work.is_last):
+            with self.recovery.watch(work), strategy.accumulating(last=work.is_last):
                 output = self.optimizer.policy(work.forward)
                 loss, found = objective.loss(batch, output)
                 strategy.backward(loss)
@@ -132,8 +132,8 @@ class Passes:
 
         `together` says whether ranks communicate within the passes, so that each must have as many as the others.
         """
-        vision_tokens, mixes_prompts = self.policy.vision.tokens, not self.policy.family.cross_attends
-        batches = make_micro_batches(groups, self.recovery.budget.tokens, self.sharing, vision_tokens, mixes_prompts)
+        budget, mixes_prompts = self.recovery.budget, not self.policy.family.cross_attends
+        batches = make_micro_batches(groups, budget.tokens, self.sharing, budget.price, mixes_prompts)
         return make_schedule(batches, vision, spare, self.ranks if together else None, needs_all_gradients)
 
     def repeated(self, stage: Stage, attempt: Callable[[], T], together: bool) -> T:

@@ -1,15 +1,23 @@
-"""The most memory that this process has held since a moment: as CUDA's allocator counts it, or as Linux does."""
+"""Peaks of memory: the most bytes that this process has held within a block, by the device's own counter.
+
+with peaks.block() as outer:            outer.peak counts the inner block as well,
+    with peaks.block() as inner:        unless that is `apart`
+"""
 
 from __future__ import annotations
 
 import ctypes
 import resource
+from collections.abc import Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from rl_vlm.errors import ConfigError
+from rl_vlm.stages import Listener, Stage
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -17,7 +25,7 @@ RESET_PEAK = "5"
 
 
 @runtime_checkable
-class Peak(Protocol):
+class PeakCounter(Protocol):
     """A counter of the largest number of bytes."""
 
     meaning: str
@@ -69,9 +77,72 @@ class ResidentPeak:
         return 1024 * int(fields["VmHWM"].split()[0])
 
 
-def peak_of(device: torch.device) -> Peak:
+def counter_of(device: torch.device) -> PeakCounter:
     """Return the counter for a rank's device."""
     return CudaPeak(device) if device.type == "cuda" else ResidentPeak()
+
+
+@dataclass
+class Block:
+    """Bytes before, at most in, and after a block of code."""
+
+    before: int
+    peak: int
+    after: int = 0
+
+
+class Peaks:
+    """Peaks of nested blocks. Whoever measures a device shares one, since its counter has one peak."""
+
+    def __init__(self, counter: PeakCounter) -> None:
+        self.counter = counter
+        self.open: list[list[Block]] = [[]]
+        """Blocks that count what is held now. A block that is apart hides the lists before its own."""
+
+    @contextmanager
+    def block(self, apart: bool = False) -> Iterator[Block]:
+        """Measure a block. If it is `apart`, the blocks around it do not count what it holds."""
+        self.note()
+        held = self.counter.read()
+        block = Block(held, held)
+        if apart:
+            self.open.append([])
+        self.open[-1].append(block)
+        try:
+            yield block
+        finally:
+            self.note()
+            block.after = self.counter.read()
+            self.open[-1].remove(block)
+            if apart:
+                self.open.pop()
+
+    def note(self) -> None:
+        """Note the peak of the open blocks until now, and restart the counter."""
+        most = self.counter.read()
+        for block in self.open[-1]:
+            block.peak = max(block.peak, most)
+        self.counter.restart()
+
+
+class StagePeaks(Listener):
+    """Measures stages, each apart from those within it."""
+
+    def __init__(self, peaks: Peaks, stages: Container[Stage]) -> None:
+        """`stages` are those to measure. Others count as part of the stages around them."""
+        self.peaks = peaks
+        self.measured = stages
+        self.blocks: dict[Stage, list[Block]] = {}
+
+    def stage(self, stage: Stage) -> AbstractContextManager[Any]:
+        return self.noted(stage) if stage in self.measured else nullcontext()
+
+    @contextmanager
+    def noted(self, stage: Stage) -> Iterator[None]:
+        """Measure a block of a stage."""
+        with self.peaks.block(apart=True) as block:
+            yield
+        self.blocks.setdefault(stage, []).append(block)
 
 
 def held_gib() -> float:

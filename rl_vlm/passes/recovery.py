@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.exchange import Exchange
 from rl_vlm.errors import OutOfMemory, shorten
-from rl_vlm.passes.budget import Budget
-from rl_vlm.passes.micro_batches import VisionTokens, batch_tokens
+from rl_vlm.passes.budget import TokenBudget
+from rl_vlm.passes.schedule import Round
 from rl_vlm.stages import NO_ONE, Stage, Stages
-from rl_vlm.types import MicroBatch, Progress
+from rl_vlm.types import MicroBatch, Prompt
 
 T = TypeVar("T")
 
@@ -47,15 +48,25 @@ FOR_THE_UPDATE = (
 
 @dataclass(frozen=True)
 class Failure:
-    """A micro-batch that ran out of memory on one rank."""
+    """What ran out of memory: a micro-batch, or a batch of completions that are sampled at once."""
 
-    rank: int
     num_prompts: int
     num_completions: int
     tokens: int
     first: str
     """Its first sample."""
     error: str
+    rank: int
+
+    @classmethod
+    def of(
+        cls, error: RuntimeError, prompts: Sequence[Prompt], num_completions: int, tokens: int, rank: int
+    ) -> Failure:
+        """Describe what ran out of memory by its prompts."""
+        images = [f"{image.width}x{image.height}" for image in prompts[0].sample.images]
+        with_images = f" with images of {', '.join(images)} pixels" if images else ""
+        first = f"sample {prompts[0].sample.sample_id}{with_images}"
+        return cls(len(prompts), num_completions, tokens, first, first_line(error), rank)
 
     def __str__(self) -> str:
         return (
@@ -64,10 +75,10 @@ class Failure:
         )
 
 
-class MicroBatchOutOfMemory(Exception):
-    """Ends passes whose micro-batch ran out of memory.
+class AttemptFailed(Exception):
+    """Ends an attempt that ran out of memory.
 
-    Its cause holds the frames of the passes with their tensors: drop it before they are repeated, as `tried` does.
+    Its cause holds the frames of the attempt with their tensors: drop it before the next one, as `tried` does.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -75,78 +86,85 @@ class MicroBatchOutOfMemory(Exception):
         self.failure = failure
 
 
+@contextmanager
+def watched(describe: Callable[[RuntimeError], Failure]) -> Iterator[None]:
+    """Raise AttemptFailed with a description if the block runs out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise AttemptFailed(describe(error)) from error
+
+
+def repeated(
+    attempt: Callable[[], T],
+    lower: Callable[[list[Failure]], None],
+    undo: Callable[[], None] = lambda: None,
+    everyones: Callable[[Failure | None], list[Failure]] = lambda failure: [failure] if failure else [],
+) -> T:
+    """Return the result of an attempt, which is repeated while it runs out of memory.
+
+    Before it is repeated, `undo` drops what it has changed, and `lower` sets the limit by the failures lower, or raises
+    OutOfMemory. `everyones` adds the failures of other ranks.
+    """
+    while True:
+        result, failure = tried(attempt)
+        failures = everyones(failure)
+        if not failures:
+            return result  # pyright: ignore[reportReturnType]
+        del result
+        undo()
+        free_memory()
+        lower(failures)
+
+
 class Recovery:
     """Repeats what ran out of memory on any rank. Each method is called by all ranks together."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        budget: Budget,
-        vision_tokens: VisionTokens,
-        prediction: str = "no memory plan was made",
-        stages: Stages = NO_ONE,
-    ) -> None:
-        """`prediction` is what the memory plan says of forward and backward passes. `stages` announces the passes."""
+    def __init__(self, ranks: Exchange, budget: TokenBudget, stages: Stages = NO_ONE) -> None:
+        """`stages` announces the passes."""
         self.ranks = ranks
         self.budget = budget
-        self.vision_tokens = vision_tokens
-        self.prediction = prediction
         self.stages = stages
         self.events: Counter[Stage] = Counter()
         """Number of events of this step by stage, replayed ones included."""
 
-    @classmethod
-    def unrecorded(
-        cls, ranks: Ranks, progress: Progress, vision_tokens: VisionTokens, stages: Stages = NO_ONE
-    ) -> Recovery:
-        """Build one for steps without a run directory."""
-        budget = Budget(progress, progress.micro_batch_tokens, lambda change: None)
-        return cls(ranks, budget, vision_tokens, stages=stages)
+    def start_step(self) -> None:
+        """Clear the events of the last step."""
+        self.events.clear()
 
     @contextmanager
-    def watch(self, batch: MicroBatch) -> Iterator[None]:
-        """Run one micro-batch in this context, which raises MicroBatchOutOfMemory if it runs out of memory."""
-        try:
-            with self.stages.work(batch):
-                yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MicroBatchOutOfMemory(self.failure(batch, error)) from error
+    def watch(self, work: Round) -> Iterator[None]:
+        """Run one round of a schedule in this context, which raises AttemptFailed if it runs out of memory."""
+        with watched(partial(self.failure, work.forward.batch)), self.stages.work(work):
+            yield
 
     def failure(self, batch: MicroBatch, error: RuntimeError) -> Failure:
         """Describe a failed micro-batch."""
         prompts = [subgroup.prompt for subgroup in batch.subgroups]
-        images = [f"{image.width}x{image.height}" for image in prompts[0].sample.images]
-        with_images = f" with images of {', '.join(images)} pixels" if images else ""
-        return Failure(
-            self.ranks.rank,
-            len(prompts),
-            len(batch.completions),
-            batch_tokens(batch, self.vision_tokens),
-            f"sample {prompts[0].sample.sample_id}{with_images}",
-            first_line(error),
-        )
+        return Failure.of(error, prompts, len(batch.completions), self.budget.tokens_of(batch), self.ranks.rank)
 
-    def repeat(self, stage: Stage, passes: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
-        """Return the result of `passes`, which are repeated under smaller budgets while any rank runs out of memory.
+    def repeat(self, stage: Stage, attempt: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
+        """Return the result of passes, which are repeated under smaller budgets while any rank runs out of memory.
 
         `undo` drops what they have changed. `together` says whether ranks communicate within them. Raises OutOfMemory
         if a micro-batch cannot be split, on every rank, or if ranks communicate, on the rank that ran out.
         """
-        self.events[stage] += sum(change.reason == "out_of_memory" for change in self.budget.replay(stage))
-        while True:
+        self.events[stage] += self.budget.before(stage)
+
+        def announced() -> T:
             with self.stages.passes(stage):
-                result, failure = tried(passes)
+                return attempt()
+
+        def everyones(failure: Failure | None) -> list[Failure]:
             if together and failure is not None:
                 self.end(stage, failure)
-            failures = [] if together else self.everyones(failure)
-            if not failures:
-                return result  # pyright: ignore[reportReturnType]
-            del result
-            undo()
-            free_memory()
-            self.lower(stage, failures)
+            return [] if together else self.everyones(failure)
+
+        result = repeated(announced, partial(self.lower, stage), undo, everyones)
+        self.budget.after(stage)
+        return result
 
     def everyones(self, failure: Failure | None) -> list[Failure]:
         """Return the failures of all ranks."""
@@ -160,7 +178,7 @@ class Recovery:
         with self.ranks.agree():
             tokens = self.half_of(smallest)
         message = f"{self.describe(stage, smallest, tokens)} from now on, and the passes are repeated."
-        self.budget.change(tokens, stage, "out_of_memory", message, self.ranks.is_main)
+        self.budget.lower(stage, tokens, message, is_writer=self.ranks.is_main)
         self.events[stage] += 1
 
     def end(self, stage: Stage, failure: Failure) -> None:
@@ -170,7 +188,7 @@ class Recovery:
             f"{self.describe(stage, failure, tokens)} when the run is resumed with resume_from_checkpoint=auto. It "
             "ends here: ranks that share a model cannot repeat a pass alone."
         )
-        self.budget.change(tokens, stage, "out_of_memory", message, is_writer=True)
+        self.budget.lower(stage, tokens, message, is_writer=True)
         raise OutOfMemory(message)
 
     def half_of(self, failure: Failure) -> int:
@@ -184,7 +202,7 @@ class Recovery:
     def describe(self, stage: Stage, failure: Failure, tokens: int) -> str:
         step = self.budget.progress.global_step + 1
         return (
-            f"step {step}, {stage}: {failure}; {self.prediction}. micro_batch_tokens is {tokens} instead of "
+            f"step {step}, {stage}: {failure}; {self.budget.planned}. micro_batch_tokens is {tokens} instead of "
             f"{self.budget.tokens}"
         )
 
@@ -213,11 +231,11 @@ class Recovery:
             )
 
 
-def tried(passes: Callable[[], T]) -> tuple[T | None, Failure | None]:
-    """Return the result of `passes`, or the failure that ended them."""
+def tried(attempt: Callable[[], T]) -> tuple[T | None, Failure | None]:
+    """Return the result of an attempt, or the failure that ended it."""
     try:
-        return passes(), None
-    except MicroBatchOutOfMemory as error:
+        return attempt(), None
+    except AttemptFailed as error:
         return None, error.failure
 
 

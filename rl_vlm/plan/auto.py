@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -13,16 +13,11 @@ from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
-from rl_vlm.passes.budget import Budget
-from rl_vlm.passes.calibration import CalibratedRecovery, PlannedTraining
-from rl_vlm.passes.micro_batches import VisionTokens
-from rl_vlm.passes.peaks import CudaPeak
-from rl_vlm.passes.recovery import Recovery
+from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.plan.build import MOST_TOKENS, Hardware, plan_memory, read_config, traced_model
 from rl_vlm.plan.engines import ENGINES, Engine, zero_engine
 from rl_vlm.plan.hardware import GIB, Card
 from rl_vlm.plan.memory import MemoryPlan
-from rl_vlm.stages import Stages
 from rl_vlm.types import Prompt
 
 CPU_TOKENS = 8192
@@ -35,54 +30,28 @@ CPU_SHARE = 0.5
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StartBudget:
-    """The budget of the first step."""
+def start_budget(
+    config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]
+) -> tuple[PlannedBudget, MemoryPlan | None]:
+    """Return the budget that a run starts with, and the memory plan, if one was made.
 
-    tokens: int
-    patch_price: float
-    """Language tokens that a patch of an image counts as; 0 if the settings give the budget."""
-    plan: MemoryPlan | None
-    """What the budget is from; None if none was made."""
-
-    def recovery(
-        self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int, stages: Stages
-    ) -> Recovery:
-        """Build the recovery of a run, which on a GPU corrects a planned budget by measured peaks.
-
-        `of_engine` are the bytes that the rollout engine has allocated on the device.
-        """
-        if self.plan is None:
-            return Recovery(ranks, budget, vision_tokens, stages=stages)
-        planned = PlannedTraining(
-            available=self.plan.available - self.plan.rollouts.while_training,
-            fixed=self.plan.activations.fixed,
-            peak=self.plan.training.total,
-            tokens=self.tokens,
-            most_tokens=MOST_TOKENS,
-        )
-        if budget.setting != "auto" or ranks.device.type != "cuda":
-            return Recovery(ranks, budget, vision_tokens, str(planned), stages)
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, CudaPeak(ranks.device), of_engine, stages)
-
-
-def start_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]) -> StartBudget:
-    """Return the budget of the settings, or that of the memory plan, which does not depend on the memory that is free.
-
-    It is equal on all ranks. `prompts` are some of the run's own, of which the longest is planned with. For a memory
-    profile, a budget of the settings is planned as well.
+    The budget is that of the settings, or that of the plan, which does not depend on the memory that is free. It is
+    equal on all ranks. `prompts` are some of the run's own, of which the longest is planned with. For a memory profile,
+    a budget of the settings is planned as well.
     """
     tokens = config.memory.micro_batch_tokens
     if tokens != "auto" and not config.log.memory_profile:
-        return StartBudget(tokens, 0.0, None)
+        return PlannedBudget(tokens), None
     with ranks.agree():
-        planned = [planned_budget(config, initial, ranks, prompts)] if ranks.is_main else []
-    start = ranks.gather(planned)[0]
-    return start if tokens == "auto" else StartBudget(tokens, 0.0, start.plan)
+        made = [planned_budget(config, initial, ranks, prompts)] if ranks.is_main else []
+    ((planned, plan),) = ranks.gather(made)
+    return (planned if tokens == "auto" else replace(planned, tokens=tokens, patch_price=0.0)), plan
 
 
-def planned_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]) -> StartBudget:
-    """Make the memory plan of a run on this device, and return its budget.
+def planned_budget(
+    config: RunConfig, initial: str, ranks: Ranks, prompts: Iterable[Prompt]
+) -> tuple[PlannedBudget, MemoryPlan | None]:
+    """Make the memory plan of a run on this device, and return its budget and the plan.
 
     A model whose steps cannot be traced can still be trained: its budget is `UNPLANNED_TOKENS`. So is that of a run
     without prompts, whose rows the first step may leave out or refuse.
@@ -107,16 +76,24 @@ def planned_budget(config: RunConfig, initial: str, ranks: Ranks, prompts: Itera
     )  # fmt: skip
     if not plan.fits:
         logger.warning("the memory plan does not fit; `rl-vlm plan CONFIG --suggest` shows set-ups that do")
-    return StartBudget(tokens, model.activations.patch_price, plan)
+    planned = PlannedBudget(
+        tokens,
+        model.activations.patch_price,
+        available=plan.available - plan.rollouts.while_training,
+        fixed=plan.activations.fixed,
+        peak=plan.training.total,
+        most_tokens=MOST_TOKENS,
+    )
+    return planned, plan
 
 
-def unplanned(reason: str) -> StartBudget:
+def unplanned(reason: str) -> tuple[PlannedBudget, None]:
     """Return the budget of a run without a plan, and log why there is none."""
     logger.warning(
         "no memory plan can be made (%s): memory.micro_batch_tokens is %d. Set it if that is too many or too few",
         reason, UNPLANNED_TOKENS,
     )  # fmt: skip
-    return StartBudget(UNPLANNED_TOKENS, 0.0, None)
+    return PlannedBudget(UNPLANNED_TOKENS), None
 
 
 def this_card(device: torch.device) -> Card:

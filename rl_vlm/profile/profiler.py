@@ -12,12 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_vlm.model.vision import num_patches
-from rl_vlm.passes.calibration import CalibratedRecovery
 from rl_vlm.passes.micro_batches import batch_tokens
-from rl_vlm.passes.peaks import peak_of
+from rl_vlm.passes.peaks import Peaks
 from rl_vlm.plan.memory import Load, MemoryPlan
 from rl_vlm.profile.saved import SavedBytes
 from rl_vlm.types import Forward, TowerBackward
@@ -32,44 +29,30 @@ NUM_PROFILED = 3
 class MemoryProfile:
     """Measurements of one rank, beside what it holds when this is made."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.peak = peak_of(device)
-        self.base = self.held()
+    def __init__(self, peaks: Peaks) -> None:
+        self.peaks = peaks
+        with peaks.block() as block:
+            pass
+        self.base = block.before
         self.phase_peaks: dict[str, int] = {}
         self.loads: set[Load] = set()
         """Micro-batches that the policy was called with."""
         self.saved: SavedBytes | None = None
         self.plan: MemoryPlan | None = None
-        self.current: str | None = None
-
-    def held(self) -> int:
-        """Return the bytes that are held now."""
-        self.peak.restart()
-        return self.peak.read()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leave out of all measurements what a block leaves behind, such as imported modules."""
-        before = self.held()
-        yield
-        self.base += self.held() - before
+        with self.peaks.block(apart=True) as block:
+            yield
+        self.base += block.after - block.before
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a block. It does not count as part of the phase around it."""
-        outer = self.begin(name)
-        try:
+        with self.peaks.block(apart=True) as block:
             yield
-        finally:
-            self.begin(outer)
-
-    def begin(self, name: str | None) -> str | None:
-        """Note the peak of the phase until now, and begin the next one. Returns the name of the former."""
-        ended, self.current = self.current, name
-        if ended is not None:
-            self.phase_peaks[ended] = max(self.phase_peaks.get(ended, 0), self.peak.read() - self.base)
-        self.peak.restart()
-        return ended
+        self.phase_peaks[name] = max(self.phase_peaks.get(name, 0), block.peak - self.base)
 
     def attach(self, trainer: Trainer, plan: MemoryPlan | None) -> None:
         """Measure the phases of a trainer's steps, and predict them by `plan`."""
@@ -81,8 +64,6 @@ class MemoryProfile:
         self.watch(trainer.passes, "outputs", "log-probs")
         self.watch(trainer.passes, "gradients", "forward and backward", first=self.saved, last=noting.remove)
         self.watch(trainer, "update", "update")
-        if isinstance(trainer.passes.recovery, CalibratedRecovery):  # it restarts the peak within a phase
-            trainer.passes.recovery.before_restart = lambda: self.begin(self.current)
 
     def watch(
         self,

@@ -41,7 +41,7 @@ def write_profile(profile: MemoryProfile, ranks: Ranks, directory: Path) -> None
         return
     report = {
         "device": this_card(ranks.device).name,
-        "measured": profile.peak.meaning,
+        "measured": profile.peaks.counter.meaning,
         "phases": compared(found, profile.plan),
         "ranks": [{"rank": rank, **asdict(one)} for rank, one in enumerate(found)],
         "layers": [kept._asdict() for kept in by_layer(profile.saved.largest)[:NUM_LISTED]],

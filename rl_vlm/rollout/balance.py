@@ -19,7 +19,7 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.loading import why_not_shared
 from rl_vlm.model.policy import Policy
-from rl_vlm.passes.micro_batches import training_tokens
+from rl_vlm.passes.micro_batches import VisionTokens, training_tokens
 from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.types import Prompt, ScoredGroup, Sharing
 
@@ -33,13 +33,13 @@ Costs = Sequence[Sequence[int]]
 """By rank, the cost of each of its groups."""
 
 
-def cost_of_groups(policy: Policy, wanted: Sharing, has_reference: bool) -> Cost:
-    """Return the function that computes the cost of a group for this policy."""
+def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_reference: bool) -> Cost:
+    """Return the function that computes the cost of a group for this policy; `price` is that of a prompt's images."""
     sharing: Sharing = "dense" if why_not_shared(policy.transformer) else wanted
 
     def cost(group: ScoredGroup) -> int:
         is_trained = contributes(group, has_reference, policy.trains_on)
-        return training_tokens(group, sharing, policy.vision.tokens) if is_trained else 0
+        return training_tokens(group, sharing, price) if is_trained else 0
 
     return cost
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.exchange import Exchange
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.tracing.step import Alone, GivenGroups
@@ -23,6 +25,11 @@ from tests.helpers.tiny_run import make_config
 
 WHOLE = 8192
 """A token budget that holds all groups of a test."""
+
+
+def make_budget(policy: Policy, tokens: int = WHOLE, ranks: Exchange | None = None) -> TokenBudget:
+    """A budget of one rank."""
+    return TokenBudget(ranks or Alone(), Progress(1), policy.vision, PlannedBudget(tokens))
 
 
 def make_trainer(
@@ -37,10 +44,10 @@ def make_trainer(
     config = make_config("unused", Path("unused"), **{"micro_batch_tokens": WHOLE, **settings})
     ranks = ranks or Alone()
     optimizer = Optimizer(cast(Any, strategy or DDP(ranks, 0.0)), policy.train(), config.train, num_steps=1)
-    progress = Progress(1, micro_batch_tokens=cast(int, config.memory.micro_batch_tokens))
-    recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens)
+    progress = Progress(1)
+    budget = make_budget(policy, cast(int, config.memory.micro_batch_tokens), ranks)
     collector = GivenGroups(groups, config.algorithm.num_iterations)
-    passes = Passes(config, ranks, policy, reference, optimizer, recovery)
+    passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget))
     return Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes)
 
 

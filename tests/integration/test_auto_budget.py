@@ -13,11 +13,8 @@ from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import DataError
-from rl_vlm.passes.budget import Budget
-from rl_vlm.passes.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.passes.changes import read_changes
-from rl_vlm.passes.micro_batches import VisionTokens
-from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan import auto
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
 from rl_vlm.run import Run, train
@@ -76,8 +73,8 @@ def test_the_plan_is_made_with_rows_that_can_be_built(checkpoint: Path, tmp_path
 
 def test_without_a_prompt_the_budget_is_fixed(checkpoint: Path, tmp_path: Path, caplog):
     config = make_config(checkpoint, tmp_path, micro_batch_tokens="auto")
-    start = auto.planned_budget(config, str(checkpoint), Ranks(), [])
-    assert (start.tokens, start.plan) == (8192, None)
+    planned, plan = auto.planned_budget(config, str(checkpoint), Ranks(), [])
+    assert (planned.tokens, plan) == (8192, None)
     assert "no memory plan can be made (no row of the data makes a prompt)" in caplog.text
 
 
@@ -95,18 +92,13 @@ class GivenMemory:
         return before
 
 
-class Calibrated(auto.StartBudget):
-    """A budget of a GPU that is not here."""
-
-    def recovery(self, ranks: Ranks, budget: Budget, vision_tokens: VisionTokens, of_engine: int) -> Recovery:
-        planned = PlannedTraining(available=2**30, fixed=0.0, peak=2**30, tokens=self.tokens, most_tokens=10**6)
-        return CalibratedRecovery(ranks, budget, vision_tokens, planned, GivenMemory(), of_engine)
-
-
 @pytest.mark.parametrize("kept", [2, 4])
 def test_the_budget_is_calibrated_once(kept: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The budget of step 4 is corrected. A resumed run has that of the first run, whatever it measures itself."""
-    monkeypatch.setattr("rl_vlm.build.start_budget", lambda *given: Calibrated(START_TOKENS, 0.0, None))
+    planned = PlannedBudget(START_TOKENS, available=2**30, peak=2**30, most_tokens=10**6)
+    monkeypatch.setattr("rl_vlm.build.start_budget", lambda *given: (planned, None))
+    monkeypatch.setattr("rl_vlm.build.measures_budget", lambda *given: True)  # as on a GPU
+    monkeypatch.setattr("rl_vlm.build.counter_of", lambda device: GivenMemory())
     monkeypatch.setattr(GivenMemory, "given_peak", 2**31)  # twice of what is available
     settings = {"prompts_per_step": 4, "max_num_seqs": 16, "micro_batch_tokens": "auto", "max_steps": NUM_STEPS}
     straight, copy = tmp_path / "straight", tmp_path / "copy"

@@ -15,6 +15,11 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import memory
 from benchmarks.gpu_parts.bench import Bench, peak_flops
 from benchmarks.gpu_parts.training_pass import kind_of
+from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
+from rl_vlm.stages import Stage
+from rl_vlm.types import Progress
+from tests.unit.test_vision import make_encoder
 
 FIGURES = {
     "correctness": {"passed"},
@@ -114,15 +119,17 @@ def test_a_part_sees_its_allocator_and_no_gpu_on_a_cpu() -> None:
 
 
 def test_the_largest_budget_that_fits_is_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer: Any = SimpleNamespace(progress=SimpleNamespace(micro_batch_tokens=0))
+    ranks = SingleRank(torch.device("cpu"))
+    budget = TokenBudget(ranks, Progress(max_steps=1), make_encoder(), PlannedBudget(0))
+    trainer: Any = SimpleNamespace(passes=SimpleNamespace(recovery=SimpleNamespace(budget=budget)))
 
     def accumulate(*_: Any) -> None:
-        if trainer.progress.micro_batch_tokens > 11500:
-            trainer.progress.micro_batch_tokens //= 2
+        if budget.tokens > 11500:
+            budget.lower(Stage.TRAINING, budget.tokens // 2, "", is_writer=False)
 
     monkeypatch.setattr(memory, "accumulate", accumulate)
     assert memory.largest_fitting(trainer, [], fitting=8000, failing=16000) == 11000
-    assert trainer.progress.micro_batch_tokens == 11000
+    assert budget.tokens == 11000
 
 
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:

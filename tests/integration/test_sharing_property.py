@@ -21,6 +21,7 @@ from tests.helpers.builders import (
     sharp_checkpoint,
     take_gradients,
 )
+from tests.helpers.given_groups import make_budget
 
 SIZES = st.tuples(st.integers(8, 64), st.integers(8, 64))
 GROUPS = st.lists(
@@ -72,7 +73,7 @@ def test_any_cut_holds_the_batch_fits_and_scores_as_dense_rows(
     checkpoint: Path, policy: Policy, shapes: list, budget: int, sharing: Sharing
 ) -> None:
     groups = make_groups(checkpoint, shapes)
-    batches = make_micro_batches(groups, budget, sharing, policy.vision.tokens)
+    batches = make_micro_batches(groups, budget, sharing, make_budget(policy).price)
 
     members = [(s.scored.group.group_id, member) for batch in batches for s in batch.subgroups for member in s.members]
     valid = [(g.group.group_id, i) for g in groups for i, is_valid in enumerate(g.valid_G.tolist()) if is_valid]
@@ -80,7 +81,7 @@ def test_any_cut_holds_the_batch_fits_and_scores_as_dense_rows(
 
     for batch in batches:
         # The tower of a cut group runs apart from its micro-batches.
-        prices = [0 if s.vision_apart else policy.vision.tokens(s.prompt) for s in batch.subgroups]
+        prices = [0 if s.vision_apart else make_budget(policy).price(s.prompt) for s in batch.subgroups]
         sizes = [Size.of(s.scored, s.members, price) for s, price in zip(batch.subgroups, prices, strict=True)]
         assert sum(sizes, Size()).tokens(batch.shared) <= budget or len(batch.completions) == 1
 

@@ -32,7 +32,7 @@ from tests.helpers.builders import (
     take_gradients,
     whole,
 )
-from tests.helpers.given_groups import WHOLE, accumulate, make_trainer, objective_of
+from tests.helpers.given_groups import WHOLE, accumulate, make_budget, make_trainer, objective_of
 from tests.helpers.stock import stock_logprobs
 from tests.tiny.build import build_tiny
 
@@ -97,7 +97,8 @@ def test_a_part_of_the_vision_side_gets_the_gradient_of_the_whole_loss(
     objective = objective_of(trainer, groups)
     trained = [0, 2, 4] if beta else [0, 2]  # those with images, and without variance if there is a KL term
     assert [groups.index(group) for group in objective.contributing] == trained
-    assert [i for i, group in enumerate(groups) if cost_of_groups(policy, "auto", beta > 0)(group)] == trained
+    cost = cost_of_groups(policy, make_budget(policy).price, "auto", beta > 0)
+    assert [i for i, group in enumerate(groups) if cost(group)] == trained
     dense = [len(groups[i].group.prompt.token_ids) * len(SHAPES[i][1]) + sum(SHAPES[i][1]) for i in trained]
     assert policy.counters["dense_tokens"] == sum(dense)
     expected = plain_gradients(policy, groups, beta)
@@ -244,7 +245,7 @@ def test_the_counters_of_a_reference_that_runs_out_of_memory_are_those_of_its_la
     monkeypatch.setattr(Policy, "forward", fail_in_the_second)
     trainer.add_logprobs(Stage.REF_LOGPROBS, reference, groups, StepMetrics())
     assert trainer.passes.recovery.events == {Stage.REF_LOGPROBS: 1}
-    budget = trainer.progress.micro_batch_tokens
+    budget = trainer.passes.recovery.budget.tokens
     assert budget < CUT
     found = dict(frozen.counters)
     trainer.start_step()

@@ -16,6 +16,7 @@ from rl_vlm.passes.schedule import make_schedule
 from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.helpers.builders import gradient_error, make_policy, take_gradients
 from tests.helpers.family_parity import case_groups, cases, scores, stock_scores
+from tests.helpers.given_groups import make_budget
 from tests.tiny.build import TINY_FAMILIES
 
 FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "glm4v", "ovis2", "mllama", "qwen3_5"}
@@ -48,7 +49,7 @@ def cut(policy: Policy, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
         groups,
         longest + 14,
         "shared",
-        policy.vision.tokens,
+        make_budget(policy).price,
         mixes_prompts=not policy.family.cross_attends,
     )
 

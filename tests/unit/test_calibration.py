@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.passes.budget import Budget
-from rl_vlm.passes.calibration import CalibratedRecovery, PlannedTraining
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
+from rl_vlm.passes.calibration import MicroBatchPeaks
 from rl_vlm.passes.changes import BudgetChange
+from rl_vlm.passes.peaks import Peaks
+from rl_vlm.passes.recovery import Recovery
+from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.tracing.groups import make_group
-from rl_vlm.stages import Stage
-from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
+from rl_vlm.stages import Stage, Stages
+from rl_vlm.types import Forward, MicroBatch, Progress, Prompt, Sample, SubGroup
+from tests.unit.test_vision import make_encoder
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
 OF_ENGINE = 5000
-PLANNED = PlannedTraining(available=1000, fixed=100.0, peak=700, tokens=50, most_tokens=80)
+PLANNED = PlannedBudget(50, available=1000, fixed=100.0, peak=700, most_tokens=80)
 
 
 class OtherRank(Ranks):
@@ -56,20 +60,23 @@ class Ledger:
 
 
 def calibrated(
-    memory: Ledger, batches: list[int], planned: PlannedTraining = PLANNED, budget: int = 50, others: Any = ()
+    memory: Ledger, batches: list[int], planned: PlannedBudget = PLANNED, budget: int = 50, others: Any = ()
 ) -> BudgetChange:
     """Take four steps of micro-batches with these numbers of tokens, and return the change of the budget."""
     written: list[BudgetChange] = []
-    progress = Progress(9, micro_batch_tokens=budget)
+    progress = Progress(9)
     ranks = OtherRank(others) if others else Ranks()
-    budgets = Budget(progress, "auto", written.append)
-    recovery = CalibratedRecovery(ranks, budgets, lambda prompt: 0, planned, memory, OF_ENGINE)
+    budgets = TokenBudget(ranks, progress, make_encoder(frozen=True), planned, "auto", written.append)
+    budgets.load_state_dict(budgets.state_dict() | {"tokens": budget})
+    peaks = MicroBatchPeaks(Peaks(memory), OF_ENGINE)
+    budgets.correct_by(peaks)
+    recovery = Recovery(ranks, budgets, Stages(peaks))
 
     def passes() -> None:
         memory.now = memory.start  # gradients of the last step are dropped
         for tokens in batches:
             group = make_group(PROMPT, 1, tokens - 1)
-            with recovery.watch(MicroBatch([SubGroup(group, [0])], shared=True)):
+            with recovery.watch(Round(Forward(MicroBatch([SubGroup(group, [0])], shared=True)))):
                 memory.run(tokens)
 
     for _ in range(4):
@@ -79,7 +86,7 @@ def calibrated(
         progress.global_step += 1
     (change,) = written
     assert (change.step, change.stage, change.reason) == (4, "training", "calibration")
-    assert progress.micro_batch_tokens == change.micro_batch_tokens
+    assert budgets.tokens == change.micro_batch_tokens
     return change
 
 
@@ -91,7 +98,7 @@ def test_the_budget_fills_what_is_available():
 def test_the_training_passes_of_three_steps_are_measured_and_no_others():
     memory = Ledger(100, 200)
     calibrated(memory, [50, 40])
-    assert memory.num_restarts == 3 * 2
+    assert memory.num_restarts == 3 * 2 * 2  # before and after each of two micro-batches
 
 
 def test_a_larger_peak_than_planned_lowers_the_budget():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.passes import peaks
-from rl_vlm.passes.peaks import ResidentPeak
+from rl_vlm.passes.peaks import Peaks, ResidentPeak
 from rl_vlm.plan.memory import Load
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.profile.report import RankProfile, compared, largest_load, peak_line, spread
@@ -122,15 +122,13 @@ class Held:
 
 @pytest.fixture
 def profile() -> MemoryProfile:
-    profile = MemoryProfile(torch.device("cpu"))
-    profile.peak, profile.base = Held(), 0
-    return profile
+    return MemoryProfile(Peaks(Held()))
 
 
 def hold(profile: MemoryProfile, *sizes: int) -> None:
-    assert isinstance(profile.peak, Held)
+    assert isinstance(profile.peaks.counter, Held)
     for size in sizes:
-        profile.peak.hold(size)
+        profile.peaks.counter.hold(size)
 
 
 def test_a_phase_within_another_does_not_count_as_part_of_it(profile: MemoryProfile):

@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.recovery import Failure, Recovery, is_out_of_memory
+from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.stages import Stage
-from rl_vlm.types import MicroBatch, Progress, Prompt, Sample, SubGroup
+from rl_vlm.types import Forward, MicroBatch, Progress, Prompt, Sample, SubGroup
+from tests.unit.test_vision import make_encoder
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
+
+
+def make_recovery(tokens: int) -> Recovery:
+    ranks = Ranks()
+    return Recovery(ranks, TokenBudget(ranks, Progress(1), make_encoder(frozen=True), PlannedBudget(tokens)))
 
 
 @pytest.mark.parametrize(
@@ -32,14 +40,14 @@ def test_errors_of_allocations_are_told_from_others(message: str, expected: bool
 
 
 def test_tensors_of_failed_passes_are_free_when_they_are_repeated() -> None:
-    recovery = Recovery.unrecorded(Ranks(), Progress(1, micro_batch_tokens=100), lambda prompt: 0)
+    recovery = make_recovery(100)
     batch = MicroBatch([SubGroup(make_group(PROMPT, 2, 10), [0, 1])], shared=True)
     kept: list[weakref.ref[torch.Tensor]] = []
 
     def passes() -> list[bool]:
         if kept:
             return [tensor() is None for tensor in kept]
-        with recovery.watch(batch):
+        with recovery.watch(Round(Forward(batch))):
             activations = torch.zeros(4)
             kept.append(weakref.ref(activations))
             raise torch.OutOfMemoryError("Tried to allocate 4 bytes")
@@ -50,8 +58,7 @@ def test_tensors_of_failed_passes_are_free_when_they_are_repeated() -> None:
 
 @pytest.mark.parametrize("tokens", [[21], [21, 30, 50], [50, 21, 30], [30, 50, 21]])
 def test_the_budget_becomes_half_of_the_smallest_micro_batch_that_failed(tokens: list[int]) -> None:
-    progress = Progress(1, micro_batch_tokens=1000)
-    recovery = Recovery.unrecorded(Ranks(), progress, lambda prompt: 0)
-    failures = [Failure(rank, 1, 4, num, "sample s", "") for rank, num in enumerate(tokens)]
+    recovery = make_recovery(1000)
+    failures = [Failure(1, 4, num, "sample s", "", rank) for rank, num in enumerate(tokens)]
     recovery.lower(Stage.TRAINING, failures)
-    assert progress.micro_batch_tokens == 10
+    assert recovery.budget.tokens == 10

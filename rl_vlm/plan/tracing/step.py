@@ -22,6 +22,7 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
@@ -151,8 +152,8 @@ class TracedTrainer(Trainer):
         self.phases: dict[str, Phase] = {}
         optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
         collector = GivenGroups(groups, config.algorithm.num_iterations)
-        progress = Progress(num_steps, micro_batch_tokens=tokens)
-        recovery = Recovery.unrecorded(ranks, progress, policy.vision.tokens, stages)
+        progress = Progress(num_steps)
+        recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, PlannedBudget(tokens)), stages)
         passes = Passes(config, ranks, policy, reference, optimizer, recovery)
         super().__init__(config, ranks, policy, reference, optimizer, collector, progress, passes)
         self.engine_checked = True  # there is no engine
