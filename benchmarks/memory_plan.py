@@ -89,7 +89,7 @@ def predict(case: dict[str, Any], checkpoint: Path) -> int:
     from rl_vlm.plan.tracing.step import trace_steps
 
     traces = trace_steps(run_config(case, checkpoint), str(checkpoint), groups_of(case, checkpoint), NUM_STEPS)
-    return max(trace.peak for trace in traces)
+    return max(block.peak for trace in traces for block in trace.values())
 
 
 def measure(case: dict[str, Any], checkpoint: Path) -> int:
@@ -111,7 +111,7 @@ def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGr
     from rl_vlm.model.loading import load_policy
     from rl_vlm.model.reference import load_reference
     from rl_vlm.plan.tracing.live import LiveBytes
-    from rl_vlm.plan.tracing.step import TracedTrainer
+    from rl_vlm.plan.tracing.step import GivenSteps
 
     config = run_config(case, checkpoint)
     policy = load_policy(config, str(checkpoint))
@@ -119,9 +119,11 @@ def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGr
     for model in [policy, *([reference.frozen] if reference and reference.frozen else [])]:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # else the file of the checkpoint backs it
-    trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, LiveBytes(), 16384)
+    assert config.memory.micro_batch_tokens != "auto"
+    tokens = config.memory.micro_batch_tokens
+    steps = GivenSteps(config, policy, reference, NUM_STEPS, LiveBytes(), tokens)
     for _ in range(NUM_STEPS):
-        trainer.step()
+        steps.take(groups)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -54,7 +54,7 @@ def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[T
     trainer.start_step()
     window = Window([[DrawnGroup(Draw(0, 0), group) for group in groups]], num_iterations=1)
     objective = trainer.objective(window, groups, StepMetrics())
-    return trainer.gradients(objective, window, StepMetrics()), objective
+    return trainer.passes.gradients(objective, keeps_logprobs=False)[0], objective
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> None:

@@ -156,7 +156,8 @@ class Ours:
         self.run.save_if_due = lambda is_last: None
         trainer = self.run.trainer
         self.clock.watch(trainer.collector, generate="rollout", score="rewards")
-        self.clock.watch(trainer, add_logprobs="log-probs", gradients="training", update="training")
+        self.clock.watch(trainer, add_logprobs="log-probs", update="training")
+        self.clock.watch(trainer.passes, gradients="training")
 
     def window(self) -> dict[str, float]:
         """Run a generation window and its updates; return the metrics of the last."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -55,6 +55,8 @@ from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.peaks import Peaks, allocated_bytes, counter_of
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.auto import start_budget
+from rl_vlm.plan.build import planned_stages
+from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.resume import SavedRun
 from rl_vlm.reward.suite import RewardSuite
@@ -141,16 +143,17 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
         seed_random_generators(config.train.seed)
         rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
+    planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
     with ranks.agree():
-        profile = MemoryProfile(Peaks(counter_of(ranks.device))) if config.log.memory_profile else None
-    stages = Stages(SignOfLife())
-    with stages.run(Stage.LOAD), profile.phase("load") if profile else nullcontext():
+        profile = make_profile(config, memory_plan, ranks) if config.log.memory_profile else None
+    stages = Stages(SignOfLife(), *filter(None, [profile]))
+    with stages.run(Stage.LOAD):
         policy, reference = load_models(config, saved, data, strategy, ranks)
+    if profile:
+        profile.attach(policy)
     num_steps = total_optimizer_steps(config, plan, len(data.usable))
     if warning := endless_warmup(config.train, num_steps):
         logger.warning("%s", warning)
-    with profile.uncounted() if profile else nullcontext():
-        planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
     progress = Progress(num_steps)
     budget = TokenBudget(
         ranks, progress, policy.vision, planned, config.memory.micro_batch_tokens,
@@ -165,9 +168,9 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     engine = build_engine(config, policy, data, strategy, ranks)
     if measures_budget(config, planned, ranks):
         peaks = profile.peaks if profile else Peaks(counter_of(ranks.device))
-        measured = MicroBatchPeaks(peaks, of_engine=allocated_bytes() - before)
-        stages.listen(measured)
-        budget.correct_by(measured)
+        of_micro_batches = MicroBatchPeaks(peaks, of_engine=allocated_bytes() - before)
+        stages.listen(of_micro_batches)
+        budget.correct_by(of_micro_batches)
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
@@ -181,9 +184,12 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
         )  # fmt: skip
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
-    if profile:
-        profile.attach(trainer, memory_plan)
     return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, profile)
+
+
+def make_profile(config: RunConfig, plan: MemoryPlan | None, ranks: Ranks) -> MemoryProfile:
+    """Build the profile of the planned stages. Raises ConfigError if memory is not counted on this machine."""
+    return MemoryProfile(Peaks(counter_of(ranks.device)), planned_stages(config, ranks.world_size), plan)
 
 
 def measures_budget(config: RunConfig, planned: PlannedBudget, ranks: Ranks) -> bool:

@@ -78,8 +78,6 @@ class Run:
             budget_changes = self.replayed_changes(parts.saved)
             with self.ranks.agree(), unwritable(self.directory.path):
                 self.prepare_directory(parts.saved, budget_changes)
-            if parts.profile:
-                parts.profile.watch(self, "save", "save")
             self.writer = CheckpointWriter(self.directory.path, self.ranks, config.train.async_save)
             opened.callback(self.writer.close)
             self.report = LiveReport(self.directory.path) if config.log.report and self.ranks.is_main else None

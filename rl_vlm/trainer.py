@@ -20,8 +20,8 @@ from torch import Tensor
 from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective, contributes
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.exchange import Exchange
 from rl_vlm.distributed.optimizer import Optimizer
-from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import TrainingError
 from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.model.policy import Policy
@@ -43,7 +43,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        ranks: Ranks,
+        ranks: Exchange,
         policy: Policy,
         reference: Reference | None,
         optimizer: Optimizer,
@@ -82,7 +82,8 @@ class Trainer:
                 self.add_logprobs(Stage.REF_LOGPROBS, self.reference, window.groups, metrics)
             with metrics.stage(Stage.TRAINING):
                 objective = self.objective(window, window.step_groups(), metrics)
-                loss = self.gradients(objective, window, metrics)
+                loss, found = self.passes.gradients(objective, keeps_logprobs=window.is_new and window.outlives_update)
+                metrics.include(found)
                 with metrics.stage(Stage.UPDATE):
                     self.update(loss, objective.contributing, metrics)
             window.updates_done += 1
@@ -128,15 +129,6 @@ class Trainer:
         return Objective.of_step(
             self.config, self.ranks, groups, window.groups, window.steps_per_window, self.contributes, outputs
         )
-
-    def gradients(self, objective: Objective, window: Window, metrics: StepMetrics) -> Tensor:
-        """Add the gradients of an objective, and return this rank's share of its loss.
-
-        The first step on a window keeps the log-probs of its forward for later iterations.
-        """
-        loss, found = self.passes.gradients(objective, keeps_logprobs=window.is_new and window.outlives_update)
-        metrics.include(found)
-        return loss
 
     def update(self, loss: Tensor, contributing: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
         """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""

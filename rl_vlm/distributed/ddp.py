@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_vlm.distributed.exchange import Exchange
 from rl_vlm.distributed.gradients import clip_and_update, parameters_of, reserve_update, sum_gradients
 from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
-from rl_vlm.distributed.ranks import Ranks
 
 BUCKET_ELEMENTS = 2**22
 """Gradients that are sent in one all-reduce; 16 MiB. A larger gradient is sent alone."""
@@ -31,7 +31,7 @@ class DDP:
     needs_all_gradients = False
     is_sharded = False
 
-    def __init__(self, ranks: Ranks, max_grad_norm: float) -> None:
+    def __init__(self, ranks: Exchange, max_grad_norm: float) -> None:
         self.ranks = ranks
         self.max_grad_norm = max_grad_norm
 

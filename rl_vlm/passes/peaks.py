@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Peaks:
         finally:
             self.note()
             block.after = self.counter.read()
-            self.open[-1].remove(block)
+            self.open[-1].pop()
             if apart:
                 self.open.pop()
 
@@ -128,21 +129,33 @@ class Peaks:
 class StagePeaks(Listener):
     """Measures stages, each apart from those within it."""
 
-    def __init__(self, peaks: Peaks, stages: Container[Stage]) -> None:
-        """`stages` are those to measure. Others count as part of the stages around them."""
+    def __init__(self, peaks: Peaks, stages: Container[Stage] = Stage, num_blocks: int | None = None) -> None:
+        """Measure the first `num_blocks` blocks of each of these stages, or all. Others count as part of the stages
+        around them.
+        """
         self.peaks = peaks
-        self.measured = stages
-        self.blocks: dict[Stage, list[Block]] = {}
+        self.stages = stages
+        self.num_blocks = num_blocks
+        self.num_measured: Counter[Stage] = Counter()
+        self.largest: dict[Stage, Block] = {}
+        """Of the blocks of each stage, the one with the highest peak."""
 
     def stage(self, stage: Stage) -> AbstractContextManager[Any]:
-        return self.noted(stage) if stage in self.measured else nullcontext()
+        is_measured = stage in self.stages and self.num_measured[stage] != self.num_blocks
+        return self.noted(stage) if is_measured else nullcontext()
 
     @contextmanager
     def noted(self, stage: Stage) -> Iterator[None]:
         """Measure a block of a stage."""
         with self.peaks.block(apart=True) as block:
             yield
-        self.blocks.setdefault(stage, []).append(block)
+        self.num_measured[stage] += 1
+        self.largest[stage] = max(self.largest.get(stage, block), block, key=lambda each: each.peak)
+
+    def take(self) -> dict[Stage, Block]:
+        """Return the largest blocks since the last call."""
+        taken, self.largest = self.largest, {}
+        return taken
 
 
 def held_gib() -> float:

@@ -25,10 +25,15 @@ from rl_vlm.plan.tracing.activations import Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.vllm import CUDA_GRAPHS, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
+from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt
 
 ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
+PLANNED_STAGES = (
+    Stage.LOAD, Stage.GENERATION, Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS, Stage.ENTROPY, Stage.TRAINING, Stage.UPDATE,
+    Stage.WEIGHT_SYNC, Stage.SAVE,
+)  # fmt: skip
 MOST_TOKENS = 2**15
 """Largest `micro_batch_tokens` that `auto` chooses, which leaves the rest to what the plan does not know."""
 ASSUMED_TEXT_TOKENS = 256
@@ -165,8 +170,7 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
         patches_per_token=frozen_patches_per_token(model),
         buffers=hardware.engine.buffers(model.weights, hardware.num_ranks, model.width),
         largest_block=gathered_block(hardware, model),
-        has_logprobs_pass=has_logprobs_pass(config, hardware.num_ranks),
-        syncs_weights=config.rollout.engine != "hf",
+        stages=planned_stages(config, hardware.num_ranks),
     )
     if tokens != "auto":
         return plan
@@ -195,14 +199,19 @@ def single_completion(config: RunConfig, model: Model) -> int:
     return model.image_price + model.prompt_tokens + config.rollout.max_completion_length
 
 
-def has_logprobs_pass(config: RunConfig, num_ranks: int) -> bool:
-    """Return whether a window needs log-probs beside those of training: of the reference, or of older weights.
+def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
+    """Return the stages of the run that hold memory of their own, in their order.
 
     Raises ConfigError if the batch settings have no solution on this number of ranks.
     """
-    algorithm, batches = config.algorithm, plan_batches(config, num_ranks)
-    several_updates = batches.steps_per_window * batches.num_iterations > 1
-    return algorithm.beta > 0 or several_updates or algorithm.top_entropy_quantile < 1
+    algorithm = config.algorithm
+    absent = {
+        Stage.OLD_LOGPROBS: plan_batches(config, num_ranks).steps_per_window == 1,
+        Stage.REF_LOGPROBS: algorithm.beta == 0,
+        Stage.ENTROPY: algorithm.top_entropy_quantile == 1,
+        Stage.WEIGHT_SYNC: config.rollout.engine == "hf",  # which samples from the policy itself
+    }
+    return tuple(stage for stage in PLANNED_STAGES if not absent.get(stage, False))
 
 
 def gathered_block(hardware: Hardware, model: Model) -> int:

@@ -7,6 +7,7 @@ from rl_vlm.plan.engines import Engine, state_bytes
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.memory import MemoryPlan, Phase
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
+from rl_vlm.stages import Stage
 
 PROCESS = 4 * GIB
 """Bytes of a rank's process without tensors, an assumption: the code of torch, transformers and CUDA's libraries."""
@@ -26,9 +27,9 @@ def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
     # Ranks that do not share weights each read the whole checkpoint; otherwise rank 0 alone does.
     readers = 1 if plan.engine.shards_weights else gpus
     return [
-        Phase("load", running | {"offloaded": 0, "checkpoint": readers * loaded(plan.weights)}),
-        Phase("training", running),
-        Phase("save", running | {"checkpoint": saved(plan, gpus)}),
+        Phase(Stage.LOAD.value, running | {"offloaded": 0, "checkpoint": readers * loaded(plan.weights)}),
+        Phase(Stage.TRAINING.value, running),
+        Phase(Stage.SAVE.value, running | {"checkpoint": saved(plan, gpus)}),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The memory plan of a run: what each rank holds in each phase, and what fits."""
+"""The memory plan of a run: what each rank holds in each stage, and what fits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rl_vlm.plan.engines import Engine
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
-
-TRAINING = "forward and backward"
+from rl_vlm.stages import Stage
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of one rank's device in a phase of a run, by part."""
+    """Bytes of one rank's device in a stage of a run, by part."""
 
     name: str
+    """The stage."""
     parts: dict[str, int]
 
     @property
@@ -70,10 +70,8 @@ class MemoryPlan:
     """Bytes of buffers from which gradients are sent."""
     largest_block: int
     """Bytes of the largest block of weights that is gathered at once for weight syncs and checkpoints."""
-    has_logprobs_pass: bool
-    """Whether old or reference log-probs are computed in passes of their own."""
-    syncs_weights: bool
-    """Whether the rollout engine has a model of its own, which is sent the policy's weights."""
+    stages: tuple[Stage, ...]
+    """Stages of the run that are planned, in their order."""
 
     @property
     def available(self) -> int:
@@ -97,22 +95,24 @@ class MemoryPlan:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Return the phases of a step, in their order, and those before and after it."""
+        """Return what is held in each of the stages, in their order."""
         training = self.held | {"vLLM": self.rollouts.while_training}
         gathered = {"gathered weights": self.engine.gathered(self.weights, self.num_ranks)}
         block = {"gathered weights": self.largest_block}
         update = {"update": self.engine.update(self.weights, self.num_ranks, self.optim)}
-        phases = [
-            Phase("load", {name: self.held[name] for name in ("weights", "reference")} | gathered),
-            Phase("rollout", self.held | self.rollouts.while_sampling),
-            Phase("log-probs", training | gathered | self.logprob_parts()),
-            Phase(TRAINING, training | self.gradients | gathered | self.training_parts()),
-            Phase("update", training | self.gradients | update),
-            Phase("weight sync", self.held | self.rollouts.while_sampling | block),  # vLLM is awake, with its cache
-            Phase("save", training | block),
-        ]
-        absent = {"log-probs": not self.has_logprobs_pass, "weight sync": not self.syncs_weights}
-        return [phase for phase in phases if not absent.get(phase.name, False)]
+        without_gradients = training | gathered | self.logprob_parts()
+        parts = {
+            Stage.LOAD: {name: self.held[name] for name in ("weights", "reference")} | gathered,
+            Stage.GENERATION: self.held | self.rollouts.while_sampling,
+            Stage.OLD_LOGPROBS: without_gradients,
+            Stage.REF_LOGPROBS: without_gradients,
+            Stage.ENTROPY: without_gradients,
+            Stage.TRAINING: training | self.gradients | gathered | self.training_parts(),
+            Stage.UPDATE: training | self.gradients | update,
+            Stage.WEIGHT_SYNC: self.held | self.rollouts.while_sampling | block,  # vLLM is awake, with its cache
+            Stage.SAVE: training | block,
+        }
+        return [Phase(stage.value, parts[stage]) for stage in self.stages]
 
     def logprob_parts(self) -> dict[str, int]:
         """Return the bytes of a pass without gradients."""
@@ -138,7 +138,7 @@ class MemoryPlan:
     @property
     def training(self) -> Phase:
         """Return the phase of forward and backward passes."""
-        return next(phase for phase in self.phases if phase.name == TRAINING)
+        return next(phase for phase in self.phases if phase.name == Stage.TRAINING)
 
     @property
     def peak(self) -> Phase:

@@ -30,13 +30,14 @@ class RankProfile:
     """What one rank has measured."""
 
     phases: dict[str, int]
+    """Most bytes of each stage."""
     largest_micro_batch: Load
 
 
 def write_profile(profile: MemoryProfile, ranks: Ranks, directory: Path) -> None:
     """Gather the measurements of all ranks, and write them on the main process. Called by all ranks together."""
     assert profile.saved is not None
-    found = ranks.gather([RankProfile(profile.phase_peaks, largest_load(profile.loads, profile.plan))])
+    found = ranks.gather([RankProfile(profile.stage_peaks, largest_load(profile.loads, profile.plan))])
     if not ranks.is_main:
         return
     report = {
@@ -119,7 +120,7 @@ def draw_profile(report: dict[str, Any], path: Path) -> None:
         sizes = [phase["predicted_parts"].get(part, 0) / GIB for phase in phases.values()]
         bars.bar(right, sizes, width, bottom=below, label=f"predicted: {part}")
         below = [low + size for low, size in zip(below, sizes, strict=True)]
-    bars.set_xticks(places, [name.replace(" and ", "\nand ") for name in phases])
+    bars.set_xticks(places, [name.replace("_", "\n") for name in phases])
     bars.set(ylabel="GiB", xlabel=f"measured: {report['measured']}", title=f"peak by phase, {report['device']}")
     figure.legend(loc="outside lower center", ncols=4)
     kinds = report["kinds"][:NUM_DRAWN][::-1]

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from rl_vlm.algorithm.objective import Objective
+from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ddp import DDP
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.exchange import Exchange, SingleRank
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
@@ -18,18 +20,20 @@ from rl_vlm.model.reference import Reference
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.recovery import Recovery
-from rl_vlm.plan.tracing.step import Alone, GivenGroups
+from rl_vlm.rollout.collector import Collector
+from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 from tests.helpers.tiny_run import make_config
 
+CPU = torch.device("cpu")
 WHOLE = 8192
 """A token budget that holds all groups of a test."""
 
 
 def make_budget(policy: Policy, tokens: int = WHOLE, ranks: Exchange | None = None) -> TokenBudget:
     """A budget of one rank."""
-    return TokenBudget(ranks or Alone(), Progress(1), policy.vision, PlannedBudget(tokens))
+    return TokenBudget(ranks or SingleRank(CPU), Progress(1), policy.vision, PlannedBudget(tokens))
 
 
 def make_trainer(
@@ -37,26 +41,26 @@ def make_trainer(
     groups: Sequence[ScoredGroup],
     strategy: DDP | None = None,
     reference: Reference | None = None,
-    ranks: Alone | None = None,
+    ranks: Exchange | None = None,
     **settings: Any,
 ) -> Trainer:
     """A trainer that is given its groups, on one rank, with the policy's weights on the host."""
     config = make_config("unused", Path("unused"), **{"micro_batch_tokens": WHOLE, **settings})
-    ranks = ranks or Alone()
+    ranks = ranks or SingleRank(CPU)
     optimizer = Optimizer(cast(Any, strategy or DDP(ranks, 0.0)), policy.train(), config.train, num_steps=1)
     progress = Progress(1)
     budget = make_budget(policy, cast(int, config.memory.micro_batch_tokens), ranks)
-    collector = GivenGroups(groups, config.algorithm.num_iterations)
+    collector = Collector.__new__(Collector)  # which the passes do not use
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget))
     return Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes)
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Tensor:
     """The loss of the step, whose gradients the policy then has."""
-    window = trainer.collector.current(trainer.progress, StepMetrics())
-    return trainer.gradients(trainer.objective(window, groups, StepMetrics()), window, StepMetrics())
+    return trainer.passes.gradients(objective_of(trainer, groups), keeps_logprobs=False)[0]
 
 
 def objective_of(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Objective:
-    """The objective of a step on these groups."""
-    return trainer.objective(trainer.collector.current(trainer.progress, StepMetrics()), groups, StepMetrics())
+    """The objective of a step on these groups, in a window of its own."""
+    window = Window([[DrawnGroup(Draw(0, i), group) for i, group in enumerate(groups)]], num_iterations=1)
+    return trainer.objective(window, groups, StepMetrics())

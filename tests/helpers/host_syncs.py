@@ -27,11 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.exchange import SingleRank
 from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 from rl_vlm.plan.tracing import step
 from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
-from rl_vlm.stages import Listener, Stage, Stages
+from rl_vlm.stages import Listener, Stage
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, noise_image
 
@@ -210,19 +211,18 @@ def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) ->
         fake_tensors() as live,
         attention_as_on_gpu(),
         mock.patch.object(RowLayout, "with_masks", with_masks),
-        mock.patch.object(step.Alone, "device", DEVICE),
         mock.patch.object(torch.accelerator, "current_stream", lambda device: Stream(syncs)),
         torch.autograd.set_multithreading_enabled(False),  # the modes are of this thread
         torch.autograd.set_detect_anomaly(True, check_nan=False),  # notes where operators of a backward come from
     ):
         with torch.device(DEVICE):
             step.make_models_fake(policy, reference)
-        trainer = step.TracedTrainer(config, policy, reference, groups, 2, live, tokens, Stages(syncs))
+        steps = step.GivenSteps(config, policy, reference, 2, live, tokens, SingleRank(DEVICE), [syncs])
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` copies to the device by an operator, as with CUDA
         with syncs:
-            trainer.step()  # makes the optimizer state
+            steps.take(groups)  # makes the optimizer state
             syncs.clear()
-            trainer.step()
+            steps.take(groups)
     return syncs.found | {"counters": policy.counters}
 
 

@@ -142,7 +142,7 @@ def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
     assert plan["fits"]
     # The published 8.29 billion weights in bfloat16, and an adapter of rank 16 in float32.
     assert plan["phases"]["load"]["weights"] == pytest.approx(2 * 8.292e9, rel=0.02)
-    rollout = plan["phases"]["rollout"]
+    rollout = plan["phases"]["generation"]
     assert rollout["vLLM"] + rollout["KV cache"] == pytest.approx(0.3 * 79.1 * GIB, rel=1e-3)
     assert plan["peak_bytes"] == max(sum(parts.values()) for parts in plan["phases"].values())
     assert plan["peak_bytes"] == sum(plan["phases"][plan["peak_phase"]].values())

@@ -23,9 +23,9 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError, ConfigError, TrainingError
 from rl_vlm.evaluation import Evaluator
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.passes.passes import Passes
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.run import Run, train
-from rl_vlm.trainer import Trainer
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_group, make_prompt
 from tests.helpers.resuming import assert_same_run, config_of, resumed
@@ -116,13 +116,14 @@ def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
 
 
 def test_a_batch_that_cannot_be_written_changes_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
-    accumulate = Trainer.gradients
+    gradients = Passes.gradients
 
-    def not_a_number(trainer: Trainer, *arguments: Any) -> torch.Tensor:
-        loss = accumulate(trainer, *arguments)
-        return loss * float("nan") if trainer.progress.global_step == 2 else loss
+    def not_a_number(passes: Passes, *arguments: Any, **named: Any) -> Any:
+        loss, metrics = gradients(passes, *arguments, **named)
+        step = passes.recovery.budget.progress.global_step
+        return (loss * float("nan") if step == 2 else loss), metrics
 
-    monkeypatch.setattr(Trainer, "gradients", not_a_number)
+    monkeypatch.setattr(Passes, "gradients", not_a_number)
     train(config_of("full", tiny_checkpoint, tmp_path / "written"))
     (tmp_path / "not" / "nonfinite-step-3-rank-0.pt").mkdir(parents=True)  # a directory in the place of the file
     train(config_of("full", tiny_checkpoint, tmp_path / "not"))

@@ -13,7 +13,7 @@ from tests.helpers.two_processes import train_on_two_processes
 
 pytestmark = pytest.mark.ci
 
-PHASES = ["load", "rollout", "log-probs", "forward and backward", "update", "save"]
+PHASES = ["load", "generation", "ref_logprobs", "training", "update", "save"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_planned_budget_is_the_same_with_a_profile(checkpoint: Path, tmp_path:
     train(make_config(checkpoint, tmp_path / "plain", **settings))
     train(make_config(checkpoint, tmp_path / "profiled", memory_profile=True, **settings))
     assert_same_run(tmp_path / "profiled", tmp_path / "plain", 1)
-    assert report_of(tmp_path / "profiled")["phases"]["forward and backward"]["measured_bytes"] > 0
+    assert report_of(tmp_path / "profiled")["phases"]["training"]["measured_bytes"] > 0
 
 
 def test_two_processes_are_compared(checkpoint: Path, tmp_path: Path):

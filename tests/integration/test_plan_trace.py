@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.reference import load_reference
+from rl_vlm.passes.peaks import Block
 from rl_vlm.plan.tracing.live import LiveBytes
-from rl_vlm.plan.tracing.step import TracedTrainer, trace_steps
+from rl_vlm.plan.tracing.step import GivenSteps, trace_steps
+from rl_vlm.stages import Stage
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, noise_image
 from tests.tiny.build import build_tiny
@@ -54,20 +57,20 @@ class RealBytes(LiveBytes):
 
 def traced(config: RunConfig, checkpoint: Path, groups: list[ScoredGroup]) -> list[dict[str, list[int]]]:
     steps = trace_steps(config, str(checkpoint), groups, NUM_STEPS)
-    return [growth(step.phases) for step in steps]
+    return [growth(step) for step in steps]
 
 
 def measured(config: RunConfig, checkpoint: Path, groups: list[ScoredGroup]) -> list[dict[str, list[int]]]:
     policy = load_policy(config, str(checkpoint))
     reference = load_reference(config, str(checkpoint), policy, resumed=None)
     with RealBytes() as live:
-        trainer = TracedTrainer(config, policy, reference, groups, NUM_STEPS, live, TOKENS)
-        return [growth(trainer.traced_step().phases) for _ in range(NUM_STEPS)]
+        steps = GivenSteps(config, policy, reference, NUM_STEPS, live, TOKENS)
+        return [growth(steps.take(groups)) for _ in range(NUM_STEPS)]
 
 
-def growth(phases: dict[str, Any]) -> dict[str, list[int]]:
-    """Bytes in each phase at most and at its end, above those before it."""
-    return {name: [phase.peak - phase.before, phase.after - phase.before] for name, phase in phases.items()}
+def growth(blocks: Mapping[Stage, Block]) -> dict[str, list[int]]:
+    """Bytes in each stage at most and at its end, above those before it."""
+    return {stage: [block.peak - block.before, block.after - block.before] for stage, block in blocks.items()}
 
 
 def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
@@ -96,7 +99,7 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
         ("qwen3_5", {"memory": {"gradient_checkpointing": True}}),
     ],
 )
-def test_bytes_of_each_phase(family: str, sections: dict[str, Any], tmp_path: Path):
+def test_bytes_of_each_stage(family: str, sections: dict[str, Any], tmp_path: Path):
     checkpoint = build_tiny(family, tmp_path)
     config = run_config(checkpoint, **sections)
     groups = make_groups(checkpoint, [([noise_image(32, 32, seed=i)], [24, 20, 16, 8]) for i in range(2)])

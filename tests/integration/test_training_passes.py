@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.exchange import SingleRank
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import idle_sample
-from rl_vlm.plan.tracing.step import Alone
 from rl_vlm.rollout.balance import cost_of_groups
 from rl_vlm.stages import Stage
 from rl_vlm.types import Forward, ScoredGroup
@@ -32,7 +32,7 @@ from tests.helpers.builders import (
     take_gradients,
     whole,
 )
-from tests.helpers.given_groups import WHOLE, accumulate, make_budget, make_trainer, objective_of
+from tests.helpers.given_groups import CPU, WHOLE, accumulate, make_budget, make_trainer, objective_of
 from tests.helpers.stock import stock_logprobs
 from tests.tiny.build import build_tiny
 
@@ -163,7 +163,7 @@ def test_gradients_that_are_averaged_are_shares_once(checkpoint: Path, groups: l
     """The backward of a tower that runs apart has the factor from the gradients of the features."""
     policy = make_policy(checkpoint)
     found = []
-    for strategy in (DDP(Alone(), 0.0), Averaging(Alone(), 0.0)):
+    for strategy in (DDP(SingleRank(CPU), 0.0), Averaging(SingleRank(CPU), 0.0)):
         accumulate(make_trainer(policy, groups, strategy, micro_batch_tokens=CUT), groups)
         found.append(take_gradients(policy))
     alone, averaged = found
@@ -197,7 +197,7 @@ def test_the_first_and_the_last_backward_of_zero_reach_every_weight(
     """DeepSpeed keeps old sums of a weight that has no gradient there. The last run of a tower is apart from rows."""
     policy = make_policy(checkpoint)
     policy.vision.idle_prompt = make_prompt(checkpoint, idle_sample().images, ".")
-    strategy, given = Noting(Alone(), 0.0), [groups[1] if text_alone else groups[0]]
+    strategy, given = Noting(SingleRank(CPU), 0.0), [groups[1] if text_alone else groups[0]]
     accumulate(make_trainer(policy, given, strategy, micro_batch_tokens=CUT), given)
     ran_apart = any(len(backwards) > 1 for backwards in strategy.micro_batches)
     assert ran_apart != text_alone
@@ -205,7 +205,7 @@ def test_the_first_and_the_last_backward_of_zero_reach_every_weight(
         assert backwards == {name for name, _ in policy.named_parameters()}
 
 
-class SecondOfTwo(Alone):
+class SecondOfTwo(SingleRank):
     """A rank beside another one, which has a group to train on."""
 
     def max(self, values: Sequence[int]) -> list[int]:
@@ -217,7 +217,7 @@ def test_a_rank_without_groups_to_train_on_updates_with_the_others(
 ) -> None:
     policy = make_policy(checkpoint)
     idle = [groups[i] for i in WITHOUT_VARIANCE]
-    trainer = make_trainer(policy, idle, ranks=SecondOfTwo())
+    trainer = make_trainer(policy, idle, ranks=SecondOfTwo(CPU))
     updates: list[str] = []
     monkeypatch.setattr(trainer.optimizer.torch_optimizer, "step", lambda: updates.append("update"))
     metrics = StepMetrics()

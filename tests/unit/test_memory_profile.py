@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from rl_vlm.passes import peaks
 from rl_vlm.passes.peaks import Peaks, ResidentPeak
+from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.memory import Load
 from rl_vlm.profile.profiler import MemoryProfile
 from rl_vlm.profile.report import RankProfile, compared, largest_load, peak_line, spread
 from rl_vlm.profile.saved import Kept, SavedBytes, by_kind, by_layer
+from rl_vlm.stages import Stage, Stages
+from rl_vlm.types import Forward
+from tests.helpers.builders import make_groups, make_policy, noise_image, sharp_checkpoint, whole
+from tests.unit.test_peaks import Held
 
 MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
 
 
 def network() -> nn.Module:
@@ -55,7 +65,7 @@ class Recomputed(nn.Module):
         self.inner = network()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
+        return recomputed(self.inner, inputs, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
 
 def test_recomputed_activations_are_not_kept():
@@ -101,86 +111,28 @@ def test_a_system_that_does_not_count_is_refused(monkeypatch, tmp_path):
         ResidentPeak()
 
 
-class Held:
-    """A counter whose bytes the test sets."""
-
-    meaning = "bytes of the test"
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-
-    def hold(self, size: int) -> None:
-        self.now = size
-        self.most = max(self.most, size)
-
-    def restart(self) -> None:
-        self.most = self.now
-
-    def read(self) -> int:
-        return self.most
+def test_a_profile_measures_beside_what_was_held_before():
+    held = Held(100)
+    profile = MemoryProfile(Peaks(held), {Stage.UPDATE}, plan=None)
+    with Stages(profile).run(Stage.UPDATE):
+        held.hold(120, 100)
+    assert profile.stage_peaks == {"update": 20}
 
 
-@pytest.fixture
-def profile() -> MemoryProfile:
-    return MemoryProfile(Peaks(Held()))
-
-
-def hold(profile: MemoryProfile, *sizes: int) -> None:
-    assert isinstance(profile.peaks.counter, Held)
-    for size in sizes:
-        profile.peaks.counter.hold(size)
-
-
-def test_a_phase_within_another_does_not_count_as_part_of_it(profile: MemoryProfile):
-    hold(profile, 100, 0)
-    with profile.phase("training"):
-        hold(profile, 5, 1)
-        with profile.phase("log-probs"):
-            hold(profile, 30, 2)
-        hold(profile, 7, 0)
-    hold(profile, 50, 0)
-    assert profile.phase_peaks == {"training": 7, "log-probs": 30}
-
-
-def test_what_is_left_behind_by_other_work_is_not_counted(profile: MemoryProfile):
-    hold(profile, 3)
-    with profile.uncounted():
-        hold(profile, 1000, 13)
-    with profile.phase("update"):
-        hold(profile, 20)
-    assert profile.phase_peaks == {"update": 10}
-
-
-def test_the_peak_of_a_phase_is_that_of_all_its_blocks(profile: MemoryProfile):
-    for sizes in ((4, 0), (9, 0), (6, 0)):
-        with profile.phase("update"):
-            hold(profile, *sizes)
-    assert profile.phase_peaks == {"update": 9}
-
-
-class Owner:
-    def double(self, number: int) -> int:
-        return 2 * number
-
-
-def test_three_calls_are_measured_and_later_ones_are_not(profile: MemoryProfile):
-    owner, events = Owner(), []
-
-    @contextmanager
-    def first():
-        events.append("first")
-        yield
-
-    profile.watch(owner, "double", "update", first=first(), last=lambda: events.append("last"))
-    for size in (1, 2, 3):
-        hold(profile, size)
-        assert "double" in vars(owner)
-        assert owner.double(4) == 8
-    hold(profile, 100)
-    assert owner.double(4) == 8
-    assert vars(owner) == {}
-    assert events == ["first", "last"]
-    assert profile.phase_peaks == {"update": 3}
+def test_the_first_training_passes_are_looked_into_and_three_steps_have_loads(checkpoint: Path):
+    groups = make_groups(checkpoint, [([noise_image(32, 24, seed=1)], [3, 2]), ([], [4])])
+    policy = make_policy(checkpoint)
+    batch = whole(groups, shared=True)
+    profile = MemoryProfile(Peaks(Held()), {Stage.TRAINING}, plan=None)
+    profile.attach(policy)
+    stages = Stages(profile)
+    for within in (1, 0, 0, 0):
+        with stages.run(Stage.TRAINING), stages.passes(Stage.TRAINING), stages.work(Round(Forward(batch, 0, within))):
+            policy(Forward(batch)).logprobs_NT.sum().backward()
+            assert bool(policy._forward_hooks) == bool(within)
+    prompts = [len(group.group.prompt.token_ids) for group in groups]
+    assert profile.loads == {Load(sum(prompts) + 3 + 2 + 4, groups[0].group.prompt.mm_inputs["pixel_values"].shape[0])}
+    assert profile.saved is not None and sum(profile.saved.largest.values()) > 0
 
 
 def test_ranks_are_compared():
@@ -200,6 +152,6 @@ def test_the_line_names_the_phase_that_held_most():
     phases = {
         "load": {"measured_bytes": 2**30, "measured_rank": 0, "predicted_bytes": 2**30},
         "update": {"measured_bytes": 3 * 2**30, "measured_rank": 1, "predicted_bytes": 5 * 2**29},
-        "weight sync": {"measured_bytes": None, "measured_rank": None, "predicted_bytes": 2**40},
+        "weight_sync": {"measured_bytes": None, "measured_rank": None, "predicted_bytes": 2**40},
     }
     assert peak_line(phases) == "memory peak: update, 3.00 GiB on rank 1, predicted 2.50"

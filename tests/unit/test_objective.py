@@ -16,7 +16,7 @@ from rl_vlm.algorithm.objective import (
     trained_tokens,
 )
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.tracing.step import Alone
+from rl_vlm.distributed.exchange import SingleRank
 from rl_vlm.types import (
     Completion,
     FinishReason,
@@ -30,6 +30,8 @@ from rl_vlm.types import (
 )
 
 F, T = False, True
+
+CPU = torch.device("cpu")
 
 
 def scored_group(
@@ -66,7 +68,7 @@ def output_of(logprobs: Sequence[Sequence[float]], entropies: Sequence[Sequence[
     return PolicyOutput(values, torch.zeros_like(values) if entropies is None else torch.tensor(entropies))
 
 
-class OneOfTwo(Alone):
+class OneOfTwo(SingleRank):
     """A rank beside another one, which has 5 tokens in 3 completions, and these entropies."""
 
     entropies = (0.5, 3.0)
@@ -82,7 +84,7 @@ class OneOfTwo(Alone):
 def objective_of(
     groups: Sequence[ScoredGroup],
     window: Sequence[ScoredGroup] | None = None,
-    ranks: Alone | None = None,
+    ranks: SingleRank | None = None,
     outputs: Sequence[tuple[MicroBatch, PolicyOutput]] | None = None,
     rollout: Any = None,
     **algorithm: Any,
@@ -101,7 +103,13 @@ def objective_of(
         return outputs
 
     return Objective.of_step(
-        config, ranks or Alone(), groups, window or groups, 2 if window else 1, lambda g: g.has_variance, given_outputs
+        config,
+        ranks or SingleRank(CPU),
+        groups,
+        window or groups,
+        2 if window else 1,
+        lambda g: g.has_variance,
+        given_outputs,
     )
 
 
@@ -126,7 +134,7 @@ def test_each_loss_type_divides_by_its_denominator_of_all_ranks(loss_type, weigh
     """At a ratio of 1 the gradient of every loss is minus the advantage, times the weight of the token."""
     group = scored_group([2, 1], advantages=[3.0, -1.0])
     settings: dict[str, Any] = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    objective = objective_of([group], ranks=OneOfTwo(), loss_type=loss_type, **settings)
+    objective = objective_of([group], ranks=OneOfTwo(CPU), loss_type=loss_type, **settings)
     _, gradient = loss_and_gradient(objective, batch_of(group), output_of([[-1.0, -2.0], [-3.0, 0.0]]))
     long, short = weights
     assert gradient == [pytest.approx([-3.0 * long, -3.0 * long]), pytest.approx([1.0 * short, 0.0])]
@@ -194,7 +202,7 @@ def test_the_threshold_is_over_trained_tokens_of_all_groups_and_ranks():
         (batch_of(equal), output_of([[0.0] * 2] * 2, entropies=[[2.0, 80.0], [0.1, 0.2]])),  # 80 is padding
     ]
     settings = {"top_entropy_quantile": 0.4, "mask_truncated_completions": True}
-    objective = objective_of([group, equal], ranks=OneOfTwo(), outputs=outputs, **settings)
+    objective = objective_of([group, equal], ranks=OneOfTwo(CPU), outputs=outputs, **settings)
     assert objective.entropy_threshold is not None
     assert 1.0 < objective.entropy_threshold <= 2.0  # the quantile 0.6 of 0.1 0.2 0.5 1 2 3 4 is 1.6
     output = output_of([[0.0] * 2] * 2, entropies=[[1.0, 4.0], [90.0, 91.0]])

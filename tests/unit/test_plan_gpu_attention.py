@@ -5,6 +5,7 @@ import torch
 
 from rl_vlm.model import shared_prefix
 from rl_vlm.model.shared_prefix import RowLayout
+from rl_vlm.passes.peaks import Peaks
 from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.gpu_attention import KeptByFlexAttention, attention_as_on_gpu
 
@@ -16,7 +17,7 @@ def test_kept_tensors_and_gradients():
         query = torch.empty(HEADS, TOKENS, WIDTH, requires_grad=True)
         key = torch.empty(KEY_HEADS, TOKENS, WIDTH, requires_grad=True)
         value = torch.empty(KEY_HEADS, TOKENS, WIDTH, requires_grad=True)
-        with live.phase() as forward:
+        with Peaks(live).block() as forward:
             output = KeptByFlexAttention.apply(query, key, value)
         assert output.shape == (TOKENS, HEADS, WIDTH)
         # The output, and a float32 per head and token. Query, key and value exist already.

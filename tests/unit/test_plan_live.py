@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rl_vlm.passes.peaks import Peaks
 from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.live import LiveBytes
 
@@ -39,33 +40,17 @@ def test_the_backward_of_a_matrix_product_by_hand():
     with fake_tensors() as live:
         weight = torch.empty(16, 32, requires_grad=True)  # 2 KiB
         inputs = torch.empty(FLOATS)
-        with live.phase() as forward:
+        with Peaks(live).block() as forward:
             hidden = (inputs @ weight).exp()
         # exp keeps its result, and nothing keeps the product, which is freed: 2 KiB of the 4 KiB at the peak.
         assert (forward.before, forward.after - forward.before, forward.peak - forward.before) == (
             3 * KIB, 2 * KIB, 4 * KIB
         )  # fmt: skip
-        with live.phase() as backward:
+        with Peaks(live).block() as backward:
             hidden.backward(torch.empty_like(hidden))
         # The gradient that was given, that of the product, and that of the weight, which stays.
         assert backward.after - backward.before == 2 * KIB
         assert backward.peak - backward.before == 6 * KIB
-
-
-def test_phases_nest():
-    with fake_tensors() as live:
-        with live.phase() as outer:
-            torch.empty(4, *FLOATS)
-            kept = torch.empty(FLOATS)
-            with live.phase() as inner:
-                torch.empty(2, *FLOATS)
-            with live.phase() as quiet:
-                pass
-        assert (outer.before, outer.peak, outer.after) == (0, 4 * KIB, KIB)
-        assert (inner.before, inner.peak, inner.after) == (KIB, 3 * KIB, KIB)
-        assert (quiet.before, quiet.peak, quiet.after) == (KIB, KIB, KIB)
-        assert live.peak == 4 * KIB
-        del kept
 
 
 def test_paused_and_meta_tensors_and_real_ones_do_not_count():

@@ -8,7 +8,7 @@ import pytest
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.build import Hardware, Model, has_logprobs_pass, plan_memory
+from rl_vlm.plan.build import PLANNED_STAGES, Hardware, Model, plan_memory, planned_stages
 from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.host import host_phases
@@ -34,8 +34,7 @@ def a_plan(engine: str = "ddp", num_ranks: int = 1, **changes: Any) -> MemoryPla
     plan = MemoryPlan(
         card=Card("test", 100 * GIB), num_ranks=num_ranks, engine=ENGINES[engine], optim="adamw_torch", weights=WEIGHTS,
         activations=ACTIVATIONS, rollouts=Rollouts({"vLLM": 700, "KV cache": 900}, 40), micro_batch_tokens=200,
-        load=Load(200, 20), patches_per_token=0.1, buffers=64, largest_block=800, has_logprobs_pass=True,
-        syncs_weights=True,
+        load=Load(200, 20), patches_per_token=0.1, buffers=64, largest_block=800, stages=PLANNED_STAGES,
     )  # fmt: skip
     return replace(plan, **changes)
 
@@ -72,12 +71,12 @@ def planned(config: RunConfig, engine: str = "ddp", gpus: int = 1, **weights: An
 def test_what_is_held_in_training():
     held = {"weights": 4000, "optimizer state": 8000, "communication buffers": 64}
     passes = {"language activations": 800, "LM head and copies": 100, "vision activations": 60}
-    assert parts_of(a_plan(), "forward and backward") == held | passes | {"gradients": 4000, "vLLM": 40}
-    assert parts_of(a_plan(), "rollout") == held | {"vLLM": 700, "KV cache": 900}
+    assert parts_of(a_plan(), "training") == held | passes | {"gradients": 4000, "vLLM": 40}
+    assert parts_of(a_plan(), "generation") == held | {"vLLM": 700, "KV cache": 900}
 
 
 def test_vllm_is_awake_while_weights_are_sent():
-    parts = parts_of(a_plan(), "weight sync")
+    parts = parts_of(a_plan(), "weight_sync")
     assert (parts["vLLM"], parts["KV cache"], parts["gathered weights"]) == (700, 900, 800)
     plan = a_plan()
     # 5% and 0.6 GiB of the card are not available; beside vLLM are weights, moments, buffers and a block.
@@ -86,8 +85,8 @@ def test_vllm_is_awake_while_weights_are_sent():
 
 def test_gradients_of_zero3_stay_between_steps():
     plan = a_plan("zero3", num_ranks=2)
-    assert {parts_of(plan, name).get("gradients") for name in ("rollout", "weight sync", "save", "update")} == {2000}
-    assert "gradients" not in parts_of(a_plan("zero2", num_ranks=2), "rollout")
+    assert {parts_of(plan, name).get("gradients") for name in ("generation", "weight_sync", "save", "update")} == {2000}
+    assert "gradients" not in parts_of(a_plan("zero2", num_ranks=2), "generation")
     assert "gradients" not in parts_of(a_plan("zero3_offload", num_ranks=2), "update")
 
 
@@ -138,33 +137,40 @@ def test_patches_of_a_frozen_tower_are_those_of_short_completions():
 @pytest.mark.parametrize(
     ("train", "algorithm", "expected"),
     [
-        ({"prompts_per_step": 8}, {}, False),
-        ({"prompts_per_step": 8}, {"beta": 0.1}, True),
-        ({"prompts_per_step": 8}, {"num_iterations": 2}, True),
-        ({"prompts_per_step": 8, "steps_per_generation": 2}, {}, True),
+        ({"prompts_per_step": 8}, {}, []),
+        ({"prompts_per_step": 8}, {"beta": 0.1}, ["ref_logprobs"]),
+        # later iterations have the log-probs of the first one's forward
+        ({"prompts_per_step": 8}, {"num_iterations": 2}, []),
+        ({"prompts_per_step": 8, "steps_per_generation": 2}, {}, ["old_logprobs"]),
         # 32 completions a step in 8 micro-steps of 4: one step per window
-        ({"prompts_per_step": 8, "per_device_train_batch_size": 4, "steps_per_generation": 8}, {}, False),
-        ({"prompts_per_step": 8, "per_device_train_batch_size": 4, "steps_per_generation": 16}, {}, True),
+        ({"prompts_per_step": 8, "per_device_train_batch_size": 4, "steps_per_generation": 8}, {}, []),
+        ({"prompts_per_step": 8, "per_device_train_batch_size": 4, "steps_per_generation": 16}, {}, ["old_logprobs"]),
+        ({"prompts_per_step": 8}, {"top_entropy_quantile": 0.2}, ["entropy"]),
     ],
 )
-def test_when_log_probs_are_computed_apart(train, algorithm, expected):
+def test_log_probs_that_are_computed_apart_are_planned(train, algorithm, expected):
     data = a_config().model_dump(exclude_unset=True) | {"train": train, "algorithm": algorithm}
-    assert has_logprobs_pass(RunConfig.model_validate(data), num_ranks=1) == expected
+    found = planned_stages(RunConfig.model_validate(data), num_ranks=1)
+    assert found == ("load", "generation", *expected, "training", "update", "save")
+
+
+def test_an_engine_with_weights_of_its_own_is_sent_weights():
+    assert "weight_sync" in planned_stages(a_config(engine="vllm_server"), num_ranks=1)
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(ConfigError, match="prompts_per_step"):
-        has_logprobs_pass(a_config(), num_ranks=7)
+        planned_stages(a_config(), num_ranks=7)
 
 
 def test_rollouts_with_offloaded_weights_on_one_rank():
     config = a_config(engine="hf")
-    whole = parts_of(planned(config, "zero3_offload"), "rollout")
+    whole = parts_of(planned(config, "zero3_offload"), "generation")
     assert (whole["gathered weights"], whole["LM head and copies"]) == (4000, 2000)
-    by_layer = parts_of(planned(a_config(engine="hf", ds3_gather_for_generation=False), "zero3_offload"), "rollout")
+    by_layer = parts_of(planned(a_config(engine="hf", ds3_gather_for_generation=False), "zero3_offload"), "generation")
     # In lockstep nothing stays gathered or cast: all outside of layers, a layer, and one tensor in bfloat16.
     assert (by_layer["gathered weights"], by_layer["LM head and copies"]) == (800 + 320, 100)
-    assert "gathered weights" not in parts_of(planned(config, "zero3"), "rollout")
+    assert "gathered weights" not in parts_of(planned(config, "zero3"), "generation")
     assert parts_of(planned(config, "zero3_offload"), "save")["gathered weights"] == 800
 
 

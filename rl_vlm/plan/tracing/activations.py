@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
 from rl_vlm.passes.micro_batches import Size, valid_members, why_dense
+from rl_vlm.passes.peaks import Block, Peaks
 from rl_vlm.plan.tracing.depth import Extrapolation, with_depth
 from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
 from rl_vlm.plan.tracing.groups import make_group
-from rl_vlm.plan.tracing.live import LiveBytes, Phase
-from rl_vlm.plan.tracing.step import TracedTrainer, make_models_fake, models_without_storage
+from rl_vlm.plan.tracing.live import LiveBytes
+from rl_vlm.plan.tracing.step import GivenSteps, make_models_fake, models_without_storage
 from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt, ScoredGroup, Sharing
 
@@ -141,12 +141,12 @@ class PassTrace:
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)  # of the micro-batches before
-        trainer = TracedTrainer(config, policy, reference, [group], 1, live, WHOLE_GROUP)
-        training = trainer.traced_step().phases["forward_backward"]
-        trainer.add_logprobs(Stage.OLD_LOGPROBS, policy, [group], StepMetrics())
-        logprobs = trainer.phases[Stage.OLD_LOGPROBS]
+        steps = GivenSteps(config, policy, reference, 1, live, WHOLE_GROUP)
+        training = steps.take([group])[Stage.TRAINING]
+        steps.add_logprobs(Stage.OLD_LOGPROBS, policy, [group])
+        logprobs = steps.peaks.take()[Stage.OLD_LOGPROBS]
         return PassTrace(
-            tokens=language_tokens(group, trainer.passes.sharing),
+            tokens=language_tokens(group, steps.passes.sharing),
             patches=num_patches(policy.transformer.config, group.group.prompt),
             training=training.peak - training.before,
             logprobs=logprobs.peak - logprobs.before,
@@ -180,14 +180,14 @@ class VisionBytes:
         return VisionBytes(more_kept / patches, more_peak / patches, float(max(0, peak - more_peak)))
 
 
-def trace_vision(policy: Policy, prompts: Sequence[Prompt], live: LiveBytes) -> Phase:
+def trace_vision(policy: Policy, prompts: Sequence[Prompt], live: LiveBytes) -> Block:
     """Trace a run of the vision tower as training makes it."""
     trained = not policy.vision.is_frozen
     with policy.autocast(keeps_casts=False), policy.offloading(), torch.set_grad_enabled(trained):
-        with live.phase() as phase:
+        with Peaks(live).block() as block:
             features = policy.vision.run(prompts)
         del features
-    return phase
+    return block
 
 
 def language_tokens(group: ScoredGroup, sharing: Sharing) -> int:

@@ -1,4 +1,4 @@
-"""How many bytes tensors hold, and the most that they held, by phase."""
+"""How many bytes tensors hold, and the most that they held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.utils._pytree import tree_flatten
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages of fake tensors while they live, with constant work per operator."""
+    """A `PeakCounter` of the storages of fake tensors while they live, with constant work per operator."""
+
+    meaning = "fake tensors"
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
         """Bytes of each live storage, by its address."""
         self.now = 0
         self.peak = 0
-        """The most bytes since the innermost `phase` began."""
+        """The most bytes since `restart`."""
         self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,20 +58,10 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self.is_paused = before
 
-    @contextmanager
-    def phase(self) -> Iterator[Phase]:
-        """Note the bytes before and after a block, and the most in it."""
-        phase, outer = Phase(self.now), self.peak
+    def restart(self) -> None:
+        """Begin the peak from what is held now."""
         self.peak = self.now
-        try:
-            yield phase
-        finally:
-            phase.peak, phase.after = self.peak, self.now
-            self.peak = max(outer, self.peak)
 
-
-class Phase:
-    """Bytes before, at most in, and after a part of a step."""
-
-    def __init__(self, before: int) -> None:
-        self.before = self.peak = self.after = before
+    def read(self) -> int:
+        """Return the most bytes since `restart`."""
+        return self.peak

@@ -1,66 +1,51 @@
-"""Trace the run's own training step on fake tensors, on one rank, without memory for weights or activations.
+"""Trace the passes of a run's training step on fake tensors, on one rank, without memory for weights or activations.
 
-checkpoint's config ─ load_policy ─► Policy without storage ─ Trainer.step on given groups ─► bytes by phase
+checkpoint's config ─ load_policy ─► Policy without storage ─ Passes and Optimizer on given groups ─► bytes by stage
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor
 
+from rl_vlm.algorithm.logprobs import store_logprobs
+from rl_vlm.algorithm.objective import Objective, contributes
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ddp import DDP
+from rl_vlm.distributed.exchange import Exchange, SingleRank
 from rl_vlm.distributed.optimizer import Optimizer
-from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.peaks import Block, PeakCounter, Peaks, StagePeaks
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
-from rl_vlm.plan.tracing.live import LiveBytes, Phase
-from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import Window
-from rl_vlm.stages import NO_ONE, LogprobStage, Stages
-from rl_vlm.trainer import Trainer
+from rl_vlm.stages import Listener, LogprobStage, Stage, Stages
 from rl_vlm.types import Progress, ScoredGroup
 
-T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """Bytes of one rank in an optimizer step. All ranks of DDP have the same."""
-
-    phases: dict[str, Phase]
-    """Bytes before, at most in and after each part of the step."""
-
-    @property
-    def peak(self) -> int:
-        """Return the most bytes in any phase."""
-        return max(phase.peak for phase in self.phases.values())
-
-
-def trace_steps(config: RunConfig, checkpoint: str, groups: Sequence[ScoredGroup], num_steps: int) -> list[StepTrace]:
-    """Trace optimizer steps that each train on `groups`.
+def trace_steps(
+    config: RunConfig, checkpoint: str, groups: Sequence[ScoredGroup], num_steps: int
+) -> list[Mapping[Stage, Block]]:
+    """Trace optimizer steps that each train on `groups`. Returns the bytes of each step by stage.
 
     `checkpoint` is the directory of a model, of which only the configuration is read. The first step makes the
-    optimizer state, and later ones begin with it.
+    optimizer state, and later ones begin with it. All ranks of DDP have the same bytes.
     """
     policy, reference = models_without_storage(config, checkpoint, groups)
     tokens = config.memory.micro_batch_tokens
     with fake_tensors() as live:
         make_models_fake(policy, reference)
-        trainer = TracedTrainer(config, policy, reference, groups, num_steps, live, 0 if tokens == "auto" else tokens)
-        return [trainer.traced_step() for _ in range(num_steps)]
+        steps = GivenSteps(config, policy, reference, num_steps, live, 0 if tokens == "auto" else tokens)
+        return [steps.take(groups) for _ in range(num_steps)]
 
 
 def models_without_storage(
@@ -81,102 +66,55 @@ def make_models_fake(policy: Policy, reference: Reference | None) -> None:
     make_fake(policy, *([reference.frozen] if reference and reference.frozen else []))
 
 
-class Alone(Ranks):
-    """The only rank, which has nothing to exchange."""
-
-    def __init__(self) -> None:
-        """Join no processes."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return 1
-
-    @property
-    def is_main(self) -> bool:
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    def max(self, values: Sequence[int]) -> list[int]:
-        return list(values)
-
-    def gather(self, values: list[T]) -> list[T]:
-        return values
-
-    def agree(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class GivenGroups(Collector):
-    """Returns the same groups at every step, without sampling."""
-
-    def __init__(self, groups: Sequence[ScoredGroup], num_iterations: int) -> None:
-        self.groups = groups
-        self.num_iterations = num_iterations
-
-    def current(self, progress: Progress, metrics: StepMetrics) -> Window:
-        """Return a new window, of one step."""
-        fresh = [replace(group, old_logprobs={}, ref_logprobs={}) for group in self.groups]
-        return Window.of([Draw(0, i) for i in range(len(fresh))], fresh, 1, self.num_iterations)
-
-    def prefetch(self, progress: Progress) -> None:
-        """Read no rows."""
-
-
-class TracedTrainer(Trainer):
-    """Trains on the same groups at every step, on one rank, and notes the bytes of each phase."""
+class GivenSteps:
+    """Optimizer steps on groups that are given, on one rank, whose bytes a counter measures by stage."""
 
     def __init__(
         self,
         config: RunConfig,
         policy: Policy,
         reference: Reference | None,
-        groups: Sequence[ScoredGroup],
         num_steps: int,
-        live: LiveBytes,
+        counter: PeakCounter,
         tokens: int,
-        stages: Stages = NO_ONE,
+        ranks: Exchange | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
-        """`tokens` is the token budget."""
-        ranks = Alone()
-        self.live = live
-        self.phases: dict[str, Phase] = {}
-        optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
-        collector = GivenGroups(groups, config.algorithm.num_iterations)
-        progress = Progress(num_steps)
-        recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, PlannedBudget(tokens)), stages)
-        passes = Passes(config, ranks, policy, reference, optimizer, recovery)
-        super().__init__(config, ranks, policy, reference, optimizer, collector, progress, passes)
-        self.engine_checked = True  # there is no engine
+        """`tokens` is the token budget. `ranks` is a single rank, by default on the CPU."""
+        self.config = config
+        self.policy = policy
+        self.reference = reference
+        self.ranks = ranks or SingleRank(CPU)
+        self.peaks = StagePeaks(Peaks(counter))
+        self.stages = Stages(self.peaks, *listeners)
+        self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
+        strategy = DDP(self.ranks, config.train.max_grad_norm)
+        self.optimizer = Optimizer(strategy, policy.train(), config.train, num_steps)
+        budget = TokenBudget(self.ranks, Progress(num_steps), policy.vision, PlannedBudget(tokens))
+        self.passes = Passes(
+            config, self.ranks, policy, reference, self.optimizer, Recovery(self.ranks, budget, self.stages)
+        )
 
-    def traced_step(self) -> StepTrace:
-        """Take a step and return its bytes."""
-        self.phases = {}
-        self.step()
-        return StepTrace(self.phases)
+    def take(self, groups: Sequence[ScoredGroup]) -> Mapping[Stage, Block]:
+        """Take an optimizer step on the groups, as `Trainer.step` does after a rollout. Returns its bytes by stage."""
+        groups = [replace(group, old_logprobs={}, ref_logprobs={}) for group in groups]
+        for model in filter(None, (self.policy, self.reference)):
+            model.start_step()
+        if self.reference is not None:
+            self.add_logprobs(Stage.REF_LOGPROBS, self.reference, groups)
+        with self.stages.run(Stage.TRAINING):
+            entropies = partial(self.passes.outputs, Stage.ENTROPY, self.policy, groups)
+            objective = Objective.of_step(self.config, self.ranks, groups, groups, 1, self.contributes, entropies)
+            loss, _ = self.passes.gradients(objective, keeps_logprobs=self.config.algorithm.num_iterations > 1)
+            with self.stages.run(Stage.UPDATE):
+                self.passes.recovery.reserve(self.optimizer.strategy.reserve_update)
+                self.optimizer.strategy.update(math.isfinite(loss.item()))
+                self.optimizer.strategy.clear_gradients()
+                self.optimizer.advance_schedule()
+        return self.peaks.take()
 
-    def add_logprobs(
-        self, stage: LogprobStage, model: Policy | Reference | None, groups: Sequence[ScoredGroup], metrics: StepMetrics
-    ) -> None:
-        with self.live.phase() as self.phases[stage]:
-            super().add_logprobs(stage, model, groups, metrics)
-
-    def gradients(self, *args: Any) -> Tensor:
-        with self.live.phase() as self.phases["forward_backward"]:
-            return super().gradients(*args)
-
-    def update(self, *args: Any) -> None:
-        with self.live.phase() as self.phases["update"]:
-            super().update(*args)
-
-    def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Compute no metrics of rewards."""
+    def add_logprobs(self, stage: LogprobStage, model: Policy | Reference, groups: Sequence[ScoredGroup]) -> None:
+        """Compute the old or reference log-probs of the groups."""
+        with self.stages.run(stage):
+            for batch, output in self.passes.outputs(stage, model, groups, self.contributes):
+                store_logprobs(batch, output.logprobs_NT, stage)
