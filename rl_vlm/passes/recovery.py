@@ -56,11 +56,17 @@ class Failure:
     first: str
     """Its first sample."""
     error: str
-    rank: int
+    rank: int | None = None
+    """None if a rank recovers alone."""
 
     @classmethod
     def of(
-        cls, error: RuntimeError, prompts: Sequence[Prompt], num_completions: int, tokens: int, rank: int
+        cls,
+        error: RuntimeError,
+        prompts: Sequence[Prompt],
+        num_completions: int,
+        tokens: int,
+        rank: int | None = None,
     ) -> Failure:
         """Describe what ran out of memory by its prompts."""
         images = [f"{image.width}x{image.height}" for image in prompts[0].sample.images]
@@ -69,9 +75,10 @@ class Failure:
         return cls(len(prompts), num_completions, tokens, first, first_line(error), rank)
 
     def __str__(self) -> str:
+        where = "" if self.rank is None else f", on rank {self.rank}"
         return (
             f"out of memory with {self.num_completions} completions of {self.num_prompts} prompts, {self.tokens} tokens"
-            f", on rank {self.rank} ({self.error})"
+            f"{where} ({self.error})"
         )
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -28,7 +29,7 @@ from rl_vlm.errors import OutOfMemory
 from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.vision import VisionEncoder
-from rl_vlm.passes.recovery import first_line, free_memory, is_out_of_memory
+from rl_vlm.passes.recovery import Failure, repeated, watched
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
@@ -152,45 +153,53 @@ class HFEngine:
             for _, equally_long in groupby(by_length, key=lambda i: lengths[i][0]):
                 alike = list(equally_long)
                 while alike:
-                    indices = alike[: self.prompts_at_once(sampling)]
-                    batch = self.try_batch([requests[i] for i in indices], sampling)
-                    if batch is not None:
-                        groups |= zip(indices, batch, strict=True)
-                        alike = alike[len(indices) :]
+                    batch = self.next_batch([requests[i] for i in alike], sampling)
+                    groups |= zip(alike, batch, strict=False)
+                    alike = alike[len(batch) :]
         return [groups[i] for i in range(len(requests))]
 
     def prompts_at_once(self, sampling: Sampling) -> int:
         """Return the number of prompts in a batch."""
         return 1 if self.vision.family.cross_attends else max(1, self.max_num_seqs // sampling.num_generations)
 
-    def try_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group] | None:
-        """Generate the groups of one batch. If memory runs out, halve `max_num_seqs` and return None.
+    def next_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
+        """Generate the groups of the first requests, of as many as are sampled at once.
 
-        Each completion draws the same random numbers in a smaller batch, from logits that are equal up to rounding: a
-        token may differ. Raises OutOfMemory if a single completion does not fit. An error within forwards that all
-        ranks run together is raised as it is.
+        If memory runs out, `max_num_seqs` is halved. Each completion draws the same random numbers in a smaller batch,
+        from logits that are equal up to rounding: a token may differ. Raises OutOfMemory if a single completion does
+        not fit. An error within forwards that all ranks run together is raised as it is.
         """
-        try:
-            return self.generate_batch(requests, sampling)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or self.lockstep is not None:
-                raise
-            reason = first_line(error)
+        if self.lockstep is not None:
+            return self.generate_batch(requests[: self.prompts_at_once(sampling)], sampling)
+
+        def attempt() -> list[Group]:
+            some = requests[: self.prompts_at_once(sampling)]
+            with watched(partial(self.failure, some, sampling)):
+                return self.generate_batch(some, sampling)
+
+        return repeated(attempt, self.lower)
+
+    def failure(self, requests: list[RolloutRequest], sampling: Sampling, error: RuntimeError) -> Failure:
+        """Describe a batch that ran out of memory."""
+        prompts = [request.prompt for request in requests]
         num = min(self.max_num_seqs, len(requests) * sampling.num_generations)
-        if num == 1:
+        return Failure.of(error, prompts, num, tokens=sum(len(prompt.token_ids) for prompt in prompts))
+
+    def lower(self, failures: list[Failure]) -> None:
+        """Sample half as many completions at once from now on. Raises OutOfMemory if it was a single one."""
+        (failure,) = failures
+        if failure.num_completions == 1:
             raise OutOfMemory(
-                f"a rollout of a single completion of sample {requests[0].prompt.sample.sample_id} does not fit in "
-                f"memory ({reason}). Set rollout.max_completion_length or data.max_pixels lower, or set rollout.engine "
-                "to vllm_server, on other devices."
+                f"a rollout of a single completion of {failure.first} does not fit in memory: {failure}. Set "
+                "rollout.max_completion_length or data.max_pixels lower, or sample on other devices: set "
+                "rollout.engine to vllm_server."
             )
-        free_memory()
-        self.max_num_seqs = num // 2
+        self.max_num_seqs = failure.num_completions // 2
         self.counters["out_of_memory/rollout"] += 1
         logger.warning(
-            "a rollout of %d completions at once ran out of memory (%s): max_num_seqs is %d from now on, and they are "
-            "generated again", num, reason, self.max_num_seqs,
+            "rollout: %s; max_num_seqs is %d from now on, and the completions are generated again",
+            failure, self.max_num_seqs,
         )  # fmt: skip
-        return None
 
     def generate_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate the groups of one batch. A group of more than `max_num_seqs` completions is decoded in slices."""
