@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.help import LOCAL_HOSTS, add_host, port_or_any
+from rl_vlm.config.engines import engines_where
 from rl_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def chat_parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", default=[], metavar="KEY=VALUE",
         help="setting that wins over the run's, as in max_pixels=802816",
     )  # fmt: skip
-    parser.add_argument("--engine", choices=["hf", "vllm"], default="hf", help="what samples; default: hf")
+    in_process = engines_where(lambda engine: engine.shares_device)
+    parser.add_argument("--engine", choices=in_process, default="hf", help="what samples; default: hf")
     add_host(parser)
     parser.add_argument(
         "--port", type=port_or_any, default=8000, metavar="PORT", help="default: 8000; 0 is any that is free"

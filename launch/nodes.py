@@ -118,7 +118,7 @@ class Job:
         size = self.config.vllm.vllm_tensor_parallel_size
         devices = [",".join(map(str, range(i * size, (i + 1) * size))) for i in range(self.num_servers())]
         settings = [f"vllm_num_servers={len(devices)}", f"vllm_server_devices={json.dumps(devices)}"]
-        if self.config.rollout.engine != "vllm_server":  # the file has the share of GPUs that also train
+        if self.config.rollout.facts.shares_device:  # the file has the share of GPUs that also train
             settings.append("vllm_gpu_memory_utilization=0.9")
         before, _, after = yaml_text.one_line(f"{self.output_dir}/servers-0").rpartition("0")
         place = (f"train.output_dir={before}", number, after)

@@ -21,6 +21,7 @@ from rl_vlm.checkpoint.store import directories
 from rl_vlm.config.batches import BatchPlan, endless_warmup, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.data_sources import data_sources
+from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.peek import NotOpened, Peek, peek_rows
@@ -199,12 +200,16 @@ def check_optim(config: RunConfig, report: Report) -> None:
 
 
 def check_engine(config: RunConfig, report: Report) -> None:
-    """Note a problem if vLLM has to be installed and is not."""
-    engine, urls = config.rollout.engine, config.vllm.vllm_server_base_url
-    if urls and engine == "vllm_server":
+    """Note a problem if the engine's package has to be installed and is not."""
+    engine, urls = config.rollout.facts, config.vllm.vllm_server_base_url
+    if urls and engine.uses_servers:
         report.not_checked.append(f"servers at {', '.join(urls)}")
-    elif engine != "hf" and importlib.util.find_spec("vllm") is None:
-        report.problems.append(f"rollout.engine is {engine}, and vLLM is not installed; install it, or use hf")
+    elif engine.package is not None and importlib.util.find_spec(engine.package) is None:
+        others = " or ".join(engines_where(lambda other: other.package is None))
+        report.problems.append(
+            f"rollout.engine is {config.rollout.engine}, and {engine.title} is not installed; install it, or use "
+            f"{others}"
+        )
 
 
 def check_model(config: RunConfig, report: Report) -> None:

@@ -62,7 +62,7 @@ class Trainer:
         self.passes = passes
         self.stages = stages
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
-        self.engine_checked = config.rollout.engine == "hf"  # hf samples from the policy itself
+        self.engine_checked = config.rollout.facts.samples_from_policy
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
         self.is_updating = False

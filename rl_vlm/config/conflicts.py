@@ -10,6 +10,7 @@ from pydantic import Field
 
 from rl_vlm.config.addresses import why_no_address
 from rl_vlm.config.data_sources import conflicts_of_sources
+from rl_vlm.config.engines import engines_where
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.config.typed import why_not
 from rl_vlm.config.unread import unread_settings
@@ -87,29 +88,21 @@ def _model_conflicts(config: RunConfig) -> Iterator[str]:
 
 def _rollout_conflicts(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.max_staleness and rollout.engine != "vllm_server":
-        yield f"`max_staleness` needs `engine` vllm_server: {rollout.engine} shares its device with the trainer"
+    if rollout.max_staleness and rollout.facts.shares_device:
+        apart = " or ".join(engines_where(lambda engine: not engine.shares_device))
+        yield f"`max_staleness` needs `engine` {apart}: {rollout.engine} shares its device with the trainer"
     if rollout.max_rollout_tokens and rollout.max_rollout_tokens >= rollout.max_completion_length:
         yield (
             f"`max_rollout_tokens` {rollout.max_rollout_tokens} has no effect: it must be below "
             f"`max_completion_length` {rollout.max_completion_length} to pause a completion"
         )
     varies = [name for name in ("max_rollout_tokens", "max_resampling_rounds") if getattr(rollout, name)]
-    if rollout.engine == "vllm" and config.vllm.vllm_tensor_parallel_size > 1 and varies:
+    if rollout.facts.spans_ranks and config.vllm.vllm_tensor_parallel_size > 1 and varies:
         yield (
-            f"`{varies[0]}` cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` vllm: ranks that "
-            "share a model must call it the same number of times"
+            f"`{varies[0]}` cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` {rollout.engine}: "
+            "ranks that share a model must call it the same number of times"
         )
 
-
-ONE_ENGINE_READS = {"vllm_enable_sleep_mode": "vllm"} | dict.fromkeys(
-    (
-        "vllm_server_base_url", "vllm_num_servers", "vllm_server_devices", "vllm_server_timeout",
-        "vllm_request_timeout", "vllm_weight_transfer",
-    ),
-    "vllm_server",
-)  # fmt: skip
-"""Settings that only one of the two vLLM engines reads, and that engine."""
 
 READ_BY_STARTED_SERVERS = (
     "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
@@ -119,14 +112,17 @@ READ_BY_STARTED_SERVERS = (
 
 
 def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
-    engine, settings = config.rollout.engine, config.vllm
+    reads, settings = config.rollout.facts.reads, config.vllm
     changed = _changed(settings)
-    unread = [name for name in changed if engine == "hf" or ONE_ENGINE_READS.get(name, engine) != engine]
+    unread = [name for name in changed if name not in reads]
     if unread:
         names = ", ".join(f"`{name}`" for name in unread)
-        others = "vllm or vllm_server" if engine == "hf" else ONE_ENGINE_READS[unread[0]]
-        disable = ", disable them with `use_vllm: false`" if engine == "hf" else ""
-        yield f"{names}: no effect on `engine` {engine}; leave them out{disable}, or set `engine` to {others}"
+        readers = engines_where(lambda engine: unread[0] in engine.reads if reads else bool(engine.reads))
+        disable = "" if reads else ", disable them with `use_vllm: false`"
+        yield (
+            f"{names}: no effect on `engine` {config.rollout.engine}; leave them out{disable}, or set `engine` to "
+            f"{' or '.join(readers)}"
+        )
     if settings.vllm_server_base_url and (starting := set(changed).intersection(READ_BY_STARTED_SERVERS)):
         names = ", ".join(f"`{name}`" for name in sorted(starting))
         yield (
@@ -170,8 +166,8 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
     if unread and not config.rollout.is_off_policy:
         names = ", ".join(f"`{name}`" for name in unread)
         yield (
-            f"{names}: no effect on `engine` hf without `max_rollout_tokens`, because it samples from the current "
-            "weights; leave them out, or disable them with `use_vllm: false`"
+            f"{names}: no effect on `engine` {config.rollout.engine} without `max_rollout_tokens`, because it samples "
+            "from the current weights; leave them out, or disable them with `use_vllm: false`"
         )
     low, high = algorithm.vllm_importance_sampling_clip_min, algorithm.vllm_importance_sampling_clip_max
     if high and low >= high:
@@ -189,7 +185,7 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _quantization_conflicts(config: RunConfig) -> Iterator[str]:
-    model, engine = config.model, config.rollout.engine
+    model, engine = config.model, config.rollout.facts
     if not model.load_in_4bit:
         return
     if not model.use_peft:
@@ -199,10 +195,12 @@ def _quantization_conflicts(config: RunConfig) -> Iterator[str]:
             f"`init_lora_weights` {model.init_lora_weights} changes the base weights, which `load_in_4bit` keeps in "
             "4 bits; use true, false, gaussian or orthogonal"
         )
-    if engine != "hf" and config.evaluation.endpoint_url is None:
+    if not engine.samples_4_bit_weights and config.evaluation.endpoint_url is None:
+        others = " or ".join(engines_where(lambda other: other.samples_4_bit_weights))
         yield (
-            f"`load_in_4bit` cannot be used with `engine` {engine}: vLLM has no 4-bit weights of bitsandbytes, and "
-            "would sample from the unquantized model, which is not the policy that is trained; set `engine` to hf"
+            f"`load_in_4bit` cannot be used with `engine` {config.rollout.engine}: {engine.title} has no 4-bit weights "
+            "of bitsandbytes, and would sample from the unquantized model, which is not the policy that is trained; "
+            f"set `engine` to {others}"
         )
 
 

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from rl_vlm.config import trl_fields, yaml_text
 from rl_vlm.config.elsewhere import NESTED, instead_of
+from rl_vlm.config.engines import engine_named, engines_where
 from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec, RunConfig
 from rl_vlm.config.secrets import STARS, starred_places, without_secrets
 from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
@@ -93,7 +94,9 @@ def _merge(
         problems += [f"{source}: {problem}" for problem in refused]
     settings |= fixed
     problems += _starred_problems(settings, sources, path)
-    if settings.get("rollout.engine") in (None, "hf"):
+    chosen = settings.get("rollout.engine")
+    engine = engine_named(SETTINGS["rollout.engine"].default if chosen is None else chosen)
+    if engine is not None and not engine.reads:
         settings = {name: value for name, value in settings.items() if name not in disabled}
     notes: list[str] = []
     if flat and sources.get("log.logging_steps") == path and not has_trackers(settings):
@@ -140,10 +143,12 @@ def check_trainable(config: RunConfig) -> None:
     if config.rollout.num_generations < 2:
         missing.append("`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt")
     rollout = config.rollout
-    if rollout.engine != "hf" and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+    if not rollout.facts.has_untruncated_logprobs and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        others = " or ".join(engines_where(lambda engine: engine.has_untruncated_logprobs))
         missing.append(
-            f"`rollout.engine` is {rollout.engine}: with `top_p`, `top_k` or `min_p` vLLM returns log-probs of what "
-            "these leave, and training needs them as they were before; unset them, or use the engine hf"
+            f"`rollout.engine` is {rollout.engine}: with `top_p`, `top_k` or `min_p` {rollout.facts.title} returns "
+            "log-probs of what these leave, and training needs them as they were before; unset them, or use the engine "
+            f"{others}"
         )
     if config.evaluation.endpoint_url is not None:
         missing.append("`evaluation.endpoint_url` is for `rl-vlm eval`: a run evaluates what it trains; leave it out")

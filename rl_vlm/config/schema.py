@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from rl_vlm.config.conflicts import conflicts_of
 from rl_vlm.config.data_sources import Which, with_split
+from rl_vlm.config.engines import ENGINES, Engine, EngineName
 
 
 class Section(BaseModel):
@@ -144,7 +145,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["hf", "vllm", "vllm_server"] = "hf"
+    engine: EngineName = "hf"
     """Engine that samples completions: `hf`, the trained model itself; `vllm`, vLLM in this process; `vllm_server`, one
     or more servers on this or other machines. `docs/rollouts.md` compares them."""
     weight_sync_steps: int = Field(default=1, ge=1)
@@ -185,9 +186,14 @@ class RolloutConfig(Section):
     new group replaces the old one if its rewards differ."""
 
     @property
+    def facts(self) -> Engine:
+        """What is true of the engine."""
+        return ENGINES[self.engine]
+
+    @property
     def is_off_policy(self) -> bool:
         """Return whether completions come from other weights or other arithmetic than the policy is trained with."""
-        return self.engine != "hf" or self.max_rollout_tokens is not None
+        return not self.facts.samples_from_policy or self.max_rollout_tokens is not None
 
 
 class VLLMConfig(Section):

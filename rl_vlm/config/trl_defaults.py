@@ -7,6 +7,7 @@ out has the default of TRL 1.16 instead of the one in `schema.py`. Overrides on 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rl_vlm.config.engines import engine_named
 from rl_vlm.config.schema import SECTIONS, SETTINGS
 
 AS_IF_LEFT_OUT = {"dtype": "float32", "logging_steps": 10, "vllm_model_impl": "vllm"}
@@ -53,7 +54,8 @@ def trl_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     defaults = dict(ALWAYS)
     if has_trackers(settings):
         defaults["log.logging_steps"] = 10
-    if value_of("rollout.engine") != "hf" and not value_of("vllm.vllm_server_base_url"):
+    engine = engine_named(value_of("rollout.engine"))
+    if engine is not None and "vllm_model_impl" in engine.reads and not value_of("vllm.vllm_server_base_url"):
         defaults["vllm.vllm_model_impl"] = "vllm"
     if value_of("data.eval_dataset_name") is not None:
         defaults["rollout.num_generations_eval"] = value_of("rollout.num_generations")

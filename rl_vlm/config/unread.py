@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rl_vlm.config.data_sources import Which, is_file, is_mixture
+from rl_vlm.config.engines import engines_where
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig, DataSource, RunConfig
+
+SYNCED = engines_where(lambda engine: engine.has_own_weights)
+OF_POLICY = engines_where(lambda engine: not engine.has_own_weights)
 
 
 def reads_no_split(data: DataConfig, which: Which) -> bool:
@@ -103,16 +107,16 @@ UNREAD = (
     Unread(
         "rollout",
         "weight_sync_steps lora_sync",
-        lambda run: run.rollout.engine == "hf",
-        "on `engine` hf, which samples from the trained weights themselves",
-        "set `engine` to vllm or vllm_server",
+        lambda run: not run.rollout.facts.has_own_weights,
+        f"on `engine` {' or '.join(OF_POLICY)}, which samples from the trained weights themselves",
+        f"set `engine` to {' or '.join(SYNCED)}",
     ),
     Unread(
         "rollout",
         "ds3_gather_for_generation",
-        lambda run: run.rollout.engine != "hf",
+        lambda run: run.rollout.facts.has_own_weights,
         "on an engine with weights of its own",
-        "set `engine` to hf",
+        f"set `engine` to {' or '.join(OF_POLICY)}",
     ),
     Unread(
         "rollout",

@@ -36,7 +36,7 @@ def check_environment(config: RunConfig, diagnosis: Diagnosis) -> None:
     diagnosis.findings += wrong_versions(requires("rl-vlm") or [], installed)
     diagnosis.findings += unreachable_servers(config)
     diagnosis.findings += small_shared_memory(config)
-    if config.rollout.engine == "vllm_server" and not config.vllm.vllm_server_base_url:
+    if config.rollout.facts.uses_servers and not config.vllm.vllm_server_base_url:
         try:
             ports = {free_port(LOOPBACK) for _ in range(config.vllm.vllm_num_servers + 1)}
             diagnosis.checked.append(f"ports for servers and for weights: {len(ports)} can be opened on {LOOPBACK}")
@@ -86,7 +86,7 @@ def old_transformers(model_type: str, installed: str) -> list[Finding]:
 def unreachable_servers(config: RunConfig) -> list[Finding]:
     """Return a finding for each server to join that does not accept connections."""
     findings = []
-    for url in config.vllm.vllm_server_base_url if config.rollout.engine == "vllm_server" else []:
+    for url in config.vllm.vllm_server_base_url if config.rollout.facts.uses_servers else []:
         address = urlsplit(url)
         try:
             port = address.port or (443 if address.scheme == "https" else 80)
@@ -99,7 +99,7 @@ def unreachable_servers(config: RunConfig) -> list[Finding]:
 
 def small_shared_memory(config: RunConfig) -> list[Finding]:
     """Return a finding if data workers or vLLM need shared memory and there is little of it."""
-    uses = config.data.dataloader_num_workers > 0 or config.rollout.engine != "hf"
+    uses = config.data.dataloader_num_workers > 0 or config.rollout.facts.passes_shared_memory
     if not uses or not SHARED_MEMORY.is_dir():
         return []
     free = free_bytes(SHARED_MEMORY)

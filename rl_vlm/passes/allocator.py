@@ -24,7 +24,7 @@ def configure_allocator(config: RunConfig) -> None:
     """
     wanted = config.memory.expandable_segments
     if wanted is None:
-        wanted = config.rollout.engine == "hf"
+        wanted = config.rollout.facts.takes_expandable_segments
     if wanted and not any(name in os.environ for name in VARIABLES):
         os.environ |= dict.fromkeys(VARIABLES, EXPANDABLE)
 

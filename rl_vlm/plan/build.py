@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from rl_vlm.config.batches import plan_batches
@@ -209,7 +210,7 @@ def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
         Stage.OLD_LOGPROBS: plan_batches(config, num_ranks).steps_per_window == 1,
         Stage.REF_LOGPROBS: algorithm.beta == 0,
         Stage.ENTROPY: algorithm.top_entropy_quantile == 1,
-        Stage.WEIGHT_SYNC: config.rollout.engine == "hf",  # which samples from the policy itself
+        Stage.WEIGHT_SYNC: not config.rollout.facts.has_own_weights,
     }
     return tuple(stage for stage in PLANNED_STAGES if not absent.get(stage, False))
 
@@ -222,10 +223,12 @@ def gathered_block(hardware: Hardware, model: Model) -> int:
 
 def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
     """Return what the rollout engine holds on a rank's device."""
-    if config.rollout.engine == "vllm":
-        return vllm_rollouts(config, hardware, model)
-    if config.rollout.engine == "vllm_server":
-        return Rollouts({}, 0)
+    memory = config.rollout.facts.memory
+    return Rollouts({}, 0) if memory is None else resolve_name(memory)(config, hardware, model)
+
+
+def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
+    """Return what the trained model itself holds to sample: caches, logits, and its gathered weights."""
     sampled = config.rollout
     parts = {
         "KV cache": hf_cache_bytes(

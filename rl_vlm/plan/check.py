@@ -7,7 +7,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.optim import refuse_shards
 from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization
 from rl_vlm.plan.engines import Engine
-from rl_vlm.rollout.build import beside_ranks
+from rl_vlm.rollout.vllm.build import beside_ranks
 
 
 def check_setup(config: RunConfig, engine: Engine, num_ranks: int) -> None:
@@ -16,7 +16,7 @@ def check_setup(config: RunConfig, engine: Engine, num_ranks: int) -> None:
     Whether packages are installed here does not matter.
     """
     plan_batches(config, num_ranks)
-    if config.rollout.engine == "vllm":
+    if config.rollout.facts.spans_ranks:
         beside_ranks(config, num_ranks)
     refuse_shards(config.train.optim, engine.name)
     if engine.shards_weights:

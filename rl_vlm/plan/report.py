@@ -54,7 +54,7 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
     else:
         together = completions_together(config, model, plan)
         yield f"Completions of {length:,} tokens in one micro-batch with their prompt: {together:,}."
-    if config.rollout.engine == "vllm":
+    if config.rollout.facts.reserves_memory:
         yield from vllm_limits(config, hardware, model, plan)
     rows = config.train.per_device_train_batch_size
     if rows is not None:
@@ -149,7 +149,7 @@ def setup_data(setup: Setup) -> dict[str, Any]:
 
 def vllm_data(config: RunConfig, model: Model, plan: MemoryPlan) -> dict[str, float] | None:
     """Return the range of vLLM's fraction of the card for `--json`; None if the run has no vLLM beside it."""
-    return Utilization.of(config, model, plan)._asdict() if config.rollout.engine == "vllm" else None
+    return Utilization.of(config, model, plan)._asdict() if config.rollout.facts.reserves_memory else None
 
 
 def gib(size: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.engines import engine_named, engines_where
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory, single_completion, with_weights
@@ -99,7 +100,7 @@ def savings(config: RunConfig) -> Iterator[Changes]:
         yield {"model.freeze_vision_tower": True}
     if not memory.activation_offloading:
         yield {"memory.activation_offloading": True}
-    if config.rollout.engine == "vllm":
+    if "vllm_enable_sleep_mode" in config.rollout.facts.reads:
         yield {"vllm.vllm_enable_sleep_mode": not config.vllm.vllm_enable_sleep_mode}
 
 
@@ -138,7 +139,7 @@ def adapted(
     tried = [planned({})]
     yield tried[0]
     changed = with_changes(config, changes)
-    if changed.rollout.engine == "vllm":
+    if changed.rollout.facts.reserves_memory:
         least, enough, most = Utilization.of(changed, model, tried[0][1])
         most = math.floor(100 * min(most, enough)) / 100
         tried += [planned({"vllm.vllm_gpu_memory_utilization": each}) for each in (most, least) if least <= each <= 1]
@@ -154,7 +155,8 @@ def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
     for key, value in changes.items():
         section, name = key.split(".")
         data.setdefault(section, {})[name] = value
-    if changes.get("rollout.engine") == "hf":
+    engine = engine_named(changes.get("rollout.engine"))
+    if engine is not None and engine.samples_from_policy:
         data.pop("vllm", None)
         without(data, "algorithm", "vllm_")
         without(data, "rollout", "weight_sync_steps", "lora_sync", "max_staleness")
@@ -207,8 +209,9 @@ def weaker(config: RunConfig) -> Iterator[Changes]:
     if not config.model.use_peft:
         changes |= {"model.use_peft": True, "model.freeze_vision_tower": True}
         yield changes
-    if not config.model.load_in_4bit:  # vLLM has no weights in 4 bits
-        yield changes | {"model.load_in_4bit": True, "rollout.engine": "hf"}
+    if not config.model.load_in_4bit:
+        (engine, *_) = engines_where(lambda each: each.samples_4_bit_weights)
+        yield changes | {"model.load_in_4bit": True, "rollout.engine": engine}
 
 
 def more_gpus(hardware: Hardware, below: int | None) -> Iterator[Hardware]:

@@ -23,16 +23,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import OutOfMemory
 from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
+from rl_vlm.model.loading import load_policy
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.recovery import Failure, repeated, watched
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
+from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling
 
 if TYPE_CHECKING:
@@ -298,6 +302,19 @@ class HFEngine:
             Completion(row, logprobs[: len(row)].clone(), "stop" if stopped else reason, text)
             for row, logprobs, stopped, text in zip(rows, logprobs_NT, stopped_N.tolist(), texts, strict=True)
         ]
+
+
+def training_engine(
+    config: RunConfig, initial: str, weights: PolicyWeights, builder: PromptBuilder, ranks: Ranks
+) -> HFEngine:
+    """Build the engine that samples from the policy itself."""
+    return HFEngine.for_policy(weights.policy, builder.processor.tokenizer, config.rollout.max_num_seqs)
+
+
+def evaluation_engine(config: RunConfig, checkpoint: str, builder: PromptBuilder, ranks: Ranks) -> HFEngine:
+    """Load a checkpoint, and build an engine that samples from it."""
+    policy = load_policy(config, checkpoint, None).to(ranks.device)
+    return HFEngine.for_policy(policy, builder.processor.tokenizer, config.rollout.max_num_seqs)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_vlm.checkpoint.store import MANIFEST, check_sizes
 from rl_vlm.config.changes import flat_settings
+from rl_vlm.config.engines import ENGINES
 from rl_vlm.config.load import config_with, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, ModelError
@@ -86,6 +87,7 @@ def recorded_settings(run: RunConfig, checkpoint: str, engine: str) -> dict[str,
     """Return a run's settings of its model, and those of `SERVED` that the engine reads, by full name."""
     recorded = flat_settings(run)
     is_adapter = (Path(checkpoint) / ADAPTER_CONFIG).is_file()
-    unread = {"model.model_name_or_path", *([] if is_adapter else REVISION), *([] if engine == "vllm" else VLLM)}
+    of_others = [name for name in VLLM if name.removeprefix("vllm.") not in ENGINES[engine].reads]
+    unread = {"model.model_name_or_path", *([] if is_adapter else REVISION), *of_others}
     read = {name for name in recorded if name.startswith("model.")} | set(SERVED)
     return {name: value for name, value in recorded.items() if name in read - unread}

@@ -7,7 +7,7 @@ import pytest
 
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.metrics import MetricsLog
-from rl_vlm.rollout.build import beside_ranks
+from rl_vlm.rollout.vllm.build import beside_ranks
 from tests.helpers import tiny_run
 from tests.helpers.builders import sharpen
 from tests.helpers.two_processes import train_on_two_processes

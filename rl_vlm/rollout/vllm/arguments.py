@@ -47,7 +47,7 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
         "weight_transfer_config": {"backend": weight_transfer(config)},
         "limit_mm_per_prompt": {"video": 0},
     }
-    if config.rollout.engine == "vllm":
+    if "vllm_enable_sleep_mode" in config.rollout.facts.reads:
         arguments["enable_sleep_mode"] = vllm.vllm_enable_sleep_mode
     if lora_rank is not None:
         arguments |= {"enable_lora": True, "max_lora_rank": allowed_lora_rank(lora_rank), "max_loras": 1}

@@ -1,0 +1,115 @@
+"""The engines that sample completions, one row each. Whoever needs to know what is true of an engine reads its row.
+
+Imports nothing heavy: a row names the functions that build its engine, as `module:function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What is true of an engine."""
+
+    title: str
+    """What samples, as messages call it."""
+    training: str
+    """Function that builds the engine for a run: `training_engine` in rl_vlm/rollout/build.py has its arguments."""
+    evaluation: str
+    """Function that builds it for a checkpoint: `evaluation_engine` in rl_vlm/rollout/build.py has its arguments."""
+    memory: str | None = None
+    """Function of the plan for the bytes that it holds on a rank's device: `plan_rollouts` in rl_vlm/plan/build.py has
+    its arguments. None: it holds none."""
+    package: str | None = None
+    """Package that it needs beyond those that are always installed."""
+    reads: frozenset[str] = frozenset()
+    """Settings of the section `vllm` that it reads."""
+
+    samples_from_policy: bool = False
+    """Its log-probs are the policy's own: the trained model itself samples, in the trainer's arithmetic."""
+    has_own_weights: bool = True
+    """It holds a copy of the weights, which it is sent. Otherwise the policy's are gathered for a rollout."""
+    shares_device: bool = True
+    """It runs in the trainer's processes, and cannot sample while they train."""
+    reserves_memory: bool = False
+    """It takes `vllm_gpu_memory_utilization` of the cards that also train."""
+    spans_ranks: bool = False
+    """Neighbouring ranks share one of its models, and must call it equally often."""
+    uses_servers: bool = False
+    """It samples on servers, which a run starts or joins."""
+    passes_shared_memory: bool = False
+    """Its processes pass tensors through /dev/shm."""
+    takes_expandable_segments: bool = False
+    """It works with PyTorch's expandable segments."""
+    samples_4_bit_weights: bool = False
+    """It samples from weights that bitsandbytes holds in 4 bits."""
+    has_untruncated_logprobs: bool = False
+    """Its log-probs are those before `top_p`, `top_k` and `min_p`, as training needs them."""
+
+
+VLLM = frozenset(
+    """
+    vllm_model_impl vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size vllm_enforce_eager
+    vllm_max_logp_difference
+    """.split()
+)
+"""Settings that vLLM reads wherever it runs."""
+VLLM_IN_PROCESS = VLLM | {"vllm_enable_sleep_mode"}
+VLLM_ON_SERVERS = VLLM | {
+    "vllm_server_base_url", "vllm_num_servers", "vllm_server_devices", "vllm_server_timeout", "vllm_request_timeout",
+    "vllm_weight_transfer",
+}  # fmt: skip
+
+ENGINES: dict[str, Engine] = {
+    "hf": Engine(
+        title="the trained model",
+        training="rl_vlm.rollout.hf:training_engine",
+        evaluation="rl_vlm.rollout.hf:evaluation_engine",
+        memory="rl_vlm.plan.build:policy_rollouts",
+        samples_from_policy=True,
+        has_own_weights=False,
+        takes_expandable_segments=True,
+        samples_4_bit_weights=True,
+        has_untruncated_logprobs=True,
+    ),
+    "vllm": Engine(
+        title="vLLM",
+        training="rl_vlm.rollout.vllm.build:training_engine",
+        evaluation="rl_vlm.rollout.vllm.build:evaluation_engine",
+        memory="rl_vlm.plan.build:vllm_rollouts",
+        package="vllm",
+        reads=VLLM_IN_PROCESS,
+        reserves_memory=True,
+        spans_ranks=True,
+        passes_shared_memory=True,
+    ),
+    "vllm_server": Engine(
+        title="vLLM",
+        training="rl_vlm.rollout.vllm.build:training_servers",
+        evaluation="rl_vlm.rollout.vllm.build:evaluation_servers",
+        package="vllm",
+        reads=VLLM_ON_SERVERS,
+        shares_device=False,
+        uses_servers=True,
+        passes_shared_memory=True,
+    ),
+}
+"""By the value of `rollout.engine`."""
+
+if TYPE_CHECKING:
+    EngineName = str
+else:  # so that pydantic lists the names in messages and in the schema
+    EngineName = Literal[tuple(ENGINES)]
+
+
+def engine_named(name: Any) -> Engine | None:
+    """Return the row of an engine, or None if no engine has this name."""
+    return ENGINES.get(name) if isinstance(name, str) else None
+
+
+def engines_where(holds: Callable[[Engine], bool]) -> list[str]:
+    """Return the names of the engines of which something is true, in the order of the table."""
+    return [name for name, engine in ENGINES.items() if holds(engine)]
