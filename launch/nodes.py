@@ -21,11 +21,10 @@ from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shardings import SHARDINGS, listed_names
 from rl_vlm.errors import ConfigError
 
 FILES = Path(__file__).parent / "accelerate"
-ENGINES = ("ddp", "zero2", "zero3", "zero3_offload", "fsdp2")
-"""How ranks hold the model: the files of `FILES` for GPUs."""
 FIRST_PORT, SERVER_PORT = 29500, 8000
 DAY = "24:00:00"
 MARGIN = 30
@@ -60,7 +59,7 @@ class Cluster:
     num_training: int
     gpus: int
     """Of each machine."""
-    engine: str
+    sharding: str
     port: int
 
     @property
@@ -127,8 +126,8 @@ class Job:
     def accelerate_words(self) -> Words:
         """Return the arguments of `accelerate launch` on each machine, but for the machine's own number."""
         cluster = self.cluster
-        file = os.path.relpath(FILES / f"{cluster.engine}.yaml")
-        options = ["--config_file", file if not file.startswith("..") else str(FILES / f"{cluster.engine}.yaml")]
+        file = os.path.relpath(launch_file(cluster.sharding))
+        options = ["--config_file", file if not file.startswith("..") else str(launch_file(cluster.sharding))]
         options += ["--num_processes", str(cluster.num_training * cluster.gpus)]
         if cluster.num_training > 1:
             options += ["--num_machines", str(cluster.num_training)]
@@ -136,6 +135,11 @@ class Job:
         else:
             options += ["--max_restarts", str(MOST_RESTARTS)]
         return [*options, "-m", "launch.train", *self.trainer_words()]
+
+
+def launch_file(sharding: str) -> Path:
+    """Return the place of the file for `accelerate launch` of a sharding, which may have none."""
+    return FILES / f"{sharding}.yaml"
 
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +150,8 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train; default: 1")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each machine; default: 8")
-    parser.add_argument("--engine", choices=ENGINES, default="ddp", help="how ranks hold the model; default: ddp")
+    with_file = listed_names(lambda sharding: launch_file(sharding.name).is_file())
+    parser.add_argument("--engine", choices=with_file, default="ddp", help="how ranks hold the model; default: ddp")
     parser.add_argument(
         "--rollout-nodes",
         type=int,
@@ -245,7 +250,6 @@ def check_time(text: str, warning: int) -> None:
 def check(job: Job) -> None:
     """Raise the error with which the run would end on these machines, as far as settings can tell."""
     from rl_vlm.plan.check import check_setup
-    from rl_vlm.plan.engines import ENGINES as BY_NAME
 
     cluster = replace(job.cluster, hosts=[f"node-{i}" for i in range(len(job.cluster.hosts))])
     size = job.config.vllm.vllm_tensor_parallel_size
@@ -258,7 +262,7 @@ def check(job: Job) -> None:
     path, *overrides = map("".join, replace(job, cluster=cluster).trainer_words())
     config = load_config(path, overrides)
     check_trainable(config)
-    check_setup(config, BY_NAME[cluster.engine], cluster.num_training * cluster.gpus)
+    check_setup(config, SHARDINGS[cluster.sharding], cluster.num_training * cluster.gpus)
 
 
 def commands(job: Job) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import yaml
@@ -12,14 +13,8 @@ import yaml
 from launch.help import path
 from rl_vlm.config import yaml_text
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Kind, Sharding, kinds, listed_names
 from rl_vlm.errors import ConfigError
-
-ENGINES = (
-    "ddp", "zero1", "zero1_offload", "zero2", "zero2_offload", "zero3", "zero3_offload_optimizer",
-    "zero3_offload_param", "zero3_offload", "fsdp2",
-)  # fmt: skip
-PLANNED_LAUNCHES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
-"""Values of `distributed_type` in a file for `accelerate launch`."""
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +33,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--nodes", type=int, metavar="M", help="machines; default: those of --config_file, or 1")
     parser.add_argument(
-        "--engine", choices=ENGINES, help="how ranks hold the model; default: that of --config_file, or ddp"
+        "--engine", choices=listed_names(), help="how ranks hold the model; default: that of --config_file, or ddp"
     )
     parser.add_argument("--config_file", type=path, metavar="FILE", help="the file for `accelerate launch`")
     parser.add_argument(
@@ -60,7 +55,7 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table, smallest_table
     from rl_vlm.plan.suggest import Models, setups, smallest
 
-    check_setup(config, hardware.engine, hardware.num_ranks)
+    check_setup(config, hardware.sharding, hardware.num_ranks)
     model = inspect_model(config)
     plan, models = plan_memory(config, hardware, model), Models(config, model)
     suggested = setups(config, hardware, models) if options.suggest else []
@@ -85,7 +80,6 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
 def planned_hardware(options: argparse.Namespace) -> Any:
     """Return the machines to plan for. Raises ConfigError if an option is out of range or the card is unknown."""
     from rl_vlm.plan.build import Hardware
-    from rl_vlm.plan.engines import ENGINES as BY_NAME
     from rl_vlm.plan.hardware import parse_card
 
     asked = accelerate_file(options.config_file) if options.config_file else {}
@@ -94,8 +88,8 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     if gpus < 1 or nodes < 1:
         raise ConfigError("--gpus and --nodes are numbers from 1")
     card = local_card() if options.gpu_memory is None else parse_card(options.gpu_memory)
-    engine = BY_NAME[options.engine] if options.engine else asked.get("engine", BY_NAME["ddp"])
-    return Hardware(card, gpus, nodes, engine)
+    sharding = SHARDINGS[options.engine] if options.engine else asked.get("sharding", UNSHARDED)
+    return Hardware(card, gpus, nodes, sharding)
 
 
 def local_card() -> Any:
@@ -110,7 +104,7 @@ def local_card() -> Any:
 
 
 def accelerate_file(file: Path) -> dict[str, Any]:
-    """Return the engine, the number of nodes and that of GPUs of each node of a file for `accelerate launch`.
+    """Return the sharding, the number of nodes and that of GPUs of each node of a file for `accelerate launch`.
 
     Raises ConfigError if the file is not one, or if its launch cannot be planned.
     """
@@ -120,40 +114,30 @@ def accelerate_file(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--config_file {file} cannot be read: {error}") from error
     if not isinstance(asked, dict):
         raise ConfigError(f"--config_file {file} has no settings: give a file such as launch/accelerate/ddp.yaml")
-    kind, nodes, processes = (
+    asked_type, nodes, processes = (
         asked.get(key, default)
         for key, default in (("distributed_type", "NO"), ("num_machines", 1), ("num_processes", 1))
     )
-    if kind not in PLANNED_LAUNCHES:
+    planned = {of_accelerate: kind for kind in kinds().values() for of_accelerate in kind.distributed_types}
+    if not isinstance(asked_type, str) or asked_type not in planned:
+        names = ", ".join(sorted(planned, reverse=True))  # those that shard nothing first
         raise ConfigError(
-            f"--config_file {file} has distributed_type {kind}, which runs do not support; those that can be planned: "
-            f"{', '.join(PLANNED_LAUNCHES)}"
+            f"--config_file {file} has distributed_type {asked_type}, which runs do not support; those that can be "
+            f"planned: {names}"
         )
     if not all(isinstance(number, int) and number > 0 for number in (nodes, processes)) or processes % nodes:
         raise ConfigError(
             f"--config_file {file}: num_processes {processes} is the number of all GPUs, and must be a multiple of "
             f"num_machines {nodes}"
         )
-    return {"nodes": nodes, "gpus": processes // nodes, "engine": asked_engine(asked)}
+    return {"nodes": nodes, "gpus": processes // nodes, "sharding": asked_sharding(asked, planned[asked_type])}
 
 
-def asked_engine(asked: dict[str, Any]) -> Any:
-    """Return the engine of a file for `accelerate launch`. Raises ConfigError if it cannot be planned."""
-    from rl_vlm.distributed.environment import check_fsdp, deepspeed_config
-    from rl_vlm.distributed.zero_config import check_zero
-    from rl_vlm.plan.engines import ENGINES as BY_NAME
-    from rl_vlm.plan.engines import zero_engine
-
-    if asked.get("distributed_type") == "DEEPSPEED":
-        options = section(asked, "deepspeed_config").items()
-        names = {f"ACCELERATE_DEEPSPEED_{key.removeprefix('deepspeed_').upper()}": value for key, value in options}
-        zero = deepspeed_config(names)["zero_optimization"]
-        check_zero(zero)
-        return zero_engine(zero)
-    if asked.get("distributed_type") == "FSDP":
-        check_fsdp({key.upper(): value for key, value in section(asked, "fsdp_config").items()})
-        return BY_NAME["fsdp2"]
-    return BY_NAME["ddp"]
+def asked_sharding(asked: dict[str, Any], kind: Kind) -> Sharding:
+    """Return the sharding of a file for `accelerate launch`. Raises an error if it cannot be planned."""
+    options = {} if kind.section is None else section(asked, kind.section)
+    launch = resolve_name(kind.launch)(kind.name, {kind.variable_of(key): value for key, value in options.items()})
+    return launch.sharding
 
 
 def section(asked: dict[str, Any], name: str) -> dict[str, str]:

@@ -23,11 +23,11 @@ from benchmarks.gpu_parts.training_pass import accumulate
 from benchmarks.shapes import SHAPES, make_group
 from benchmarks.sides import Setup
 from benchmarks.training_phase import trainer_of
+from rl_vlm.distributed.shardings import UNSHARDED
 from rl_vlm.passes.allocator import VARIABLES
 from rl_vlm.passes.recovery import free_memory
 from rl_vlm.plan.auto import this_card
 from rl_vlm.plan.build import Hardware, Model, plan_memory, read_config, traced_model
-from rl_vlm.plan.engines import ENGINES
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup
 
@@ -66,7 +66,7 @@ def figures(bench: Bench, setup: Setup, trainer: Trainer, model: Model, budget: 
     reserved = torch.cuda.max_memory_reserved(bench.device) if bench.on_gpu else None
     config = trainer.config.model_copy(deep=True)
     config.memory.micro_batch_tokens = fitting
-    plan = plan_memory(config, Hardware(this_card(bench.device), 1, 1, ENGINES["ddp"]), model)
+    plan = plan_memory(config, Hardware(this_card(bench.device), 1, 1, UNSHARDED), model)
     planned = plan.training.total - plan.held["optimizer state"]  # of which this part makes none
     return {
         "budget": budget,

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.exchange import Exchange
 from rl_vlm.distributed.gradients import clip_and_update, parameters_of, reserve_update, sum_gradients
 from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
+from rl_vlm.distributed.shardings import UNSHARDED
 
 BUCKET_ELEMENTS = 2**22
 """Gradients that are sent in one all-reduce; 16 MiB. A larger gradient is sent alone."""
@@ -27,9 +29,9 @@ class DDP:
 
     name = "DDP"
     loads_empty = False
-    equal_calls = False
-    needs_all_gradients = False
-    is_sharded = False
+    equal_calls = UNSHARDED.shards_weights
+    needs_all_gradients = UNSHARDED.kind.needs_all_gradients
+    is_sharded = UNSHARDED.shards_state
 
     def __init__(self, ranks: Exchange, max_grad_norm: float) -> None:
         self.ranks = ranks
@@ -87,3 +89,8 @@ class DDP:
         """Load the states that `optimizer_state` returned."""
         for parameter, state in states.items():
             load_optimizer_state(self.optimizer, parameter, state)
+
+
+def of_run(ranks: Exchange, config: RunConfig) -> DDP:
+    """Build the strategy of a run."""
+    return DDP(ranks, config.train.max_grad_norm)

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from pkgutil import resolve_name
+from typing import Any
 
 from rl_vlm.config import json_text
+from rl_vlm.distributed.shardings import PLAIN, SHARDINGS, Kind, Sharding, kinds
 from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
@@ -30,8 +32,7 @@ FSDP_KEYS = {
 }
 """Keys of `fsdp_config` that are not read: the values that describe what happens anyway, and the reason."""
 READ_BY_FSDP2 = "fsdp_version, fsdp_reshard_after_forward, fsdp_transformer_layer_cls_to_wrap"
-TAKEN = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
-OTHER_ENGINES = {
+NOT_SUPPORTED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config (tensor, context or sequence parallelism)",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
@@ -50,7 +51,8 @@ DEEPSPEED_OPTIONS = {
 class Launch:
     """The launcher's request."""
 
-    kind: Literal["ddp", "deepspeed", "fsdp2"]
+    kind: str
+    """Name of a kind of sharding in rl_vlm/distributed/shardings.py."""
     mixed_precision: str = "no"
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """The DeepSpeed config: a user's JSON file, with the options of `deepspeed_config` in accelerate's file."""
@@ -59,6 +61,18 @@ class Launch:
     layers: tuple[str, ...] = ()
     """Classes of the layers that FSDP2 shards one by one; by default those that the model names."""
 
+    @property
+    def facts(self) -> Kind:
+        """What is true of all shardings of its kind."""
+        return kinds()[self.kind]
+
+    @property
+    def sharding(self) -> Sharding:
+        """The row of the sharding. Raises an error if the launcher's config is not supported."""
+        if self.facts.sharding is not None:
+            return resolve_name(self.facts.sharding)(self)
+        return next(row for row in SHARDINGS.values() if row.kind is self.facts)
+
 
 def take_launch() -> Launch:
     """Return the launcher's request, and remove it from the environment.
@@ -66,23 +80,39 @@ def take_launch() -> Launch:
     accelerate then joins the processes as for DDP, and the strategies of this package shard the model. Raises
     LaunchError if something is asked for that would have no effect.
     """
-    mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    refuse_other_engines()
-    for_deepspeed, for_fsdp = TAKEN
-    if _take(for_deepspeed):
-        return Launch("deepspeed", mixed_precision, deepspeed=deepspeed_config(os.environ))
-    if _take(for_fsdp):
-        check_fsdp(os.environ)
-        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-        layers = tuple(filter(None, os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").replace(" ", "").split(",")))
-        return Launch("fsdp2", mixed_precision, reshard_after_forward=reshard, layers=layers)
-    return Launch("ddp", mixed_precision)
+    refuse_unsupported()
+    asked = (kind for kind in kinds().values() if kind.variable is not None and _take(kind.variable))
+    kind = next(asked, PLAIN)
+    return resolve_name(kind.launch)(kind.name, os.environ)
+
+
+def plain_launch(kind: str, environment: Mapping[str, str]) -> Launch:
+    """Return a launch without options."""
+    return Launch(kind, _mixed_precision(environment))
+
+
+def deepspeed_launch(kind: str, environment: Mapping[str, str]) -> Launch:
+    """Return a launch with DeepSpeed's config. Raises LaunchError if the config cannot be read."""
+    return Launch(kind, _mixed_precision(environment), deepspeed=deepspeed_config(environment))
+
+
+def fsdp2_launch(kind: str, environment: Mapping[str, str]) -> Launch:
+    """Return a launch with the options of FSDP2. Raises LaunchError if one of them is not supported."""
+    check_fsdp(environment)
+    reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+    layers = tuple(filter(None, environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").replace(" ", "").split(",")))
+    return Launch(kind, _mixed_precision(environment), reshard_after_forward=reshard, layers=layers)
+
+
+def _mixed_precision(environment: Mapping[str, str]) -> str:
+    return environment.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 @contextmanager
 def kept_request() -> Iterator[None]:
     """Restore after the block the launcher's request that `take_launch` has removed in it."""
-    request = {name: os.environ[name] for name in TAKEN if name in os.environ}
+    taken = [kind.variable for kind in kinds().values() if kind.variable is not None]
+    request = {name: os.environ[name] for name in taken if name in os.environ}
     try:
         yield
     finally:
@@ -99,9 +129,9 @@ def _take(name: str) -> bool:
     return asked
 
 
-def refuse_other_engines() -> None:
+def refuse_unsupported() -> None:
     """Raise LaunchError if the launcher asks for tensor parallelism, Megatron-LM or torch.compile."""
-    for name, setting in OTHER_ENGINES.items():
+    for name, setting in NOT_SUPPORTED.items():
         if _is_true(name):
             raise LaunchError(
                 f"the launcher asks for {setting}, which rl-vlm does not train with. If the model does not fit on one "

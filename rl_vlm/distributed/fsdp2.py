@@ -23,16 +23,17 @@ class FSDP2:
     """
 
     name = "FSDP2"
-    equal_calls = True
-    needs_all_gradients = False
-    is_sharded = True
 
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.ranks = ranks
         self.max_grad_norm = config.train.max_grad_norm
-        self.loads_empty = not ranks.is_main
+        sharding = ranks.launch.sharding
+        self.equal_calls = sharding.shards_weights
+        self.needs_all_gradients = sharding.kind.needs_all_gradients
+        self.is_sharded = sharding.shards_state
+        self.loads_empty = sharding.shards_weights and not ranks.is_main
         self.mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
 
     def place(self, policy: Any) -> None:

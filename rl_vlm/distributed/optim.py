@@ -21,22 +21,22 @@ QUANTIZATION_MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
 """Constants that bitsandbytes keeps in every 8-bit state, by their names in the optimizer."""
 
 
-def check_optim(optim: str, launcher: str) -> None:
+def check_optim(optim: str, launcher: str, shards_state: bool) -> None:
     """Raise an error if an optimizer cannot be used.
 
     Raises LaunchError if ranks would shard what it needs whole, and ConfigError if its package is missing. `launcher`
-    is the kind of launch.
+    is the name of what the launcher asks for.
     """
-    refuse_shards(optim, launcher)
+    refuse_shards(optim, launcher, shards_state)
     if optim == "adamw_8bit":
         require_bitsandbytes("train.optim: adamw_8bit")
 
 
-def refuse_shards(optim: str, launcher: str) -> None:
-    """Raise LaunchError if ranks would shard what an optimizer needs whole. `launcher` is the kind of launch."""
-    if launcher != "ddp" and optim in WHOLE_WEIGHTS:
+def refuse_shards(optim: str, sharding: str, shards_state: bool) -> None:
+    """Raise LaunchError if ranks would shard what an optimizer needs whole. `sharding` is the name in the message."""
+    if shards_state and optim in WHOLE_WEIGHTS:
         raise LaunchError(
-            f"train.optim: {optim} cannot be used with {launcher}: {WHOLE_WEIGHTS[optim]}. Use adamw_torch, whose "
+            f"train.optim: {optim} cannot be used with {sharding}: {WHOLE_WEIGHTS[optim]}. Use adamw_torch, whose "
             "moments are sharded, or train with DDP (launch/accelerate/ddp.yaml)"
         )
 

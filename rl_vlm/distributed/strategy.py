@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pkgutil import resolve_name
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.environment import Launch
-from rl_vlm.distributed.fsdp2 import FSDP2
 from rl_vlm.distributed.optim import check_optim
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.zero import ZeRO
 from rl_vlm.errors import LaunchError
 
 
@@ -91,18 +89,15 @@ class Strategy(Protocol):
 def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     """Return the strategy that the launcher asks for. Raises LaunchError if it contradicts the run's settings."""
     check_precision(ranks.launch.mixed_precision, config.model.dtype)
-    check_optim(config.train.optim, ranks.launch.kind)
-    if ranks.launch.kind == "deepspeed":
-        return ZeRO(ranks, config)
-    if ranks.launch.kind == "fsdp2":
-        return FSDP2(ranks, config)
-    return DDP(ranks, config.train.max_grad_norm)
+    kind = ranks.launch.facts
+    check_optim(config.train.optim, kind.name, kind.shards_state)
+    return resolve_name(kind.strategy)(ranks, config)
 
 
 def check_evaluation_launch(launch: Launch, dtype: str) -> None:
     """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: no rank shards its model."""
     check_precision(launch.mixed_precision, dtype)
-    if launch.kind != "ddp":
+    if launch.facts.shards_state:
         raise LaunchError(
             "the launcher asks for DeepSpeed or FSDP, and an evaluation does not shard the model: use "
             "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "

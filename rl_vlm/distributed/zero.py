@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.zero_config import check_zero_config, zero_config
+from rl_vlm.distributed.zero_config import check_zero_config, row_of, zero_config
 from rl_vlm.errors import LaunchError
 
 OLDEST_VERSION, FIRST_UNTESTED = "0.19.8", "0.20"
@@ -31,10 +31,6 @@ class ZeRO:
     step, and copies sums to an offloaded optimizer in the last one, but only for weights that have a gradient there.
     """
 
-    needs_all_gradients = True
-
-    is_sharded = True
-
     def __init__(self, ranks: Ranks, config: RunConfig) -> None:
         """Raise LaunchError if DeepSpeed is missing or too old, or if its config contradicts the run."""
         import_deepspeed()
@@ -43,8 +39,11 @@ class ZeRO:
         self.config = config
         self.stage: int = ranks.launch.deepspeed["zero_optimization"]["stage"]
         self.name = f"ZeRO-{self.stage}"
-        self.equal_calls = self.stage == 3
-        self.loads_empty = self.stage == 3 and not ranks.is_main
+        sharding = row_of(ranks.launch.deepspeed["zero_optimization"])
+        self.equal_calls = sharding.shards_weights
+        self.needs_all_gradients = sharding.kind.needs_all_gradients
+        self.is_sharded = sharding.shards_state
+        self.loads_empty = sharding.shards_weights and not ranks.is_main
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
         """Return a new config for `deepspeed.initialize`."""

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import LaunchError, did_you_mean, shorten
+from rl_vlm.distributed.shardings import DEEPSPEED, SHARDINGS, Sharding
+from rl_vlm.errors import ConfigError, LaunchError, did_you_mean, shorten
+
+if TYPE_CHECKING:
+    from rl_vlm.distributed.environment import Launch
 
 SET_BY_RUN = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16
@@ -79,6 +84,8 @@ ZERO_NEEDED = {
 }
 """Keys of `zero_optimization` that must not be false, with the reason."""
 
+REDUCE_BUCKET = 5 * 10**8
+"""Values of gradients that DeepSpeed sends at once (`reduce_bucket_size`), its default."""
 AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 """Sizes that depend on the model's width if they are `auto`."""
 
@@ -233,3 +240,44 @@ def fill_sizes(zero: dict[str, Any], hidden_size: int) -> None:
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     for name in [name for name, value in zero.items() if value == "auto"]:
         del zero[name]
+
+
+def launched_sharding(launch: Launch) -> Sharding:
+    """Return the row of a launch with DeepSpeed. Raises an error if its config is not supported."""
+    zero = launch.deepspeed["zero_optimization"]
+    check_zero(zero)
+    return zero_sharding(zero)
+
+
+def zero_sharding(zero: Mapping[str, Any]) -> Sharding:
+    """Return the row that a section `zero_optimization` asks for, with the size of its bucket.
+
+    Raises ConfigError if there is none, such as for weights in host memory at stage 2.
+    """
+    return replace(row_of(zero), reduce_bucket=reduce_bucket(zero))
+
+
+def row_of(zero: Mapping[str, Any]) -> Sharding:
+    """Return the row of the table that a section `zero_optimization` asks for. Raises ConfigError if there is none."""
+    state, weights = (is_offloaded(zero, name) for name in ("offload_optimizer", "offload_param"))
+    for row in SHARDINGS.values():
+        stage = 1 + row.shards_gradients + row.shards_weights
+        offloads = (row.offloads_state, row.offloads_weights)
+        if row.kind is DEEPSPEED and stage == zero.get("stage") and offloads == (state, weights):
+            return row
+    raise ConfigError(f"ZeRO stage {zero.get('stage')} with offload_param is not supported: use stage 3")
+
+
+def reduce_bucket(zero: Mapping[str, Any]) -> int | None:
+    """Return the size of DeepSpeed's bucket, or None if the model decides it. Raises ConfigError if it is no size."""
+    size = zero.get("reduce_bucket_size", REDUCE_BUCKET)
+    if size == "auto":
+        return None
+    if not isinstance(size, int | float) or not 0 < size < 2**63:
+        raise ConfigError(f"zero_optimization.reduce_bucket_size is {size!r}: it should be a number of values, or auto")
+    return int(size)
+
+
+def is_offloaded(zero: Mapping[str, Any], name: str) -> bool:
+    """Return whether a section of `zero_optimization` keeps something in host memory."""
+    return (zero.get(name) or {}).get("device", "none") != "none"

@@ -17,8 +17,8 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.plan.engines import state_bytes
 from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.sharding import state_bytes
 from rl_vlm.plan.weights import Weights
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
 

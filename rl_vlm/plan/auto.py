@@ -15,7 +15,6 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
 from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.plan.build import MOST_TOKENS, Hardware, plan_memory, read_config, traced_model
-from rl_vlm.plan.engines import ENGINES, Engine, zero_engine
 from rl_vlm.plan.hardware import GIB, Card
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.types import Prompt
@@ -57,7 +56,7 @@ def planned_budget(
     without prompts, whose rows the first step may leave out or refuse.
     """
     on_gpu = ranks.device.type != "cpu"
-    hardware = Hardware(this_card(ranks.device), ranks.world_size, 1, engine_of(ranks))
+    hardware = Hardware(this_card(ranks.device), ranks.world_size, 1, ranks.launch.sharding)
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     if longest is None:
         return unplanned("no row of the data makes a prompt")
@@ -104,10 +103,3 @@ def this_card(device: torch.device) -> Card:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Card("CPU", int(machine * CPU_SHARE / processes))
-
-
-def engine_of(ranks: Ranks) -> Engine:
-    """Return how the launched strategy holds the model, for the plan."""
-    if ranks.launch.kind == "deepspeed":
-        return zero_engine(ranks.launch.deepspeed["zero_optimization"])
-    return ENGINES[ranks.launch.kind]

@@ -12,16 +12,17 @@ from typing import Any
 
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import ConfigError
 from rl_vlm.functions import names_function
 from rl_vlm.model.families import family_of
 from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
-from rl_vlm.plan.engines import Engine
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
+from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.vllm import CUDA_GRAPHS, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
@@ -49,7 +50,7 @@ class Hardware:
     gpus: int
     """GPUs of each node."""
     nodes: int
-    engine: Engine
+    sharding: Sharding
 
     @property
     def num_ranks(self) -> int:
@@ -151,7 +152,7 @@ def prompt_size(config: RunConfig, model_config: Any) -> PromptSize:
 
 
 def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPlan:
-    """Combine what was traced of a model with how an engine holds it.
+    """Combine what was traced of a model with how a sharding holds it.
 
     With `micro_batch_tokens: auto` it is the plan with the largest micro-batches that fit, up to `MOST_TOKENS`, or with
     one completion if that does not fit.
@@ -161,7 +162,7 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
     plan = MemoryPlan(
         card=hardware.card,
         num_ranks=hardware.num_ranks,
-        engine=hardware.engine,
+        sharding=hardware.sharding,
         optim=config.train.optim,
         weights=model.weights,
         activations=model.activations,
@@ -169,7 +170,7 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
         micro_batch_tokens=least if tokens == "auto" else tokens,
         load=micro_batch_load(config, model, least if tokens == "auto" else tokens),
         patches_per_token=frozen_patches_per_token(model),
-        buffers=hardware.engine.buffers(model.weights, hardware.num_ranks, model.width),
+        buffers=buffer_bytes(hardware.sharding, model.weights, hardware.num_ranks, model.width),
         largest_block=gathered_block(hardware, model),
         stages=planned_stages(config, hardware.num_ranks),
     )
@@ -217,7 +218,7 @@ def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
 
 def gathered_block(hardware: Hardware, model: Model) -> int:
     """Return the bytes of the largest block that is gathered to be sent or saved."""
-    gathers = hardware.engine.gathers(hardware.num_ranks)
+    gathers = hardware.sharding.gathers(hardware.num_ranks)
     return max(model.weights.layer_bytes, model.weights.rest_bytes) if gathers else 0
 
 
@@ -237,7 +238,7 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
         ),
         "logits": hf_logits_bytes(model.config, sampled.max_num_seqs),
     }  # fmt: skip
-    weights, gathers = model.weights, hardware.engine.gathers(hardware.num_ranks)
+    weights, gathers = model.weights, hardware.sharding.gathers(hardware.num_ranks)
     by_layer = gathers and not sampled.ds3_gather_for_generation
     if config.model.dtype == "float32":
         parts["KV cache"] *= 2

@@ -5,20 +5,20 @@ from __future__ import annotations
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.optim import refuse_shards
+from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.model.sharding import refuse_initialisation, refuse_quantization
-from rl_vlm.plan.engines import Engine
 from rl_vlm.rollout.vllm.build import beside_ranks
 
 
-def check_setup(config: RunConfig, engine: Engine, num_ranks: int) -> None:
-    """Raise the error with which a run ends if its settings cannot be used with this engine and number of ranks.
+def check_setup(config: RunConfig, sharding: Sharding, num_ranks: int) -> None:
+    """Raise the error with which a run ends if its settings cannot be used with this sharding and number of ranks.
 
     Whether packages are installed here does not matter.
     """
     plan_batches(config, num_ranks)
     if config.rollout.facts.spans_ranks:
         beside_ranks(config, num_ranks)
-    refuse_shards(config.train.optim, engine.name)
-    if engine.shards_weights:
-        refuse_quantization(config.model, engine.name)
-        refuse_initialisation(config.model, engine.name)
+    refuse_shards(config.train.optim, sharding.name, sharding.shards_state)
+    if sharding.shards_weights:
+        refuse_quantization(config.model, sharding.name)
+        refuse_initialisation(config.model, sharding.name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.engines import Engine, state_bytes
+from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.memory import MemoryPlan, Phase
+from rl_vlm.plan.sharding import state_bytes
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 from rl_vlm.stages import Stage
 
@@ -21,11 +22,11 @@ def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
     running = {
         "processes": gpus * PROCESS,
         "data workers": workers,
-        "offloaded": offloaded(plan.engine, plan.weights, plan.optim) * gpus // plan.num_ranks,
+        "offloaded": offloaded(plan.sharding, plan.weights, plan.optim) * gpus // plan.num_ranks,
         "sleeping vLLM": plan.rollouts.in_host_memory * gpus,
     }
     # Ranks that do not share weights each read the whole checkpoint; otherwise rank 0 alone does.
-    readers = 1 if plan.engine.shards_weights else gpus
+    readers = 1 if plan.sharding.shards_weights else gpus
     return [
         Phase(Stage.LOAD.value, running | {"offloaded": 0, "checkpoint": readers * loaded(plan.weights)}),
         Phase(Stage.TRAINING.value, running),
@@ -38,11 +39,11 @@ def loaded(weights: Weights) -> int:
     return weights.bytes if weights.dequantized_bytes else TRAINED_BYTES * weights.num
 
 
-def offloaded(engine: Engine, weights: Weights, optim: str) -> int:
+def offloaded(sharding: Sharding, weights: Weights, optim: str) -> int:
     """Return the bytes of weights, their copy, gradients and optimizer state in host memory, over all ranks."""
     gradients = TRAINED_BYTES * weights.num_trained
-    state = weights.trained_bytes + gradients + state_bytes(weights, optim) if engine.offloads_state else 0
-    return state + (weights.bytes + weights.reference_bytes if engine.offloads_weights else 0)
+    state = weights.trained_bytes + gradients + state_bytes(weights, optim) if sharding.offloads_state else 0
+    return state + (weights.bytes + weights.reference_bytes if sharding.offloads_weights else 0)
 
 
 def saved(plan: MemoryPlan, gpus: int) -> int:
@@ -50,5 +51,5 @@ def saved(plan: MemoryPlan, gpus: int) -> int:
     do not shard.
     """
     share = gpus / plan.num_ranks
-    model = plan.weights.trained_bytes * (share if plan.engine.shards_weights else 1)
-    return int(model + state_bytes(plan.weights, plan.optim) * (share if plan.engine.shards_state else 1))
+    model = plan.weights.trained_bytes * (share if plan.sharding.shards_weights else 1)
+    return int(model + state_bytes(plan.weights, plan.optim) * (share if plan.sharding.shards_state else 1))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rl_vlm.plan.engines import Engine
+from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.sharding import gathered_bytes, held_gradients, held_reference, held_state, held_weights, update_bytes
 from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
 from rl_vlm.stages import Stage
@@ -56,7 +57,7 @@ class MemoryPlan:
 
     card: Card
     num_ranks: int
-    engine: Engine
+    sharding: Sharding
     optim: str
     weights: Weights
     activations: Activations
@@ -82,24 +83,24 @@ class MemoryPlan:
     def held(self) -> dict[str, int]:
         """Return the bytes that are held in every phase from the first update on."""
         held = {
-            "weights": self.engine.weights(self.weights, self.num_ranks),
-            "reference": self.engine.reference(self.weights, self.num_ranks),
-            "optimizer state": self.engine.optimizer_state(self.weights, self.num_ranks, self.optim),
+            "weights": held_weights(self.sharding, self.weights, self.num_ranks),
+            "reference": held_reference(self.sharding, self.weights, self.num_ranks),
+            "optimizer state": held_state(self.sharding, self.weights, self.num_ranks, self.optim),
             "communication buffers": self.buffers,
         }
-        return held | self.gradients if self.engine.keeps_gradients else held
+        return held | self.gradients if self.sharding.keeps_gradients else held
 
     @cached_property
     def gradients(self) -> dict[str, int]:
-        return {"gradients": self.engine.gradients(self.weights, self.num_ranks)}
+        return {"gradients": held_gradients(self.sharding, self.weights, self.num_ranks)}
 
     @cached_property
     def phases(self) -> list[Phase]:
         """Return what is held in each of the stages, in their order."""
         training = self.held | {"vLLM": self.rollouts.while_training}
-        gathered = {"gathered weights": self.engine.gathered(self.weights, self.num_ranks)}
+        gathered = {"gathered weights": gathered_bytes(self.sharding, self.weights, self.num_ranks)}
         block = {"gathered weights": self.largest_block}
-        update = {"update": self.engine.update(self.weights, self.num_ranks, self.optim)}
+        update = {"update": update_bytes(self.sharding, self.weights, self.num_ranks, self.optim)}
         without_gradients = training | gathered | self.logprob_parts()
         parts = {
             Stage.LOAD: {name: self.held[name] for name in ("weights", "reference")} | gathered,

@@ -38,7 +38,7 @@ def draw_plan(plan: MemoryPlan, path: Path) -> None:
         below = [low + size for low, size in zip(below, sizes, strict=True)]
     axes.axhline(plan.available / GIB, color="black", linestyle="--", label="what the card offers")
     axes.set_ylabel("GiB per GPU")
-    axes.set_title(f"{plan.card.name}, {plan.engine.name}, {plan.num_ranks} GPUs")
+    axes.set_title(f"{plan.card.name}, {plan.sharding.name}, {plan.num_ranks} GPUs")
     figure.legend(loc="outside right upper")
     with output(path, OPTION) as file:
         figure.savefig(file, format=format_of(path))

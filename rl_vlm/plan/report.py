@@ -27,7 +27,7 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
     lines = [
         f"{config.model.model_name_or_path}: {weights.num / 1e9:.2f}B weights, "
         f"{weights.num_trained / 1e9:.2f}B trained",
-        f"{nodes}{hardware.gpus} x {plan.card.name} ({plan.card.memory / GIB:.1f} GiB), {plan.engine.name}; "
+        f"{nodes}{hardware.gpus} x {plan.card.name} ({plan.card.memory / GIB:.1f} GiB), {plan.sharding.name}; "
         f"prompts of {model.prompt_tokens:,} tokens with an image of {model.patches:,} patches, completions of "
         f"{config.rollout.max_completion_length:,}",
         "",
@@ -136,7 +136,7 @@ def setup_table(setups: Sequence[Setup]) -> str:
 def setup_data(setup: Setup) -> dict[str, Any]:
     """Return a set-up for `--json`."""
     return {
-        "engine": setup.hardware.engine.name,
+        "engine": setup.hardware.sharding.name,
         "settings": setup.changes,
         "gpus": setup.hardware.gpus,
         "nodes": setup.hardware.nodes,
@@ -179,7 +179,7 @@ def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryP
         "available_bytes": plan.available,
         "gpus": hardware.gpus,
         "nodes": hardware.nodes,
-        "engine": plan.engine.name,
+        "engine": plan.sharding.name,
         "phases": {phase.name: phase.parts for phase in plan.phases},
         "host_phases": {phase.name: phase.parts for phase in host_phases(config, plan, hardware.gpus)},
         "peak_phase": plan.peak.name,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_vlm.plan.engines import EIGHT_BIT
 from rl_vlm.plan.memory import MemoryPlan
+from rl_vlm.plan.sharding import EIGHT_BIT
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 
 UTILIZATION = 0.4
@@ -35,7 +35,7 @@ class Step:
     """Unique tokens of prompts and completions."""
     micro_batches: int
     copied: int = 0
-    """Bytes from and to host memory beside those of an engine: activations, and weights of a sleeping vLLM."""
+    """Bytes from and to host memory beside those of a sharding: activations, and weights of a sleeping vLLM."""
 
 
 def step_seconds(plan: MemoryPlan, step: Step, nodes: int, checkpointing: bool) -> float:
@@ -43,7 +43,7 @@ def step_seconds(plan: MemoryPlan, step: Step, nodes: int, checkpointing: bool) 
     flops, link = plan.card.flops or ASSUMED_FLOPS, plan.card.link or ASSUMED_LINK
     compute = step_flops(plan.weights, step.tokens, checkpointing) / (UTILIZATION * flops)
     link = min(link, NETWORK) if nodes > 1 else link
-    updated = plan.weights.num_trained / (plan.num_ranks if plan.engine.shards_state else 1)
+    updated = plan.weights.num_trained / (plan.num_ranks if plan.sharding.shards_state else 1)
     update = UPDATE_BYTES[plan.optim] * updated / MEMORY_BANDWIDTH
     copies = (host_bytes(plan, step) + step.copied) / HOST_LINK
     return max(compute, sent_bytes(plan, step) / link) + update + copies
@@ -64,10 +64,10 @@ def sent_bytes(plan: MemoryPlan, step: Step) -> int:
     if plan.num_ranks == 1:
         return 0
     gradients = TRAINED_BYTES * plan.weights.num_trained
-    if plan.engine.shards_weights:  # gathered for the forward and the backward; gradients are reduced
+    if plan.sharding.shards_weights:  # gathered for the forward and the backward; gradients are reduced
         return step.micro_batches * (2 * plan.weights.bytes + gradients)
-    if plan.engine.shards_state:  # updated weights are gathered
-        reductions = step.micro_batches if plan.engine.shards_gradients else 1
+    if plan.sharding.shards_state:  # updated weights are gathered
+        reductions = step.micro_batches if plan.sharding.shards_gradients else 1
         return reductions * gradients + plan.weights.trained_bytes
     return 2 * gradients
 
@@ -75,8 +75,8 @@ def sent_bytes(plan: MemoryPlan, step: Step) -> int:
 def host_bytes(plan: MemoryPlan, step: Step) -> int:
     """Return the bytes that a rank copies from and to host memory in a step: offloaded weights and gradients."""
     weights, gradients = plan.weights.bytes, TRAINED_BYTES * plan.weights.num_trained
-    of_weights = 2 * step.micro_batches * weights if plan.engine.offloads_weights else 0
-    reductions = step.micro_batches if plan.engine.shards_gradients else 1
+    of_weights = 2 * step.micro_batches * weights if plan.sharding.offloads_weights else 0
+    reductions = step.micro_batches if plan.sharding.shards_gradients else 1
     # Reduced gradients go to host memory; updated weights come back.
-    of_state = reductions * gradients + plan.weights.trained_bytes if plan.engine.offloads_state else 0
+    of_state = reductions * gradients + plan.weights.trained_bytes if plan.sharding.offloads_state else 0
     return (of_weights + of_state) // plan.num_ranks

@@ -1,6 +1,6 @@
 """`rl-vlm plan --suggest`: set-ups that fit, the fastest first, and the smallest ones if none does.
 
-engines × one saving each ─ those that a run refuses are left out ─► Setup with its plan and time
+shardings × one saving each ─ those that a run refuses are left out ─► Setup with its plan and time
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.engines import engine_named, engines_where
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory, single_completion, with_weights
 from rl_vlm.plan.check import check_setup
-from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.speed import Step, step_seconds
 from rl_vlm.plan.utilization import Utilization
@@ -45,7 +45,7 @@ class Setup:
     @property
     def name(self) -> str:
         settings = [f"{key}={str(value).lower()}" for key, value in self.changes.items()]
-        return ", ".join([self.hardware.engine.name, *settings])
+        return ", ".join([self.hardware.sharding.name, *settings])
 
 
 class Models:
@@ -81,8 +81,8 @@ def traced_settings(config: RunConfig) -> str:
 
 
 def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return every engine with one saving more or less: those that fit, the fastest first, then the least memory."""
-    found = [each for changes in savings(config) for each in with_engines(config, changes, hardware, models)]
+    """Return every sharding with one saving more or less: those that fit, the fastest first, then the least memory."""
+    found = [each for changes in savings(config) for each in with_shardings(config, changes, hardware, models)]
     return sorted(
         found, key=lambda each: (not each.plan.fits, each.seconds if each.plan.fits else each.plan.peak.total)
     )
@@ -104,21 +104,18 @@ def savings(config: RunConfig) -> Iterator[Changes]:
         yield {"vllm.vllm_enable_sleep_mode": not config.vllm.vllm_enable_sleep_mode}
 
 
-def with_engines(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return the changed run with every engine that does not refuse it. One GPU has no use for shards."""
-    engines = [
-        each
-        for each in ENGINES.values()
-        if each.name == "ddp" or hardware.num_ranks > 1 or each.offloads_state or each.offloads_weights
-    ]
-    found = [setup(config, changes, replace(hardware, engine=engine), models) for engine in engines]
+def with_shardings(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> list[Setup]:
+    """Return the changed run with every sharding that does not refuse it. One GPU has no use for shards."""
+    is_one = hardware.num_ranks == 1
+    tried = [each for each in SHARDINGS.values() if not (is_one and each.shards_state) or each.offloads]
+    found = [setup(config, changes, replace(hardware, sharding=sharding), models) for sharding in tried]
     return [each for each in found if each]
 
 
 def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> Setup | None:
     """Plan a run with other settings, adapted if that makes it fit. Returns None if the run refuses them."""
     try:
-        check_setup(with_changes(config, changes), hardware.engine, hardware.num_ranks)
+        check_setup(with_changes(config, changes), hardware.sharding, hardware.num_ranks)
     except (ValidationError, RLVLMError):
         return None
     model = models.of(with_changes(config, changes))
@@ -190,12 +187,12 @@ def smallest(config: RunConfig, hardware: Hardware, models: Models) -> list[Setu
     """Return the set-ups with the fewest GPUs that fit, the one with fewest first; none if nothing fits.
 
     The hardware itself is tried, then more of its GPUs, twice as many at a time. There is one set-up for each way to
-    train of `weaker` that needs fewer GPUs than the ways before it. The fastest engine is preferred.
+    train of `weaker` that needs fewer GPUs than the ways before it. The fastest sharding is preferred.
     """
     found: list[Setup] = []
     for changes in weaker(config):
         for larger in more_gpus(hardware, found[-1].hardware.num_ranks if found else None):
-            ways = with_engines(config, changes | more_prompts(config, larger), larger, models)
+            ways = with_shardings(config, changes | more_prompts(config, larger), larger, models)
             if fitting := [each for each in ways if each.plan.fits]:
                 found.append(min(fitting, key=lambda each: each.seconds))
                 break

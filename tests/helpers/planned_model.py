@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.plan.build import Hardware, Model
-from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.hardware import CUDA_CONTEXT, FRAGMENTATION_RESERVE, GIB, Card
 from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
@@ -56,7 +56,7 @@ def run_config(**sections: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(given | {name: given.get(name, {}) | more for name, more in sections.items()})
 
 
-def hardware(gib: float, gpus: int = 1, nodes: int = 1, engine: str = "ddp") -> Hardware:
+def hardware(gib: float, gpus: int = 1, nodes: int = 1, sharding: str = "ddp") -> Hardware:
     """Return GPUs that each offer `gib` to the run if they are alone."""
     memory = int((gib * GIB + CUDA_CONTEXT) / (1 - FRAGMENTATION_RESERVE)) + 1
-    return Hardware(Card("a card", memory), gpus, nodes, ENGINES[engine])  # pyright: ignore[reportArgumentType]
+    return Hardware(Card("a card", memory), gpus, nodes, SHARDINGS[sharding])

@@ -23,8 +23,8 @@ def a_file(path: Path, **deepspeed: Any) -> Path:
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero3_offload", "fsdp2"])
 def test_the_files_of_this_project(name: str):
     found = accelerate_file(FILES / f"{name}.yaml")
-    assert (found["engine"].name, found["nodes"], found["gpus"]) == (name, 1, 8)
-    assert found["engine"].reduce_bucket is None  # sizes follow the model's width
+    assert (found["sharding"].name, found["nodes"], found["gpus"]) == (name, 1, 8)
+    assert found["sharding"].reduce_bucket is None  # sizes follow the model's width
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_the_files_of_this_project(name: str):
 )
 def test_what_is_offloaded(options, name, tmp_path: Path):
     found = accelerate_file(a_file(tmp_path / "file.yaml", **options))
-    assert (found["engine"].name, found["nodes"], found["gpus"]) == (name, 2, 8)
+    assert (found["sharding"].name, found["nodes"], found["gpus"]) == (name, 2, 8)
 
 
 def test_a_deepspeed_config_that_the_file_names(tmp_path: Path):
     zero = tmp_path / "zero.json"
     zero.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
-    found = accelerate_file(a_file(tmp_path / "file.yaml", deepspeed_config_file=str(zero)))["engine"]
+    found = accelerate_file(a_file(tmp_path / "file.yaml", deepspeed_config_file=str(zero)))["sharding"]
     assert (found.name, found.reduce_bucket) == ("zero3_offload_optimizer", 500_000_000)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import ConfigError
 from rl_vlm.plan.build import PLANNED_STAGES, Hardware, Model, plan_memory, planned_stages
-from rl_vlm.plan.engines import ENGINES
 from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
@@ -30,11 +30,12 @@ ACTIVATIONS = Activations(
 )
 
 
-def a_plan(engine: str = "ddp", num_ranks: int = 1, **changes: Any) -> MemoryPlan:
+def a_plan(sharding: str = "ddp", num_ranks: int = 1, **changes: Any) -> MemoryPlan:
     plan = MemoryPlan(
-        card=Card("test", 100 * GIB), num_ranks=num_ranks, engine=ENGINES[engine], optim="adamw_torch", weights=WEIGHTS,
-        activations=ACTIVATIONS, rollouts=Rollouts({"vLLM": 700, "KV cache": 900}, 40), micro_batch_tokens=200,
-        load=Load(200, 20), patches_per_token=0.1, buffers=64, largest_block=800, stages=PLANNED_STAGES,
+        card=Card("test", 100 * GIB), num_ranks=num_ranks, sharding=SHARDINGS[sharding], optim="adamw_torch",
+        weights=WEIGHTS, activations=ACTIVATIONS, rollouts=Rollouts({"vLLM": 700, "KV cache": 900}, 40),
+        micro_batch_tokens=200, load=Load(200, 20), patches_per_token=0.1, buffers=64, largest_block=800,
+        stages=PLANNED_STAGES,
     )  # fmt: skip
     return replace(plan, **changes)
 
@@ -64,8 +65,8 @@ def a_model(**weights: Any) -> Model:
     return Model(config, replace(WEIGHTS, **weights), ACTIVATIONS, prompt_tokens=49, patches=40)
 
 
-def planned(config: RunConfig, engine: str = "ddp", gpus: int = 1, **weights: Any) -> MemoryPlan:
-    return plan_memory(config, Hardware(CARD, gpus, 1, ENGINES[engine]), a_model(**weights))
+def planned(config: RunConfig, sharding: str = "ddp", gpus: int = 1, **weights: Any) -> MemoryPlan:
+    return plan_memory(config, Hardware(CARD, gpus, 1, SHARDINGS[sharding]), a_model(**weights))
 
 
 def test_what_is_held_in_training():
@@ -103,7 +104,7 @@ def test_vllm_needs_one_sequence():
     for memory, starts in ((needs + sequence, True), (needs + sequence - 5, False)):
         config = a_config(engine="vllm")
         config.vllm.vllm_gpu_memory_utilization = (memory + 1) / card.memory
-        plan = plan_memory(config, Hardware(card, 1, 1, ENGINES["ddp"]), a_model())
+        plan = plan_memory(config, Hardware(card, 1, 1, SHARDINGS["ddp"]), a_model())
         assert plan.rollouts.can_start == starts
 
 
@@ -194,9 +195,9 @@ def test_experts_that_a_token_uses():
 
 def test_bytes_to_and_from_host_memory():
     step = Step(tokens=100, micro_batches=3)
-    found = {name: host_bytes(a_plan(name, 2), step) for name in ENGINES}
+    found = {name: host_bytes(a_plan(name, 2), step) for name in SHARDINGS}
     weights, state = 3 * 2 * 4000 // 2, (3 * 4000 + 4000) // 2
-    assert found == dict.fromkeys(ENGINES, 0) | {
+    assert found == dict.fromkeys(SHARDINGS, 0) | {
         "zero1_offload": (4000 + 4000) // 2,  # after the last micro-batch
         "zero2_offload": state, "zero3_offload_optimizer": state,
         "zero3_offload_param": weights, "zero3_offload": weights + state,
@@ -213,9 +214,9 @@ def test_host_memory():
         for name, weights in plans.items()
     }
     assert found == {"lora": 4 * 1000, "qlora": 560}  # float32, or one tensor quantized after the other
-    offloaded = {name: host_phases(config, a_plan(name, 2), gpus=2)[1].parts["offloaded"] for name in ENGINES}
+    offloaded = {name: host_phases(config, a_plan(name, 2), gpus=2)[1].parts["offloaded"] for name in SHARDINGS}
     weights, state = 4000, 4000 + 4000 + 8000  # a copy of the weights, gradients and moments
-    assert offloaded == dict.fromkeys(ENGINES, 0) | {
+    assert offloaded == dict.fromkeys(SHARDINGS, 0) | {
         "zero1_offload": state, "zero2_offload": state, "zero3_offload_optimizer": state,
         "zero3_offload_param": weights, "zero3_offload": weights + state,
     }  # fmt: skip

@@ -18,7 +18,7 @@ def options(*given: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "nodes", "engine"),
+    ("given", "gpus", "nodes", "sharding"),
     [
         ((), 1, 1, "ddp"),
         (("--gpus", "4", "--nodes", "2", "--engine", "fsdp2"), 4, 2, "fsdp2"),
@@ -29,10 +29,10 @@ def options(*given: str) -> argparse.Namespace:
         (("--config_file", "ddp.yaml", "--nodes", "2"), 8, 2, "ddp"),
     ],
 )
-def test_hardware_of_options(given: tuple[str, ...], gpus: int, nodes: int, engine: str):
+def test_hardware_of_options(given: tuple[str, ...], gpus: int, nodes: int, sharding: str):
     given = tuple(str(LAUNCH / each) if each.endswith(".yaml") else each for each in given)
     found = planned_hardware(options(*given))
-    assert (found.gpus, found.nodes, found.engine.name) == (gpus, nodes, engine)
+    assert (found.gpus, found.nodes, found.sharding.name) == (gpus, nodes, sharding)
 
 
 def test_gpus_of_each_of_several_machines(tmp_path: Path):

@@ -50,7 +50,7 @@ def test_what_fits_comes_first_by_time():
 
 def test_peaks_of_the_savings():
     found = by_name(run_config(), hardware(80))
-    peaks = {name: each.plan.peak.total / GIB for name, each in found.items() if each.hardware.engine.name == "ddp"}
+    peaks = {name: each.plan.peak.total / GIB for name, each in found.items() if each.hardware.sharding.name == "ddp"}
     assert peaks == pytest.approx(
         {
             "ddp": 4.5,
@@ -111,9 +111,9 @@ def test_smaller_micro_batches_are_tried():
 
 def test_savings_that_a_run_refuses_are_left_out():
     found = by_name(run_config(), hardware(80, gpus=2))
-    assert {each.hardware.engine.name for name, each in found.items() if "adafactor" in name} == {"ddp"}
+    assert {each.hardware.sharding.name for name, each in found.items() if "adafactor" in name} == {"ddp"}
     qlora = run_config(model={"use_peft": True, "load_in_4bit": True}, rollout={"engine": "hf"})
-    assert not any(each.hardware.engine.shards_weights for each in found_setups(qlora, hardware(80, gpus=2)))
+    assert not any(each.hardware.sharding.shards_weights for each in found_setups(qlora, hardware(80, gpus=2)))
 
 
 def test_the_smallest_set_ups():
@@ -173,13 +173,13 @@ def test_changes_that_contradict_the_settings_are_no_set_up():
             {"rollout": {"engine": "vllm"}, "vllm": {"vllm_tensor_parallel_size": 4}}, {"gpus": 2},
             "vllm_tensor_parallel_size 4",
         ),
-        ({"train": {"optim": "adamw_8bit"}}, {"gpus": 2, "engine": "zero3"}, "adamw_8bit cannot be used with zero3"),
+        ({"train": {"optim": "adamw_8bit"}}, {"gpus": 2, "sharding": "zero3"}, "adamw_8bit cannot be used with zero3"),
         (
             {"model": {"use_peft": True, "load_in_4bit": True}, "rollout": {"engine": "hf"}},
-            {"gpus": 2, "engine": "fsdp2"}, "load_in_4bit cannot be used with fsdp2",
+            {"gpus": 2, "sharding": "fsdp2"}, "load_in_4bit cannot be used with fsdp2",
         ),
         (
-            {"model": {"use_peft": True, "init_lora_weights": "pissa"}}, {"gpus": 2, "engine": "zero3"},
+            {"model": {"use_peft": True, "init_lora_weights": "pissa"}}, {"gpus": 2, "sharding": "zero3"},
             "init_lora_weights: pissa",
         ),
     ],
@@ -187,5 +187,5 @@ def test_changes_that_contradict_the_settings_are_no_set_up():
 def test_set_ups_that_a_run_refuses(sections: dict, machines: dict, message: str):
     with pytest.raises(RLVLMError, match=message):
         refused = hardware(80, **machines)
-        check_setup(run_config(**sections), refused.engine, refused.num_ranks)
-    check_setup(run_config(**sections), hardware(1).engine, 8)
+        check_setup(run_config(**sections), refused.sharding, refused.num_ranks)
+    check_setup(run_config(**sections), hardware(1).sharding, 8)

@@ -1,14 +1,23 @@
-"""What engines hold, against the theory and the measurements of docs/benchmarks.md#sharding."""
+"""What shardings hold, against the theory and the measurements of docs/benchmarks.md#sharding."""
 
 from dataclasses import replace
 
 import pytest
 
 from rl_vlm.distributed.environment import Launch
-from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shardings import SHARDINGS
+from rl_vlm.distributed.zero_config import zero_sharding
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.auto import engine_of
-from rl_vlm.plan.engines import ENGINES, state_bytes, zero_engine
+from rl_vlm.plan.sharding import (
+    buffer_bytes,
+    gathered_bytes,
+    held_gradients,
+    held_reference,
+    held_state,
+    held_weights,
+    state_bytes,
+    update_bytes,
+)
 from rl_vlm.plan.weights import Weights
 
 P = 1000
@@ -21,19 +30,19 @@ WEIGHTS = Weights(
 )  # fmt: skip
 
 
-def held(engine: str, num_ranks: int) -> float:
+def held(name: str, num_ranks: int) -> float:
     """Weights, gradients and optimizer state, in units of the weights."""
-    parts = ENGINES[engine]
+    sharding = SHARDINGS[name]
     bytes_held = (
-        parts.weights(WEIGHTS, num_ranks)
-        + parts.gradients(WEIGHTS, num_ranks)
-        + parts.optimizer_state(WEIGHTS, num_ranks, "adamw_torch")
+        held_weights(sharding, WEIGHTS, num_ranks)
+        + held_gradients(sharding, WEIGHTS, num_ranks)
+        + held_state(sharding, WEIGHTS, num_ranks, "adamw_torch")
     )
     return bytes_held / UNIT
 
 
 @pytest.mark.parametrize(
-    ("engine", "sums"),
+    ("name", "sums"),
     [  # of the tables' column "theory", on 1, 2 and 4 processes
         ("ddp", [4.0, 4.0, 4.0]),
         ("zero1", [5.0, 3.5, 2.75]),  # weights 1, their copy 1/N, gradients 1, moments 2/N
@@ -47,12 +56,12 @@ def held(engine: str, num_ranks: int) -> float:
         ("zero3_offload", [0.0, 0.0, 0.0]),
     ],
 )
-def test_held_by_each_process(engine, sums):
-    assert [held(engine, num_ranks) for num_ranks in (1, 2, 4)] == sums
+def test_held_by_each_process(name, sums):
+    assert [held(name, num_ranks) for num_ranks in (1, 2, 4)] == sums
 
 
 def test_the_reference_is_sharded_where_weights_are():
-    found = {name: engine.reference(WEIGHTS, 2) / UNIT for name, engine in ENGINES.items()}
+    found = {name: held_reference(sharding, WEIGHTS, 2) / UNIT for name, sharding in SHARDINGS.items()}
     assert found == {
         "ddp": 1.0, "zero1": 1.0, "zero1_offload": 1.0, "zero2": 1.0, "zero2_offload": 1.0, "zero3": 0.5,
         "zero3_offload_optimizer": 0.5, "zero3_offload_param": 0.0, "zero3_offload": 0.0, "fsdp2": 0.5,
@@ -60,7 +69,7 @@ def test_the_reference_is_sharded_where_weights_are():
 
 
 def test_gathered_in_a_pass():
-    found = {name: engine.gathered(WEIGHTS, 2) for name, engine in ENGINES.items()}
+    found = {name: gathered_bytes(sharding, WEIGHTS, 2) for name, sharding in SHARDINGS.items()}
     gradients = 4 * 80  # of a layer, before they are reduced
     all_weights = UNIT + 320 + gradients  # fewer than DeepSpeed's billion, so that all are kept
     assert found == {
@@ -72,25 +81,25 @@ def test_gathered_in_a_pass():
 
 
 def test_one_rank_gathers_what_is_in_host_memory():
-    found = {name for name, engine in ENGINES.items() if engine.gathered(WEIGHTS, 1) == UNIT + 320}
+    found = {name for name, sharding in SHARDINGS.items() if gathered_bytes(sharding, WEIGHTS, 1) == UNIT + 320}
     assert found == {"zero3_offload_param", "zero3_offload"}
-    assert all(engine.gathered(WEIGHTS, 1) == 0 for name, engine in ENGINES.items() if name not in found)
+    assert all(gathered_bytes(sharding, WEIGHTS, 1) == 0 for name, sharding in SHARDINGS.items() if name not in found)
 
 
 def test_the_largest_gradient_waits_to_be_reduced():
     with_large_head = replace(WEIGHTS, largest_trained=200)  # a layer has 80
-    assert ENGINES["zero2_offload"].gathered(with_large_head, 2) == 4 * 200
+    assert gathered_bytes(SHARDINGS["zero2_offload"], with_large_head, 2) == 4 * 200
 
 
 def test_buffers_of_gradients_that_are_sent():
-    found = {name: engine.buffers(WEIGHTS, 2, 30) for name, engine in ENGINES.items()}
+    found = {name: buffer_bytes(sharding, WEIGHTS, 2, 30) for name, sharding in SHARDINGS.items()}
     bucket = 4 * 30 * 30  # the width squared, as in launch/accelerate/zero3.yaml
     assert found == {
         "ddp": 16 * 2**20, "zero1": bucket, "zero1_offload": bucket + 4 * 50, "zero2": bucket,
         "zero2_offload": bucket + 4 * 50, "zero3": bucket,
         "zero3_offload_optimizer": bucket, "zero3_offload_param": bucket, "zero3_offload": bucket, "fsdp2": 0,
     }  # fmt: skip
-    assert ENGINES["ddp"].buffers(WEIGHTS, 1, 30) == 0
+    assert buffer_bytes(SHARDINGS["ddp"], WEIGHTS, 1, 30) == 0
 
 
 CPU = {"device": "cpu"}
@@ -110,20 +119,20 @@ CPU = {"device": "cpu"}
         ({"stage": 3, "offload_param": CPU, "offload_optimizer": CPU}, "zero3_offload"),
     ],
 )
-def test_the_engine_of_a_deepspeed_config(zero, name):
-    assert zero_engine(zero).name == name
+def test_the_sharding_of_a_deepspeed_config(zero, name):
+    assert zero_sharding(zero).name == name
 
 
 def test_the_bucket_of_a_deepspeed_config():
     found = [
-        zero_engine({"stage": 3} | size) for size in ({}, {"reduce_bucket_size": "auto"}, {"reduce_bucket_size": 7e6})
+        zero_sharding({"stage": 3} | size) for size in ({}, {"reduce_bucket_size": "auto"}, {"reduce_bucket_size": 7e6})
     ]
-    assert [engine.buffers(WEIGHTS, 2, 30) for engine in found] == [4 * 500_000_000, 4 * 900, 4 * 7_000_000]
+    assert [buffer_bytes(sharding, WEIGHTS, 2, 30) for sharding in found] == [4 * 500_000_000, 4 * 900, 4 * 7_000_000]
 
 
 def test_weights_in_host_memory_need_stage_3():
     with pytest.raises(ConfigError, match=r"stage 2 with offload_param .* use stage 3"):
-        zero_engine({"stage": 2, "offload_param": CPU})
+        zero_sharding({"stage": 2, "offload_param": CPU})
 
 
 def test_state_of_each_optimizer():
@@ -135,16 +144,13 @@ def test_state_of_each_optimizer():
 def test_temporary_tensors_of_an_update():
     # DeepSpeed makes its gradients one tensor. The kernels of AdamW need nothing.
     names = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-    assert [ENGINES[name].update(WEIGHTS, 2, "adamw_torch") / UNIT for name in names] == [0.0, 0.0, 0.5, 0.5, 0.5]
-    assert ENGINES["ddp"].update(WEIGHTS, 1, "adamw_8bit") == 0
-    assert ENGINES["ddp"].update(WEIGHTS, 1, "adafactor") == 3 * 4 * 50
-    assert ENGINES["zero3_offload"].update(WEIGHTS, 2, "adamw_torch") == 0
+    found = [update_bytes(SHARDINGS[name], WEIGHTS, 2, "adamw_torch") / UNIT for name in names]
+    assert found == [0.0, 0.0, 0.5, 0.5, 0.5]
+    assert update_bytes(SHARDINGS["ddp"], WEIGHTS, 1, "adamw_8bit") == 0
+    assert update_bytes(SHARDINGS["ddp"], WEIGHTS, 1, "adafactor") == 3 * 4 * 50
+    assert update_bytes(SHARDINGS["zero3_offload"], WEIGHTS, 2, "adamw_torch") == 0
 
 
-def test_a_run_is_planned_with_the_engine_that_is_launched():
-    ranks = Ranks()
-    found = []
-    for launch in (Launch("ddp"), Launch("fsdp2"), Launch("deepspeed", deepspeed={"zero_optimization": {"stage": 1}})):
-        ranks.launch = launch
-        found.append(engine_of(ranks).name)
-    assert found == ["ddp", "fsdp2", "zero1"]
+def test_a_run_is_planned_with_the_sharding_that_is_launched():
+    zero1 = Launch("deepspeed", deepspeed={"zero_optimization": {"stage": 1}})
+    assert [launch.sharding.name for launch in (Launch("ddp"), Launch("fsdp2"), zero1)] == ["ddp", "fsdp2", "zero1"]
