@@ -22,10 +22,9 @@ LAYERS = [
     "log eval_options",
     "passes",
     "rollout",
-    "evaluation trainer dry_run serving",
+    "evaluation trainer dry_run serving resume",
     "plan report reward_check",
     "profile export",
-    "resume",
     "build",
     "run",
     "doctor grpo_trainer",
@@ -124,6 +123,12 @@ def test_modules_import_lower_layers_only():
         and LAYER_OF.get(component(found.module), len(LAYERS)) >= LAYER_OF[owner(found)]
     ]
     assert upward == []
+
+
+def test_the_layers_are_those_that_contributors_read():
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    block = guide.partition(f"  ```\n  {LAYERS[0]}\n")[2].partition("  ```\n")[0]
+    assert [LAYERS[0], *(line.strip() for line in block.splitlines())] == LAYERS
 
 
 @pytest.mark.parametrize(("name", "allowed"), ONLY_IN.items())
