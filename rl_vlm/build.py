@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_vlm.algorithm.own_loss import check_own_loss
 from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.random_states import seed_random_generators
 from rl_vlm.config.batches import BatchPlan, endless_warmup, plan_batches, total_optimizer_steps
@@ -135,6 +136,7 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     with ranks.agree():
         strategy = select_strategy(ranks, config)
         plan = plan_batches(config, ranks.world_size)
+        check_own_loss(config.algorithm)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
     saved = open_directory(config, directory, ranks, opened)
     with ranks.agree():

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.checkpoint.store import directories
 from rl_vlm.config.batches import BatchPlan, endless_warmup, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
@@ -56,6 +57,7 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
     """Check a training run. `plan` gives the number of steps, if the batch sizes have a solution."""
     report = Report()
     rewards = check_rewards(config.rewards, report)
+    check_loss(config, report)
     peek = check_data(config, "train", rewards, report)
     check_data(config, "eval", rewards, report)
     if plan is not None and peek is not None:
@@ -130,6 +132,16 @@ def check_rewards(config: RewardsConfig, report: Report) -> list[RewardSuite]:
     if any(isinstance(spec, RewardSpec) and spec.timeout for spec in config.reward_funcs):
         report.not_checked.append("reward functions with a timeout in a process of their own")
     return suites
+
+
+def check_loss(config: RunConfig, report: Report) -> None:
+    """Load the user's token loss, if there is one."""
+    name = config.algorithm.loss_type
+    if config.algorithm.has_own_loss:
+        with report.problem():
+            load_loss(name)
+            report.checked.append(f"token loss {name}")
+            report.not_checked.append("what the token loss returns")
 
 
 def check_data(

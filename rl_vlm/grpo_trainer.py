@@ -64,7 +64,7 @@ class GRPOTrainer:
         `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or what `dataset_name` takes.
         The dicts are copied.
         `args` is a YAML file, a dict of what it holds, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
-        `settings` override it by their names, as on the command line.
+        `settings` override it by their names, as on the command line. `loss_type` can be a function, too.
 
         Raises ConfigError for settings that cannot be used and for overrides without effect, and DataError for data
         that have no rows.
@@ -82,6 +82,9 @@ class GRPOTrainer:
         arguments = {name: value for name, value in given.items() if value is not None}
         if twice := arguments.keys() & settings.keys():
             raise ConfigError(f"`{min(twice)}` is given twice, also as an argument of GRPOTrainer; leave one out")
+        for name in {"loss_type", "algorithm.loss_type"} & settings.keys():
+            if callable(loss := settings[name]):
+                settings[name] = self._named(loss, label_of(loss))
         keywords = {name: value for name, value in settings.items() if value is not None or not instead_of(name)}
         self.config: RunConfig = config_from(args, keywords | arguments)
         check_workers(self.config, self.objects)

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from rl_vlm.config.batches import plan_batches, settings_that_keep
-from rl_vlm.config.changes import OF_BATCHES, changed_settings, flat_settings, refused_changes
+from rl_vlm.config.changes import (
+    OF_BATCHES,
+    changed_settings,
+    changed_sources,
+    flat_settings,
+    function_sources,
+    refused_changes,
+)
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError
 from rl_vlm.log.record import Record
@@ -42,6 +49,7 @@ def state_files(
         "prompts_per_step": plan.prompts_per_step,
         "steps_per_window": plan.steps_per_window,
         "settings": flat_settings(config),
+        "sources": function_sources(config),
         "fingerprints": dict(fingerprints),
     }
     files = {"trainer_state.json": json.dumps(state, indent=1).encode()}
@@ -77,7 +85,8 @@ class SavedRun:
         if "budget" not in state:
             raise CheckpointError(f"{path} was written by an earlier version of rl-vlm; resume it with that one")
         own_state = read_own_state(path, state["world_size"], rank, world_size)
-        saved = cls(path, state, own_state, changed_settings(state["settings"], config))
+        changes = changed_sources(state.get("sources", {}), config) | changed_settings(state["settings"], config)
+        saved = cls(path, state, own_state, changes)
         saved.check_settings(world_size, keeps_best=config.train.load_best_model_at_end)
         if state["world_size"] != world_size:
             saved.check_batch(config, world_size)

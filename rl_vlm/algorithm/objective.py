@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ from rl_vlm.algorithm.losses import (
     policy_loss,
     sapo_loss,
 )
+from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, ScoredGroup, length_mask, pad_rows, to_device
@@ -55,8 +57,17 @@ Outputs = Callable[[], Sequence[tuple[MicroBatch, PolicyOutput]]]
 """Computes the policy's outputs for all groups of a step, without gradients and in host memory."""
 
 
+LOSS_WEIGHTS: dict[str, TokenWeights] = {"token": per_token, "completion": per_completion, "budget": per_budget}
+"""The values of `loss_weights`."""
+
+
 def configured_loss(algorithm: AlgorithmConfig) -> tuple[TokenLoss, TokenWeights]:
-    """Return the token loss and the token weights of `loss_type`."""
+    """Return the token loss and the token weights of `loss_type`: a row of the table, or the user's function.
+
+    Raises ConfigError if the function cannot be loaded.
+    """
+    if algorithm.has_own_loss:
+        return load_loss(algorithm.loss_type), LOSS_WEIGHTS[algorithm.loss_weights]
     return LOSS_FORMS[algorithm.loss_type]
 
 
@@ -101,6 +112,11 @@ class Objective:
             entropy_threshold(algorithm, ranks, outputs),
         )
 
+    @cached_property
+    def form(self) -> tuple[TokenLoss, TokenWeights]:
+        """The token loss and the token weights."""
+        return configured_loss(self.config.algorithm)
+
     def loss(self, batch: MicroBatch, output: PolicyOutput) -> tuple[Tensor, LossMetrics]:
         """Return the micro-batch's share of the step's loss, and its metrics."""
         if batch.is_dummy:
@@ -120,7 +136,7 @@ class Objective:
             entropy_threshold=self.entropy_threshold,
             generator_logprobs_NT=generator_logprobs_NT,
         )
-        token_loss, token_weights = configured_loss(algorithm)
+        token_loss, token_weights = self.form
         weights_NT = token_weights(inputs.mask_NT, self.denominators, rollout.max_completion_length)
         return policy_loss(inputs, algorithm, token_loss, weights_NT)
 

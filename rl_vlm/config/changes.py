@@ -7,6 +7,7 @@ from typing import Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
+from rl_vlm.sources import read_source
 
 UNCHANGEABLE = {
     "the checkpoint's weights were trained with the old value": (
@@ -59,6 +60,26 @@ def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, s
     present = {name: value for name, value in flat_settings(config).items() if name not in OF_ONE_START}
     before = starred({name: saved[name] for name in present if name in saved})  # an earlier version starred nothing
     return {name: f"{before[name]!r} -> {present[name]!r}" for name in before if before[name] != present[name]}
+
+
+def function_sources(config: RunConfig) -> dict[str, str]:
+    """Return the digest of a function's source for each setting that names a function of which it is recorded.
+
+    Functions in memory have a digest in their name.
+    """
+    algorithm = config.algorithm
+    source = read_source(algorithm.loss_type) if algorithm.has_own_loss else None
+    return {"algorithm.loss_type": source.digest} if source else {}
+
+
+def changed_sources(saved: Mapping[str, str], config: RunConfig) -> dict[str, str]:
+    """Return `old -> new` for each setting whose function has another source than the saved one, by full name."""
+    present, names = function_sources(config), flat_settings(config)
+    return {
+        setting: f"{names[setting]!r} with the source {saved[setting]} -> the source {digest}"
+        for setting, digest in present.items()
+        if saved.get(setting, digest) != digest
+    }
 
 
 def refused_changes(changes: Mapping[str, str], within_window: bool, keeps_best: bool) -> list[str]:

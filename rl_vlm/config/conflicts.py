@@ -152,7 +152,7 @@ def _algorithm_conflicts(config: RunConfig) -> Iterator[str]:
         yield "`loss_type` cispo needs `epsilon_high`, the upper bound of its weights, for instance 5.0"
     name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
     upper = 1 + getattr(algorithm, name)
-    reads_delta = algorithm.loss_type not in ("cispo", "sapo")
+    reads_delta = not algorithm.has_own_loss and algorithm.loss_type not in ("cispo", "sapo")
     if reads_delta and algorithm.delta is not None and algorithm.delta <= upper:
         yield (
             f"`delta` {algorithm.delta:g} is not above 1 + `{name}` = {upper:g}, where the ratio is clipped already; "

@@ -3,14 +3,18 @@
 Leaf names are unique over all sections, so `max_steps=10` on the command line and a flat TRL YAML are unambiguous.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from rl_vlm.config.conflicts import conflicts_of
 from rl_vlm.config.data_sources import Which, with_split
 from rl_vlm.config.engines import ENGINES, Engine, EngineName
+from rl_vlm.functions import names_function
+
+BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
 
 
 class Section(BaseModel):
@@ -269,8 +273,12 @@ class RewardsConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"] = "dapo"
-    """How token losses are computed and averaged; see `rl_vlm/algorithm/objective.py`."""
+    loss_type: BuiltInLoss | str = "dapo"
+    """How token losses are computed and averaged, or a token loss of your own: `file.py:function` or
+    `module:function` (docs/losses.md)."""
+    loss_weights: Literal["token", "completion", "budget"] = "token"
+    """How the tokens of your own `loss_type` are averaged: all tokens of the step alike, as in `dapo`; the mean of each
+    completion, as in `grpo`; or the sum over completions of `max_completion_length` tokens, as in `dr_grpo`."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Compute the ratio per token, or per completion (GSPO)."""
     vllm_importance_sampling_correction: bool = True
@@ -317,6 +325,20 @@ class AlgorithmConfig(Section):
     """Exclude completions that reach `max_completion_length` from the loss."""
     top_entropy_quantile: float = Field(default=1.0, gt=0, le=1)
     """Train only on this fraction of the optimizer step's tokens, those with the highest entropy; 1 is off."""
+
+    @field_validator("loss_type")
+    @classmethod
+    def _names_a_loss(cls, value: str) -> str:
+        *others, last = map(repr, BUILT_IN_LOSSES)
+        if value not in BUILT_IN_LOSSES and not names_function(value):
+            own = "a function of your own, `file.py:function` or `module:function`"
+            raise ValueError(f"it should be {', '.join(others)} or {last}, or {own}")
+        return value
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Return whether `loss_type` names a function of the user."""
+        return self.loss_type not in BUILT_IN_LOSSES
 
 
 class TrainConfig(Section):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_vlm.config.data_sources import Which, is_file, is_mixture
 from rl_vlm.config.engines import engines_where
+from rl_vlm.sources import read_source
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig, DataSource, RunConfig
@@ -31,6 +33,16 @@ def reads_no_split(data: DataConfig, which: Which) -> bool:
 def reads_no_config(entry: DataSource) -> bool:
     """Return whether an entry does not read the section's `dataset_config`."""
     return entry.dataset_config is not None or is_file(entry.name) or ":" in entry.name
+
+
+READ_BY_LOSSES = ("epsilon", "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos")
+"""Settings that some token losses read and others do not."""
+
+
+def ignored_by_own_loss(run: RunConfig, name: str) -> bool:
+    """Return whether the source of the user's loss does not name a setting. Without a source it counts as read."""
+    source = read_source(run.algorithm.loss_type) if run.algorithm.has_own_loss else None
+    return source is not None and name not in source.attributes
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ UNREAD = (
     Unread(
         "algorithm",
         "sapo_temperature_neg sapo_temperature_pos",
-        lambda run: run.algorithm.loss_type != "sapo",
+        lambda run: not run.algorithm.has_own_loss and run.algorithm.loss_type != "sapo",
         "on a `loss_type` other than sapo",
         "set `loss_type: sapo`",
     ),
@@ -148,8 +160,32 @@ UNREAD = (
     ),
     Unread(
         "algorithm",
+        "loss_weights",
+        lambda run: not run.algorithm.has_own_loss,
+        "on a built-in `loss_type`, which has its own",
+        "name a function of your own in `loss_type`",
+    ),
+    *(
+        Unread(
+            "algorithm",
+            name,
+            partial(ignored_by_own_loss, name=name),
+            "on a `loss_type` of your own whose source does not read it",
+            f"read `algorithm.{name}` in the function",
+        )
+        for name in READ_BY_LOSSES
+    ),
+    Unread(
+        "algorithm",
         "loss_normalizer",
-        lambda run: run.algorithm.loss_type not in ("dapo", "cispo"),
+        lambda run: run.algorithm.has_own_loss and run.algorithm.loss_weights != "token",
+        "on `loss_weights` other than token",
+        "set `loss_weights: token`",
+    ),
+    Unread(
+        "algorithm",
+        "loss_normalizer",
+        lambda run: not run.algorithm.has_own_loss and run.algorithm.loss_type not in ("dapo", "cispo"),
         "on a `loss_type` other than dapo and cispo",
         "choose one of these",
     ),

@@ -26,7 +26,7 @@ Form = Literal["model", "adapter", "merged"]
 TEMPLATE = "card.md.jinja"
 SETTINGS = """
     model.freeze_vision_tower model.trainable_modules model.lora_r model.lora_alpha model.use_rslora model.load_in_4bit
-    algorithm.loss_type algorithm.beta algorithm.epsilon algorithm.num_iterations
+    algorithm.loss_type algorithm.loss_weights algorithm.beta algorithm.epsilon algorithm.num_iterations
     train.learning_rate train.lr_scheduler_type train.warmup_steps train.prompts_per_step train.seed
     rollout.num_generations rollout.temperature rollout.max_completion_length
     data.prompt_template data.system_prompt data.chat_template_kwargs data.min_pixels data.max_pixels

@@ -111,9 +111,17 @@ def inspect_model(config: RunConfig) -> Model:
 def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: Prompt, on_gpu: bool) -> Model:
     """Count the weights of a checkpoint's model, and trace its steps with this prompt."""
     weights = count_weights(config, directory)
-    activations = trace_activations(in_16_bits(config), model_config, prompt, on_gpu)
+    activations = trace_activations(with_built_in_loss(in_16_bits(config)), model_config, prompt, on_gpu)
     activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
     return Model(model_config, weights, activations, len(prompt.token_ids), num_patches(model_config, prompt))
+
+
+def with_built_in_loss(config: RunConfig) -> RunConfig:
+    """Return the settings without a loss of the user, which may read values. A loss per token holds next to nothing."""
+    algorithm = config.algorithm
+    return config.model_copy(
+        update={"algorithm": algorithm.model_copy(update={"loss_type": "dapo"} if algorithm.has_own_loss else {})}
+    )
 
 
 def with_weights(config: RunConfig, model: Model) -> Model:

@@ -15,17 +15,17 @@ MATHS = ROOT / "rl_vlm" / "algorithm"
 OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
-    "errors live types",
-    "config functions names stages tiny",
+    "errors types stages names live tiny",
+    "functions sources",
+    "config",
     "distributed",
     "data model algorithm reward checkpoint",
     "log eval_options",
-    "passes",
+    "passes dry_run",
     "rollout",
-    "evaluation trainer dry_run serving resume",
-    "plan report reward_check",
-    "profile export",
-    "build",
+    "evaluation trainer plan resume serving",
+    "profile report reward_check",
+    "build export",
     "run",
     "doctor grpo_trainer",
 ]
@@ -154,7 +154,7 @@ def test_heavy_packages_are_imported_inside_functions():
 def test_the_maths_needs_torch_and_jaxtyping_alone(name: str):
     modules = {found.module for found in ALL if found.file == f"rl_vlm/{name}.py"}
     foreign = {module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names}
-    ours = ("types", "config", "errors", "stages", "algorithm")
+    ours = "types config errors functions names stages algorithm".split()
     allowed = ("torch", "jaxtyping", *(f"rl_vlm.{name}" for name in ours))
     assert [module for module in foreign if not module.startswith(allowed)] == []
 

@@ -68,6 +68,24 @@ def test_settings_that_cannot_change_are_named(began, change, tiny_checkpoint, t
     assert sorted(path.name for path in tmp_path.rglob("*")) == files
 
 
+OWN_LOSS = "def loss(ratio_NK, inputs, algorithm):\n    return -ratio_NK * inputs.advantages_NK, {}\n"
+
+
+def test_another_source_of_the_loss_applies_from_the_resumed_step_on(tiny_checkpoint, tmp_path, caplog):
+    """Also within a window: completions do not depend on the loss."""
+    path, run = tmp_path / "my.py", tmp_path / "run"
+    path.write_text(OWN_LOSS)
+    settings = {"loss_type": f"{path}:loss", **WITHIN_WINDOW}
+    train(make_config(tiny_checkpoint, run, max_steps=1, **settings))
+    path.write_text(f"# a comment\n{OWN_LOSS}")
+    train(make_config(tiny_checkpoint, run, max_steps=2, resume_from_checkpoint="auto", **settings))
+    assert "with the source" not in caplog.text
+    path.write_text(OWN_LOSS.replace("-ratio_NK", "-2 * ratio_NK"))
+    train(make_config(tiny_checkpoint, run, max_steps=3, resume_from_checkpoint="auto", **settings))
+    assert f"resumed with a changed setting: algorithm.loss_type '{path}:loss' with the source " in caplog.text
+    assert [line["step"] for line in metric_lines(run)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "change", [{"beta": 0.1}, {"reward_funcs": [tiny_run.CONSTANT]}, {"temperature": 0.5, "num_generations": 2}]
 )

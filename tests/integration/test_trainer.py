@@ -181,6 +181,35 @@ def test_truncated_completions_can_be_left_out(tiny_checkpoint, tmp_path, losses
     assert set(losses.denominators) == {Denominators(float(sum(whole)), 16.0)}
 
 
+@pytest.mark.parametrize(("built_in", "weights"), [("dapo", "token"), ("grpo", "completion"), ("dr_grpo", "budget")])
+def test_a_loss_of_ones_own_trains_as_the_built_in_one_of_the_same_formula(
+    built_in, weights, tiny_checkpoint, tmp_path
+):
+    own = {"loss_type": "rl_vlm.algorithm.losses:clipped_loss", "loss_weights": weights}
+    for name, settings in (("own", own), ("built_in", {"loss_type": built_in})):
+        train(make_config(tiny_checkpoint, tmp_path / name, **settings, epsilon=0.1, num_iterations=2, max_steps=2))
+    assert metric_lines(tmp_path / "own") == metric_lines(tmp_path / "built_in")
+    assert all(same(*(model_weights(tmp_path / name / "checkpoint-2") for name in ("own", "built_in"))).values())
+
+
+def test_a_loss_of_ones_own_may_read_values_under_a_planned_budget(tiny_checkpoint, tmp_path):
+    (tmp_path / "my.py").write_text(
+        "def loss(ratio_NK, inputs, algorithm):\n"
+        "    scale = max(1.0, ratio_NK.max().item())\n"
+        "    return -ratio_NK / scale * inputs.advantages_NK, {'mine/ratio': ratio_NK}\n"
+    )
+    settings = {"loss_type": f"{tmp_path}/my.py:loss", "micro_batch_tokens": "auto", "max_steps": 1}
+    train(make_config(tiny_checkpoint, tmp_path / "run", **settings))
+    (line,) = metric_lines(tmp_path / "run")
+    assert line["mine/ratio"] == pytest.approx(1.0) and line["grad_norm"] > 0
+
+
+def test_a_loss_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "my.py").write_text("def loss(ratio_NK, inputs, algorithm):\n    return ratio_NK.mean(), {}\n")
+    with pytest.raises(ConfigError, match=r"my.py:loss' returned a tensor of shape \(\) as a loss"):
+        Run(make_config("no-such-model", tmp_path / "run", loss_type=f"{tmp_path}/my.py:loss"))
+
+
 @pytest.mark.parametrize("normalizer", ["step", "window"])
 def test_tokens_of_the_step_or_the_windows_average_divide_the_loss(normalizer, tiny_checkpoint, tmp_path, losses):
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2}

@@ -1,5 +1,6 @@
 """Losses, gradients, metrics and advantages against TRL's GRPOTrainer on the same inputs."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
@@ -27,6 +28,7 @@ from rl_vlm.algorithm.objective import (
     top_entropy_threshold,
     trained_completions,
 )
+from rl_vlm.algorithm.own_loss import check_own_loss
 from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.reference import Reference
@@ -47,6 +49,7 @@ from tests.tiny.build import build_tiny
 
 pytestmark = pytest.mark.ci
 
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "losses.md"
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 LEVELS = ["token", "sequence"]
 LENGTHS = [3, 9, 5, 7, 1, 6, 8, 4]
@@ -222,6 +225,20 @@ def test_steps_of_a_window_divide_by_its_average_like_trl(make_trainer, loss_typ
         assert_same(ours, trls)
         assert_same(gradient(ours, step), gradient(trls, step))
         assert abs(our_loss(step, settings)[0].item() - trls.item()) > 1e-2  # of the step's own tokens
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_loss_that_the_documentation_writes_is_trls_dapo(make_trainer, tmp_path, level):
+    (source,) = re.findall(r"```python\n(# my_losses.py\n.*?)```", DOCUMENTED.read_text(), re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(source)
+    settings: dict[str, Any] = EVERYTHING | {"delta": None, "importance_sampling_level": level}
+    own: dict[str, Any] = settings | {"loss_type": f"{tmp_path}/my_losses.py:dapo"}
+    check_own_loss(AlgorithmConfig(**own))
+    inputs: Any = example_inputs()
+    noise = torch.randn(inputs.mask_NT.shape, generator=torch.Generator().manual_seed(23))
+    trainer = make_trainer(**settings, loss_type="dapo")
+    for given in (inputs, replace(inputs, advantages_NK=inputs.advantages_NK + noise), example_inputs(on_policy=True)):
+        assert_loss_gradient_and_metrics_agree(trainer, given, own)
 
 
 def test_any_two_losses_differ_on_the_example():

@@ -5,7 +5,9 @@ from rl_vlm.config.changes import (
     OF_WINDOWS,
     UNCHANGEABLE,
     changed_settings,
+    changed_sources,
     flat_settings,
+    function_sources,
     refused_changes,
 )
 from rl_vlm.config.schema import SETTINGS, RunConfig
@@ -31,6 +33,20 @@ def test_changes_are_named_with_both_values():
     del saved["train.adam_beta1"]  # of a version that did not have it
     later = config(train={"learning_rate": 2e-6, "adam_beta1": 0.5, "resume_from_checkpoint": "auto"})
     assert changed_settings(saved, later) == {"train.learning_rate": "1e-06 -> 2e-06"}
+
+
+def test_a_changed_source_is_a_change(tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text("def loss(ratio, inputs, algorithm):\n    return ratio, {}\n")
+    own = config(algorithm={"loss_type": f"{path}:loss"})
+    saved = function_sources(own)
+    assert saved.keys() == {"algorithm.loss_type"} and changed_sources(saved, own) == {}
+    assert function_sources(config()) == {} and changed_sources(saved, config()) == {}
+    assert changed_sources({}, own) == {}  # of a version that recorded none
+    path.write_text("def loss(ratio, inputs, algorithm):\n    return 2 * ratio, {}\n")
+    (change,) = changed_sources(saved, own).values()
+    old, new = saved["algorithm.loss_type"], function_sources(own)["algorithm.loss_type"]
+    assert change == f"'{path}:loss' with the source {old} -> the source {new}" and old != new
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ def test_what_is_checked_and_what_is_not(capsys):
     assert not Path("run").exists()
 
 
+def test_a_loss_of_ones_own_is_loaded_and_not_called(capsys):
+    Path("my.py").write_text("def loss(ratio_NK, inputs, algorithm):\n    raise RuntimeError\n")
+    assert cli.main(["train", "run.yaml", "--dry-run", "loss_type=my.py:loss"]) == 0
+    printed = capsys.readouterr().out
+    assert "token loss my.py:loss." in comments(printed, "# Checked: ")
+    assert comments(printed, "# Not checked: ") == ["what the token loss returns."]
+    Path("my_other.py").write_text("def loss(ratio_NK):\n    raise RuntimeError\n")
+    assert "algorithm.loss_type 'my_other.py:loss' cannot be called as" in problem(capsys, "loss_type=my_other.py:loss")
+
+
 def test_names_of_the_hub_are_not_checked(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", "nowhere")
     overrides = ["model_name_or_path=owner/model", "dataset_name=owner/data"]

@@ -18,6 +18,7 @@ import yaml
 from PIL import Image
 
 import rl_vlm
+from rl_vlm.algorithm.own_loss import check_own_loss
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
@@ -49,6 +50,20 @@ def test_it_is_imported_lazily():
     assert rl_vlm.GRPOTrainer is GRPOTrainer and rl_vlm.__all__ == ["GRPOTrainer"]
     with pytest.raises(AttributeError, match="module 'rl_vlm' has no attribute 'Trainer'"):
         _ = rl_vlm.Trainer  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def half(ratio_NK: Any, inputs: Any, algorithm: Any) -> Any:
+    return -0.5 * ratio_NK * inputs.advantages_NK, {}
+
+
+@pytest.mark.parametrize("key", ["loss_type", "algorithm.loss_type"])
+def test_the_loss_can_be_a_function(key: str):
+    made = trainer(**{key: half, "epsilon": 0.1})  # a function in memory has no source to look for settings in
+    name = made.config.algorithm.loss_type
+    assert NAME.fullmatch(name) and name.startswith("python:half#") and made.objects[name] is half
+    with live(made.objects):
+        check_own_loss(made.config.algorithm)
+    assert trainer(loss_type="grpo").config.algorithm.loss_type == "grpo"
 
 
 def test_settings_are_keywords_by_their_names(tmp_path: Path):

@@ -1,0 +1,130 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_vlm.sources import Source, read_source
+
+LOSS = '''
+import torch
+from helpers import bounded
+import limits as bounds
+from rl_vlm.algorithm import losses
+
+
+def loss(ratio, inputs, algorithm):
+    """Reads `sapo_temperature_neg`, as a docstring may say."""
+    low = shared(algorithm)
+    return bounded(ratio, algorithm), bounds.upper(algorithm), low  # algorithm.delta
+
+
+def shared(algorithm):
+    return getattr(algorithm, "epsilon") + SCALE
+
+
+def other(ratio, inputs, algorithm):
+    return losses.sapo_loss(ratio, inputs, algorithm)
+
+
+SCALE = 2.0
+raise RuntimeError("the file is imported")
+'''
+HELPERS = "def bounded(ratio, algorithm):\n    return ratio * algorithm.beta\n"
+LIMITS = "def upper(algorithm):\n    return algorithm.epsilon_high\n"
+SETTINGS = {"epsilon", "epsilon_high", "delta", "beta", "sapo_temperature_neg", "sapo_temperature_pos"}
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write files to the working directory, and return the source of `loss`."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str = "my.py:loss", **files: str) -> Source | None:
+        for stem, text in ({"my": LOSS, "helpers": HELPERS, "limits": LIMITS} | files).items():
+            Path(f"{stem}.py").write_text(text)
+        return read_source(name)
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["my.py:loss", "my:loss"])
+def test_settings_are_read_by_the_function_and_by_what_it_calls_in_its_folder(name, write):
+    source = write(name)
+    assert source.attributes & SETTINGS == {"epsilon", "epsilon_high", "beta"}
+    assert {"my", "helpers", "limits"}.isdisjoint(sys.modules)
+
+
+def test_functions_of_this_package_are_followed(write):
+    assert write("my.py:other").attributes & SETTINGS == {"sapo_temperature_neg", "sapo_temperature_pos"}
+    clipped = read_source("rl_vlm.algorithm.losses:clipped_loss")
+    assert clipped is not None and clipped.attributes & SETTINGS == {"epsilon", "epsilon_high", "delta"}
+
+
+def test_a_source_that_is_not_there_is_none(write):
+    assert write("my.py:nothing") is None
+    for name in ("none.py:loss", "no_such_module:loss", "my.nothing:loss", "python:loss#0123456789ab", "dapo"):
+        assert read_source(name) is None
+    assert write(my="def loss(:") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "is_same"),
+    [
+        ("my", "low = shared", "low  =  shared", True),
+        ("my", "as a docstring may say", "as another may say", True),
+        ("my", "# algorithm.delta", "", True),
+        ("my", "algorithm):\n    return getattr", "algorithm: object) -> float:\n    return getattr", True),
+        ("my", "losses.sapo_loss", "losses.cispo_loss", True),  # of another function
+        ("my", "SCALE = 2.0", "SCALE = 3.0", False),
+        ("my", "bounded(ratio, algorithm)", "bounded(2 * ratio, algorithm)", False),
+        ("helpers", "ratio * ", "ratio + ", False),
+        ("limits", "epsilon_high", "epsilon", False),
+    ],
+)
+def test_the_digest_is_that_of_the_code_in_use(file, old, new, is_same, write):
+    before = write()
+    text = {"my": LOSS, "helpers": HELPERS, "limits": LIMITS}[file]
+    assert old in text
+    after = write(**{file: text.replace(old, new)})
+    assert (after.digest == before.digest) == is_same
+
+
+def test_a_module_of_a_package_is_found_without_its_import(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("pack/inner").mkdir(parents=True)
+    Path("pack/__init__.py").write_text("raise RuntimeError('the package is imported')\n")
+    Path("pack/inner/__init__.py").write_text("")
+    Path("pack/inner/mine.py").write_text("from ..common import part\n\n\ndef loss(a, b, c):\n    return part(c)\n")
+    Path("pack/common.py").write_text("def part(algorithm):\n    return algorithm.delta\n")
+    for place in ([], [str(tmp_path)]):
+        monkeypatch.setattr(sys, "path", [*place, *sys.path])
+        source = read_source("pack.inner.mine:loss")
+        assert source is not None and "pack" not in sys.modules
+        assert source.attributes == {"delta"}
+
+
+def test_names_that_lead_back_to_themselves_end(write):
+    source = write(my="from helpers import loss\n\n\ndef other():\n    loss()\n", helpers="from my import loss\n")
+    assert source is None
+    source = write(my="def loss(a, b, c):\n    return helper(c)\n\n\ndef helper(c):\n    return loss(c, c, c.delta)\n")
+    assert source.attributes == {"delta"}
+
+
+def test_packages_of_an_environment_in_the_folder_are_not_opened(write, tmp_path, monkeypatch):
+    site = tmp_path / ".venv" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "installed_here.py").write_text("def part(algorithm):\n    return algorithm.delta\n")
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    head = "from installed_here import part\n\n\n"
+    source = write(my=f"{head}def loss(a, b, algorithm):\n    return part(algorithm), algorithm.epsilon\n")
+    assert source.attributes == {"epsilon"}
+
+
+def test_functions_within_conditions_are_found(tmp_path):
+    (tmp_path / "my.py").write_text(
+        "try:\n    import fast\nexcept ImportError:\n    fast = None\nif fast is None:\n"
+        "    def loss(a, b, algorithm):\n        return algorithm.epsilon\n"
+    )
+    source = read_source(f"{tmp_path}/my.py:loss")
+    assert source is not None and source.attributes == {"epsilon"}
