@@ -23,7 +23,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
-class Source:
+class FunctionSource:
     """What a function's source holds, together with what it uses of its folder or package."""
 
     attributes: frozenset[str]
@@ -32,7 +32,7 @@ class Source:
     """Of the code without comments, docstrings and annotations."""
 
 
-def read_source(name: str) -> Source | None:
+def read_source(name: str) -> FunctionSource | None:
     """Read the source of `file.py:function` or `module:function`. Returns None if there is none to read."""
     if is_live_name(name):
         return None
@@ -48,7 +48,7 @@ def read_source(name: str) -> Source | None:
         return None
     attributes = frozenset(attribute for statement in found for attribute in _attributes(statement))
     code = "\n".join(sorted(map(ast.dump, found)))
-    return Source(attributes, hashlib.sha256(code.encode()).hexdigest()[:12])
+    return FunctionSource(attributes, hashlib.sha256(code.encode()).hexdigest()[:12])
 
 
 class _Reader:

@@ -20,7 +20,7 @@ from torch import Tensor
 from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective, contributes
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.errors import TrainingError
 from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
@@ -43,7 +43,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        ranks: Exchange,
+        ranks: Collectives,
         policy: Policy,
         reference: Reference | None,
         optimizer: Optimizer,

@@ -38,7 +38,7 @@ from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, ScoredGroup, length_mask, pad_rows, to_device
 
 if TYPE_CHECKING:
-    from rl_vlm.distributed.exchange import Exchange
+    from rl_vlm.distributed.collectives import Collectives
 
 ENTROPY_ROUNDING = 1e-5
 """Tolerance below the entropy threshold. The first tokens of a group's completions have equal entropies up to rounding:
@@ -90,7 +90,7 @@ class Objective:
     def of_step(
         cls,
         config: RunConfig,
-        ranks: Exchange,
+        ranks: Collectives,
         groups: Sequence[ScoredGroup],
         window_groups: Sequence[ScoredGroup],
         steps_per_window: int,
@@ -178,7 +178,7 @@ def count_denominators(groups: Sequence[ScoredGroup], mask_truncated_completions
 
 def step_denominators(
     algorithm: AlgorithmConfig,
-    ranks: Exchange,
+    ranks: Collectives,
     groups: Sequence[ScoredGroup],
     window_groups: Sequence[ScoredGroup],
     steps_per_window: int,
@@ -194,7 +194,7 @@ def step_denominators(
     return Denominators(*ranks.sum([local.tokens, local.completions]))
 
 
-def entropy_threshold(algorithm: AlgorithmConfig, ranks: Exchange, outputs: Outputs) -> float | None:
+def entropy_threshold(algorithm: AlgorithmConfig, ranks: Collectives, outputs: Outputs) -> float | None:
     """Return the entropy below which tokens of this step are not trained, or None if all are.
 
     Takes the outputs of all groups, also of those that do not contribute, so that it does not depend on them.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.gradients import clip_and_update, parameters_of, reserve_update, sum_gradients
 from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.shardings import UNSHARDED
@@ -33,7 +33,7 @@ class DDP:
     needs_all_gradients = UNSHARDED.kind.needs_all_gradients
     is_sharded = UNSHARDED.shards_state
 
-    def __init__(self, ranks: Exchange, max_grad_norm: float) -> None:
+    def __init__(self, ranks: Collectives, max_grad_norm: float) -> None:
         self.ranks = ranks
         self.max_grad_norm = max_grad_norm
 
@@ -91,6 +91,6 @@ class DDP:
             load_optimizer_state(self.optimizer, parameter, state)
 
 
-def of_run(ranks: Exchange, config: RunConfig) -> DDP:
+def of_run(ranks: Collectives, config: RunConfig) -> DDP:
     """Build the strategy of a run."""
     return DDP(ranks, config.train.max_grad_norm)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
@@ -28,7 +28,7 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def sum_gradients(gradients: Sequence[Tensor], bucket: Tensor, ranks: Exchange) -> None:
+def sum_gradients(gradients: Sequence[Tensor], bucket: Tensor, ranks: Collectives) -> None:
     """Add up gradients over ranks, in place. Those that fit together in `bucket`, a vector, are sent together."""
     together: list[Tensor] = []
     for gradient in gradients:
@@ -42,7 +42,7 @@ def sum_gradients(gradients: Sequence[Tensor], bucket: Tensor, ranks: Exchange) 
     sum_together(together, bucket, ranks)
 
 
-def sum_together(gradients: Sequence[Tensor], bucket: Tensor, ranks: Exchange) -> None:
+def sum_together(gradients: Sequence[Tensor], bucket: Tensor, ranks: Collectives) -> None:
     """Add up gradients over ranks by one all-reduce of `bucket`, which holds all of them."""
     if not gradients:
         return
@@ -81,7 +81,7 @@ def reserve_update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clip_and_update(
-    ranks: Exchange, optimizer: torch.optim.Optimizer, max_norm: float, loss_is_finite: bool
+    ranks: Collectives, optimizer: torch.optim.Optimizer, max_norm: float, loss_is_finite: bool
 ) -> tuple[float, bool]:
     """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
 

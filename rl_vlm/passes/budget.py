@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder, num_patches, patch_cost
 from rl_vlm.passes.calibration import MEASURED_STEPS, Measured, MicroBatchPeak, MicroBatchPeaks
@@ -59,7 +59,7 @@ class TokenBudget:
 
     def __init__(
         self,
-        ranks: Exchange,
+        ranks: Collectives,
         progress: Progress,
         vision: VisionEncoder,
         planned: PlannedBudget,

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import usable_sharing
@@ -41,7 +41,7 @@ class Passes:
     def __init__(
         self,
         config: RunConfig,
-        ranks: Exchange,
+        ranks: Collectives,
         policy: Policy,
         reference: Reference | None,
         optimizer: Optimizer,

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import OutOfMemory, shorten
 from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.passes.schedule import Round
@@ -129,7 +129,7 @@ def repeated(
 class Recovery:
     """Repeats what ran out of memory on any rank. Each method is called by all ranks together."""
 
-    def __init__(self, ranks: Exchange, budget: TokenBudget, stages: Stages = NO_ONE) -> None:
+    def __init__(self, ranks: Collectives, budget: TokenBudget, stages: Stages = NO_ONE) -> None:
         """`stages` announces the passes."""
         self.ranks = ranks
         self.budget = budget

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, SubGroup, TowerBackward
 
@@ -54,7 +54,7 @@ def make_schedule(
     batches: Sequence[MicroBatch],
     vision: VisionEncoder,
     spare: ScoredGroup,
-    ranks: Exchange | None = None,
+    ranks: Collectives | None = None,
     needs_all_gradients: bool = False,
 ) -> list[Round]:
     """Return the rounds of a pass over micro-batches, in order.
@@ -91,7 +91,7 @@ def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Rou
 
 
 def equal_rounds(
-    batches: Sequence[MicroBatch], vision: VisionEncoder, spare: ScoredGroup, ranks: Exchange
+    batches: Sequence[MicroBatch], vision: VisionEncoder, spare: ScoredGroup, ranks: Collectives
 ) -> list[Round]:
     """Return as many rounds as the rank with most has, with the most runs of the tower that any rank has in each.
 

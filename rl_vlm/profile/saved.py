@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 @dataclass
-class Forward:
+class SavedByForward:
     """What one forward of the whole model has saved, by module."""
 
     bytes_by_module: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class SavedBytes:
         self.names |= {module: path for path, module in named.named_modules() if path}
         self.running: list[tuple[str, set[int]]] = []
         """Modules whose forward is running, outermost first, with the addresses of their weights."""
-        self.forwards = [Forward()]
+        self.forwards = [SavedByForward()]
         self.opened = ExitStack()
 
     def __enter__(self) -> SavedBytes:
@@ -70,7 +70,7 @@ class SavedBytes:
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         if module is self.model:
-            self.forwards.append(Forward())
+            self.forwards.append(SavedByForward())
         weights = {address(weight) for weight in module.parameters()}  # gathered ones, if ranks hold shards
         self.running.append((self.names[module], weights))
 

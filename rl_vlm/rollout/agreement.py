@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.exchange import Exchange
+from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.sampling import sampling_params
@@ -21,7 +21,7 @@ MAX_CHECKED_TOKENS = 64
 
 def check_agreement(
     config: RunConfig,
-    ranks: Exchange,
+    ranks: Collectives,
     engine: SyncedEngine,
     groups: Sequence[ScoredGroup],
     policy_outputs: Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]],

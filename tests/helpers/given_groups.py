@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.data.sampler import Draw
+from rl_vlm.distributed.collectives import Collectives, SingleRank
 from rl_vlm.distributed.ddp import DDP
-from rl_vlm.distributed.exchange import Exchange, SingleRank
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
@@ -31,7 +31,7 @@ WHOLE = 8192
 """A token budget that holds all groups of a test."""
 
 
-def make_budget(policy: Policy, tokens: int = WHOLE, ranks: Exchange | None = None) -> TokenBudget:
+def make_budget(policy: Policy, tokens: int = WHOLE, ranks: Collectives | None = None) -> TokenBudget:
     """A budget of one rank."""
     return TokenBudget(ranks or SingleRank(CPU), Progress(1), policy.vision, PlannedBudget(tokens))
 
@@ -41,7 +41,7 @@ def make_trainer(
     groups: Sequence[ScoredGroup],
     strategy: DDP | None = None,
     reference: Reference | None = None,
-    ranks: Exchange | None = None,
+    ranks: Collectives | None = None,
     **settings: Any,
 ) -> Trainer:
     """A trainer that is given its groups, on one rank, with the policy's weights on the host."""

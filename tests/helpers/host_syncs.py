@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 from rl_vlm.plan.tracing import step
 from rl_vlm.plan.tracing.fake import fake_tensors

@@ -15,7 +15,7 @@ from benchmarks import gpu
 from benchmarks.gpu_parts import memory
 from benchmarks.gpu_parts.bench import Bench, peak_flops
 from benchmarks.gpu_parts.training_pass import kind_of
-from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress

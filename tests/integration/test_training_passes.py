@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.distributed.ddp import DDP
-from rl_vlm.distributed.exchange import SingleRank
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference

@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.changes import BudgetChange, BudgetReason
 from rl_vlm.stages import Stage

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget

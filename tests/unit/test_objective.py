@@ -16,7 +16,7 @@ from rl_vlm.algorithm.objective import (
     trained_tokens,
 )
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.types import (
     Completion,
     FinishReason,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.distributed.exchange import SingleRank
+from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.schedule import Round, make_schedule
 from rl_vlm.types import Prompt
 from tests.unit.test_vision import make_batch, make_encoder, make_prompt

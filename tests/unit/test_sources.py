@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.sources import Source, read_source
+from rl_vlm.sources import FunctionSource, read_source
 
 LOSS = '''
 import torch
@@ -40,7 +40,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Write files to the working directory, and return the source of `loss`."""
     monkeypatch.chdir(tmp_path)
 
-    def write(name: str = "my.py:loss", **files: str) -> Source | None:
+    def write(name: str = "my.py:loss", **files: str) -> FunctionSource | None:
         for stem, text in ({"my": LOSS, "helpers": HELPERS, "limits": LIMITS} | files).items():
             Path(f"{stem}.py").write_text(text)
         return read_source(name)

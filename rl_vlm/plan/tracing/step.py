@@ -15,8 +15,8 @@ import torch
 from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective, contributes
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.collectives import Collectives, SingleRank
 from rl_vlm.distributed.ddp import DDP
-from rl_vlm.distributed.exchange import Exchange, SingleRank
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
@@ -77,7 +77,7 @@ class GivenSteps:
         num_steps: int,
         counter: PeakCounter,
         tokens: int,
-        ranks: Exchange | None = None,
+        ranks: Collectives | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
         """`tokens` is the token budget. `ranks` is a single rank, by default on the CPU."""

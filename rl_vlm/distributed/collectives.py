@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange with each other."""
+"""Collectives: what the ranks of a run exchange with each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class Exchange(Protocol):
+class Collectives(Protocol):
     """One rank's view of all ranks. All ranks call each method together."""
 
     @property
@@ -53,7 +53,7 @@ class Exchange(Protocol):
 
 
 class SingleRank:
-    """An `Exchange` of one rank, for work that others take no part in. It joins no processes."""
+    """`Collectives` of one rank, for work that others take no part in. It joins no processes."""
 
     rank = 0
     world_size = 1
