@@ -168,7 +168,10 @@ def kl_estimate(inputs: LossInputs) -> Float[Tensor, "completions tokens"]:
 
 
 def clipped_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped surrogate; `delta` also bounds the unclipped side (INTELLECT-2, arXiv:2505.07291)."""
+    """Compute PPO's clipped surrogate, of ratios per token or, as GSPO does, per completion.
+
+    `delta` also bounds the unclipped side (INTELLECT-2, arXiv:2505.07291).
+    """
     advantages = inputs.advantages_NK
     low, high = 1 - algorithm.epsilon, 1 + upper_epsilon(algorithm)
     bounded = ratio_NK if algorithm.delta is None else ratio_NK.clamp(max=algorithm.delta)

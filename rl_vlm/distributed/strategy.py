@@ -28,7 +28,8 @@ class Strategy(Protocol):
     needs_all_gradients: bool
     """Whether every micro-batch must give a gradient to the vision tower, even if it has no image."""
     is_sharded: bool
-    """Whether optimizer state is sharded, so that every rank writes a part of a checkpoint."""
+    """Whether optimizer state is sharded: every rank writes a part of a checkpoint, and ranks communicate in every
+    backward, so that they must run equally many."""
 
     def place(self, policy: Any) -> None:
         """Move a policy to the rank's device, and shard it if this strategy shards weights."""

@@ -1,7 +1,8 @@
 """The token budget of micro-batches: what a prompt costs, what is in force, and why it changes.
 
-    memory plan ─► budget ─ a pass runs out of memory ─► lower, on all ranks ─┐
-                          ─ peaks of the first steps ─► corrected once ───────┴─► recorded, replayed by a resumed run
+    memory plan ─► budget ─ a pass runs out of memory (recovery.py) ─► lowered to half of the failed micro-batch ─┐
+                          ─ peaks of the first steps (calibration.py) ─► corrected once, on a GPU ────────────────┤
+                                              recorded (changes.py), and replayed by a resumed run ◄──────────────┘
 
 Tokens are those of the language model, padding included. Patches of images count as well if the vision tower is
 trained.

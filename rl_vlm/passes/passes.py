@@ -60,7 +60,7 @@ class Passes:
         self, stage: Stage, model: Policy | Reference, groups: Sequence[ScoredGroup], where: Where = lambda group: True
     ) -> list[tuple[MicroBatch, PolicyOutput]]:
         """Compute a model's outputs without gradients, in host memory, for the groups that `where` is true of."""
-        together = self.optimizer.strategy.equal_calls
+        together = self.optimizer.strategy.equal_calls  # ranks gather the weights in each forward
 
         def attempt() -> list[tuple[MicroBatch, PolicyOutput]]:
             outputs = []
@@ -83,7 +83,8 @@ class Passes:
         `keeps_logprobs` stores the log-probs of the forwards with the groups, as their old log-probs.
         """
         attempt = partial(self.add_gradients, objective, keeps_logprobs)
-        loss, outputs, metrics = self.repeated(Stage.TRAINING, attempt, together=self.optimizer.strategy.is_sharded)
+        together = self.optimizer.strategy.is_sharded  # ranks reduce gradients to their shards in each backward
+        loss, outputs, metrics = self.repeated(Stage.TRAINING, attempt, together)
         for batch, logprobs_NT in outputs:
             store_logprobs(batch, logprobs_NT, Stage.OLD_LOGPROBS)
         return loss, metrics

@@ -106,24 +106,24 @@ def watched(describe: Callable[[RuntimeError], Failure]) -> Iterator[None]:
 
 def repeated(
     attempt: Callable[[], T],
-    lower: Callable[[list[Failure]], None],
+    shrink: Callable[[list[Failure]], None],
     undo: Callable[[], None] = lambda: None,
-    everyones: Callable[[Failure | None], list[Failure]] = lambda failure: [failure] if failure else [],
+    shared: Callable[[Failure | None], list[Failure]] = lambda failure: [failure] if failure else [],
 ) -> T:
     """Return the result of an attempt, which is repeated while it runs out of memory.
 
-    Before it is repeated, `undo` drops what it has changed, and `lower` sets the limit by the failures lower, or raises
-    OutOfMemory. `everyones` adds the failures of other ranks.
+    Before it is repeated, `undo` drops what it has changed, and `shrink` makes the next attempt smaller, or raises
+    OutOfMemory. `shared` adds the failures of other ranks.
     """
     while True:
         result, failure = tried(attempt)
-        failures = everyones(failure)
+        failures = shared(failure)
         if not failures:
             return result  # pyright: ignore[reportReturnType]
         del result
         undo()
         free_memory()
-        lower(failures)
+        shrink(failures)
 
 
 class Recovery:
@@ -164,16 +164,16 @@ class Recovery:
             with self.stages.passes(stage):
                 return attempt()
 
-        def everyones(failure: Failure | None) -> list[Failure]:
+        def shared(failure: Failure | None) -> list[Failure]:
             if together and failure is not None:
                 self.end(stage, failure)
-            return [] if together else self.everyones(failure)
+            return [] if together else self.failures_of_ranks(failure)
 
-        result = repeated(announced, partial(self.lower, stage), undo, everyones)
+        result = repeated(announced, partial(self.lower, stage), undo, shared)
         self.budget.after(stage)
         return result
 
-    def everyones(self, failure: Failure | None) -> list[Failure]:
+    def failures_of_ranks(self, failure: Failure | None) -> list[Failure]:
         """Return the failures of all ranks."""
         if not self.ranks.max([int(failure is not None)])[0]:
             return []
