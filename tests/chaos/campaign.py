@@ -19,7 +19,7 @@ from typing import Any
 from tests.chaos.trials import KINDS, Setting, Trial, all_trials, remove, run_trial
 
 SHORT = ("SIGKILL at a random moment", "SIGKILL within a save", "SIGTERM", "one rank killed")
-"""Kinds of which the short campaign has two trials, one for each engine; it has one of the others."""
+"""Kinds of which the short campaign has two trials, one for each sharding; it has one of the others."""
 
 
 def short_trials() -> list[Trial]:
@@ -45,7 +45,7 @@ def run(trials: Sequence[Trial], state: Path, directory: Path, seconds: float) -
         if time.monotonic() > end:
             print(f"{len(done)} of {len(trials)} trials are done; run it again to go on")
             return False
-        done[trial.key] = line = {"trial": trial.key, "engine": trial.engine, **outcome(setting, trial)}
+        done[trial.key] = line = {"trial": trial.key, "sharding": trial.sharding, **outcome(setting, trial)}
         with state.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)

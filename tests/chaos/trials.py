@@ -24,7 +24,7 @@ from tests.helpers.sharded_runs import launcher_file
 from tests.helpers.tiny_run import build_checkpoint, completions, make_config, metric_lines
 
 NUM_STEPS = 6
-ENGINES = ("ddp", "fsdp2")
+SHARDINGS = ("ddp", "fsdp2")
 VICTIMS = ("rank 0", "rank 1", "all")
 LOST_SECONDS = 5.0
 """`train.lost_rank_seconds` of the runs, the bound for a stopped rank."""
@@ -60,8 +60,8 @@ class Trial:
         return f"{self.kind}:{self.number}"
 
     @property
-    def engine(self) -> str:
-        return ENGINES[self.number % len(ENGINES)]
+    def sharding(self) -> str:
+        return SHARDINGS[self.number % len(SHARDINGS)]
 
     @property
     def random(self) -> random.Random:
@@ -76,12 +76,12 @@ def all_trials() -> list[Trial]:
 
 @dataclass(frozen=True)
 class Setting:
-    """The folder of the campaign, with the model and a run of each engine to which nothing happened."""
+    """The folder of the campaign, with the model and a run of each sharding to which nothing happened."""
 
     directory: Path
 
-    def golden(self, engine: str) -> Path:
-        return self.directory / f"golden_{engine}"
+    def golden(self, sharding: str) -> Path:
+        return self.directory / f"golden_{sharding}"
 
     def prepare(self) -> None:
         """Build the model, import what a run imports, and make the golden runs, unless they are there."""
@@ -90,22 +90,22 @@ class Setting:
             builder = FORK.Process(target=build_checkpoint, args=(self.directory / "model",))
             builder.start()
             builder.join()
-            self.train(ENGINES[-1], first)
+            self.train(SHARDINGS[-1], first)
         preload(first.with_suffix(".modules"))
-        for engine in ENGINES:
-            if not (self.golden(engine) / "summary.json").exists():
-                self.train(engine, self.golden(engine))
+        for sharding in SHARDINGS:
+            if not (self.golden(sharding) / "summary.json").exists():
+                self.train(sharding, self.golden(sharding))
 
-    def train(self, engine: str, run: Path) -> None:
-        launched = self.launch(engine, run)
+    def train(self, sharding: str, run: Path) -> None:
+        launched = self.launch(sharding, run)
         assert launched.wait(LIMIT) == 0, launched.log.read_text()
 
-    def seconds(self, engine: str) -> float:
+    def seconds(self, sharding: str) -> float:
         """Return what a golden run took."""
-        started, ended = (self.golden(engine).with_suffix(suffix).stat() for suffix in (".pids", ".statuses"))
+        started, ended = (self.golden(sharding).with_suffix(suffix).stat() for suffix in (".pids", ".statuses"))
         return ended.st_mtime - started.st_mtime
 
-    def launch(self, engine: str, run: Path, ends_others: bool = True, **settings: Any) -> Launched:
+    def launch(self, sharding: str, run: Path, ends_others: bool = True, **settings: Any) -> Launched:
         """Start or resume a run."""
         given = {
             "prompts_per_step": 4, "max_steps": NUM_STEPS, "save_total_limit": 2, "lost_rank_seconds": LOST_SECONDS,
@@ -113,17 +113,17 @@ class Setting:
         }  # fmt: skip
         config = run.with_suffix(".yaml")
         config.write_text(to_yaml(make_config(self.directory / "model", run, **(given | settings))))
-        return launch(config, environment_of(launcher_file(engine, self.directory)), ends_others)
+        return launch(config, environment_of(launcher_file(sharding, self.directory)), ends_others)
 
 
 def run_trial(setting: Setting, trial: Trial, run: Path) -> dict[str, Any]:
     """Disturb a run, resume it and compare it with the golden one. Returns what happened; raises AssertionError."""
     found = disturbed(setting, trial, run) | {"newest": newest_step(run)}
-    resumed = setting.launch(trial.engine, run)
+    resumed = setting.launch(trial.sharding, run)
     status = resumed.wait(LIMIT)
     assert status == 0, f"resumed run ended with {status}: {resumed.statuses()}"
     assert resumed.none_is_left()
-    differing = differences(run, setting.golden(trial.engine))
+    differing = differences(run, setting.golden(trial.sharding))
     assert not differing, f"differs in {', '.join(differing)}"
     return found
 
@@ -193,8 +193,8 @@ def check_ended(launched: Launched) -> None:
 
 def kill_at_random(setting: Setting, trial: Trial, run: Path, draw: random.Random) -> dict[str, Any]:
     """Kill at any moment from the fork of the ranks to the end of the run."""
-    victim, moment = VICTIMS[trial.number // 2 % 3], draw.uniform(0, setting.seconds(trial.engine))
-    launched = setting.launch(trial.engine, run)
+    victim, moment = VICTIMS[trial.number // 2 % 3], draw.uniform(0, setting.seconds(trial.sharding))
+    launched = setting.launch(trial.sharding, run)
     launched.ranks()
     if launched.wait(moment) is not None or launched.statuses():
         raise Missed
@@ -207,7 +207,7 @@ def kill_in_save(setting: Setting, trial: Trial, run: Path, draw: random.Random)
     """Kill while the directory of an unfinished checkpoint is there."""
     victim, step, in_background = VICTIMS[trial.number // 2 % 3], draw.randint(1, NUM_STEPS), draw.random() < 0.5
     offset = draw.uniform(0, 0.25 if in_background else 0.04)
-    launched = setting.launch(trial.engine, run, async_save=in_background)
+    launched = setting.launch(trial.sharding, run, async_save=in_background)
     launched.ranks()
     unfinished = store.unfinished_path(run, step)
     while not unfinished.exists():
@@ -227,7 +227,7 @@ def kill_in_save(setting: Setting, trial: Trial, run: Path, draw: random.Random)
 def send_signal(setting: Setting, trial: Trial, run: Path, draw: random.Random) -> dict[str, Any]:
     """Send one rank a signal between the first step and the fifth. Only the stop saves."""
     rank, lines, offset = draw.randrange(2), draw.randint(1, NUM_STEPS - 2), draw.uniform(0, 0.25)
-    launched = setting.launch(trial.engine, run, save_steps=0)
+    launched = setting.launch(trial.sharding, run, save_steps=0)
     pid = launched.ranks()[rank]
     wait_for_lines(launched, run, lines)
     time.sleep(offset)
@@ -254,7 +254,7 @@ def lose_rank(setting: Setting, trial: Trial, run: Path, draw: random.Random) ->
     """Kill or stop one rank. The launcher sends no signal: the other rank must end by itself, and name it."""
     rank, lines, offset = draw.randrange(2), draw.randint(1, NUM_STEPS - 2), draw.uniform(0, 0.25)
     is_killed = trial.kind == "one rank killed"
-    launched = setting.launch(trial.engine, run, ends_others=False)
+    launched = setting.launch(trial.sharding, run, ends_others=False)
     ranks = launched.ranks()
     wait_for_lines(launched, run, lines)
     time.sleep(offset)

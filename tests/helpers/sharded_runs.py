@@ -1,4 +1,4 @@
-"""Runs on two processes of one engine, several in one launch, and how closely they agree with runs on one process."""
+"""Runs on two processes of one sharding, several in one launch, and how closely they agree with runs on one process."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from tests.helpers import mixed_run, tiny_run
 from tests.helpers.train_all import train_file
 from tests.helpers.two_processes import launch
 
-ENGINES = ("ddp", "zero2", "zero3", "zero3_offload", "fsdp2")
+SHARDINGS = ("ddp", "zero2", "zero3", "zero3_offload", "fsdp2")
 MOMENT = "/exp_avg"
 NEARLY_ZERO = "k_proj.bias"
 """A weight whose gradient is a rounding error: attention does not depend on a bias of all keys."""
 
 
-def launcher_file(engine: str, directory: Path) -> Path:
-    """Write accelerate's file for an engine, with everything sharded that it can shard, and return its path."""
+def launcher_file(sharding: str, directory: Path) -> Path:
+    """Write accelerate's file for a sharding, with everything sharded that it can shard, and return its path."""
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE", "use_cpu": True, "num_machines": 1, "machine_rank": 0,
         "num_processes": 2, "rdzv_backend": "static", "same_network": True,
     }  # fmt: skip
-    if engine == "ddp":
+    if sharding == "ddp":
         settings |= {"distributed_type": "MULTI_GPU"}
-    elif engine == "fsdp2":
+    elif sharding == "fsdp2":
         settings |= {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
     else:
-        deepspeed = directory / f"{engine}.json"
-        deepspeed.write_text(json.dumps(deepspeed_json(engine)))
+        deepspeed = directory / f"{sharding}.json"
+        deepspeed.write_text(json.dumps(deepspeed_json(sharding)))
         settings |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(deepspeed)}}
-    path = directory / f"{engine}.yaml"
+    path = directory / f"{sharding}.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
 
-def deepspeed_json(engine: str) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 2 if engine == "zero2" else 3}
+def deepspeed_json(sharding: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 2 if sharding == "zero2" else 3}
     if zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0  # the default leaves tiny models whole
-    if engine == "zero3_offload":
+    if sharding == "zero3_offload":
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     return {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
 
@@ -94,9 +94,9 @@ class Runs:
             train_file(file)
         return self
 
-    def launch(self, engine: str) -> Runs:
+    def launch(self, sharding: str) -> Runs:
         """Train all on two processes. If a run hangs, those before it are complete."""
-        file = launcher_file(engine, self.directory)
+        file = launcher_file(sharding, self.directory)
         arguments = ["--config_file", str(file), "-m", "tests.helpers.train_all", *map(str, self.files)]
         try:
             result = launch(*arguments, timeout=120 + 60 * len(self.configs))

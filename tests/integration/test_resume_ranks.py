@@ -111,19 +111,19 @@ def test_every_prompt_is_trained_on_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "engines",
+    "shardings",
     [
         ("zero3", "zero3", "zero3"), ("fsdp2", "fsdp2", "fsdp2"),
         ("zero2", "zero3", "fsdp2"), ("fsdp2", "zero2", "zero3"), ("zero3", "ddp", "zero2"), ("ddp", "fsdp2", "ddp"),
     ],
     ids=" to ".join,
 )  # fmt: skip
-def test_runs_continue_on_other_engines_and_numbers_of_processes(
-    engines: tuple[str, str, str], saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
+def test_runs_continue_on_other_shardings_and_numbers_of_processes(
+    shardings: tuple[str, str, str], saved: dict[int, Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Saved by 2 processes at step 3, by 1 at step 5, by 4 at the end; each time in the middle of a window."""
     on_two, on_one, on_four = tmp_path / "2", tmp_path / "1", tmp_path / "4"
-    files = [launcher_file(engine, tmp_path) for engine in engines]
+    files = [launcher_file(sharding, tmp_path) for sharding in shardings]
     train_on_processes(2, make_config(tiny_checkpoint, on_two), tmp_path / "run.yaml", files[0])
     stopped_at(3, on_two, on_one)
     train_on_processes(1, resumed(make_config(tiny_checkpoint, on_one)), tmp_path / "run.yaml", files[1])

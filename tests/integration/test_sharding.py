@@ -1,4 +1,4 @@
-"""One process against two of every engine: DDP, ZeRO-2, ZeRO-3 and FSDP2 train the same weights.
+"""One process against two of every sharding: DDP, ZeRO-2, ZeRO-3 and FSDP2 train the same weights.
 
 Eight steps on rows of which two processes get unlike shares: images on one and text on the other, no image at all, and
 groups without variance on one or on both.
@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers import mixed_run, tiny_run
 from tests.helpers.builders import sharpen
-from tests.helpers.sharded_runs import ENGINES, Runs, differences, distance, first_gradients
+from tests.helpers.sharded_runs import SHARDINGS, Runs, differences, distance, first_gradients
 
 LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower": True}
 TOWER_LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []}
@@ -73,9 +73,9 @@ def one(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs.of(directory, variants(start, directory / "lora" / "checkpoint-2")).train()
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=SHARDINGS)
 def two(one: Runs, start: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All variants, trained by two processes of an engine."""
+    """All variants, trained by two processes of a sharding."""
     made = variants(start, one["lora"] / "checkpoint-2")
     return Runs.of(tmp_path_factory.mktemp(request.param), made).launch(request.param)
 
@@ -118,9 +118,9 @@ def first(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
-def test_ranks_that_shard_train_as_one_process(engine: str, first: Runs, start: Path, tmp_path: Path) -> None:
-    two = Runs.of(tmp_path / engine, first_variants(start)).launch(engine)
+@pytest.mark.parametrize("sharding", ["zero2", "zero3", "fsdp2"])
+def test_ranks_that_shard_train_as_one_process(sharding: str, first: Runs, start: Path, tmp_path: Path) -> None:
+    two = Runs.of(tmp_path / sharding, first_variants(start)).launch(sharding)
     for name in first_variants(start):
         assert_equal(first[name], two[name])
 

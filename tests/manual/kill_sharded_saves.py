@@ -1,6 +1,6 @@
 """Kill a rank of a sharded run within its saves, resume each time, and compare with the run that was not killed.
 
-    python -m tests.manual.kill_sharded_saves [--engine zero3] [--kills 20]
+    python -m tests.manual.kill_sharded_saves [--sharding zero3] [--kills 20]
 
 Each launch resumes from the newest checkpoint, saves one more, and is killed in the save after that. Prints a row per
 kill, and ends with status 1 if the runs differ in metrics, completions, weights or optimizer state.
@@ -27,11 +27,11 @@ from tests.helpers.two_processes import launch
 KILLS = [(0, point) for point in POINTS] + [(1, point) for point in ON_ALL_RANKS]
 
 
-def start(config: RunConfig, engine: str, module: str, *arguments: str) -> int:
+def start(config: RunConfig, sharding: str, module: str, *arguments: str) -> int:
     path = Path(config.train.output_dir).with_suffix(".yaml")
     path.write_text(to_yaml(config))
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    accelerate = ("--config_file", f"launch/accelerate/{engine}.yaml", "--num_processes", "2")
+    accelerate = ("--config_file", f"launch/accelerate/{sharding}.yaml", "--num_processes", "2")
     result = launch(*accelerate, "-m", module, str(path), *arguments)
     path.with_suffix(".log").write_text(result.stderr)
     return result.returncode
@@ -54,7 +54,7 @@ def differences(found: Path, expected: Path, last: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="zero3", choices=["ddp", "zero2", "zero3", "fsdp2"])
+    parser.add_argument("--sharding", default="zero3", choices=["ddp", "zero2", "zero3", "fsdp2"])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--directory", type=Path, default=Path("runs/kill_sharded_saves"))
     options = parser.parse_args()
@@ -70,12 +70,12 @@ def main() -> int:
     straight, killed = (
         tiny_run.make_config(model, options.directory / name, **settings) for name in ("straight", "killed")
     )
-    assert start(straight, options.engine, "launch.train") == 0
+    assert start(straight, options.sharding, "launch.train") == 0
 
     output_dir = Path(killed.train.output_dir)
     for kill, (rank, point) in zip(range(options.kills), itertools.cycle(KILLS), strict=False):
         newest = store.find("auto", output_dir)
-        status = start(killed, options.engine, "tests.helpers.killed_save", str(rank), point, "1")
+        status = start(killed, options.sharding, "tests.helpers.killed_save", str(rank), point, "1")
         saved = [path.name for path in store.complete(output_dir)]
         left = [path.name for path in output_dir.glob("unfinished-*")]
         print(
@@ -83,7 +83,7 @@ def main() -> int:
             flush=True,
         )
         assert status != 0
-    assert start(killed, options.engine, "launch.train") == 0
+    assert start(killed, options.sharding, "launch.train") == 0
     found = differences(output_dir, Path(straight.train.output_dir), steps)
     print(f"differs in: {', '.join(found) or 'nothing'}")
     return bool(found)
