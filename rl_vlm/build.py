@@ -136,13 +136,13 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     with ranks.agree():
         strategy = select_strategy(ranks, config)
         plan = plan_batches(config, ranks.world_size)
-        check_own_loss(config.algorithm)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
     saved = open_directory(config, directory, ranks, opened)
     with ranks.agree():
         trackers = Trackers(config.log, config.train.output_dir)
         opened.callback(trackers.close)
         seed_random_generators(config.train.seed)
+        check_own_loss(config.algorithm)
         rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
     planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
@@ -171,7 +171,7 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     if measures_budget(config, planned, ranks):
         peaks = profile.peaks if profile else Peaks(counter_of(ranks.device))
         of_micro_batches = MicroBatchPeaks(peaks, of_engine=allocated_bytes() - before)
-        stages.listen(of_micro_batches)
+        stages = stages.with_listener(of_micro_batches)
         budget.correct_by(of_micro_batches)
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
@@ -196,7 +196,7 @@ def make_profile(config: RunConfig, plan: MemoryPlan | None, ranks: Ranks) -> Me
 
 def measures_budget(config: RunConfig, planned: PlannedBudget, ranks: Ranks) -> bool:
     """Return whether the budget is from a memory plan for a GPU, and is corrected by measured peaks."""
-    return config.memory.micro_batch_tokens == "auto" and planned.available > 0 and ranks.device.type == "cuda"
+    return config.memory.micro_batch_tokens == "auto" and planned.available is not None and ranks.device.type == "cuda"
 
 
 def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, opened: ExitStack) -> SavedRun | None:

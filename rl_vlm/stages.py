@@ -34,7 +34,7 @@ class Stage(StrEnum):
     OLD_LOGPROBS = "old_logprobs"
     REF_LOGPROBS = "ref_logprobs"
     TRAINING = "training"
-    """Forward and backward passes, and the two stages within."""
+    """Forward and backward passes, with the two stages below."""
     ENTROPY = "entropy"
     """The passes that `top_entropy_quantile` needs."""
     UPDATE = "update"
@@ -45,6 +45,7 @@ class Stage(StrEnum):
 LogprobStage = Literal[Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS]
 """Stages whose log-probs are stored with the groups, in the field of the same name."""
 PARTS_OF_TRAINING = (Stage.ENTROPY, Stage.UPDATE)
+"""Stages whose seconds are in those of `TRAINING` as well."""
 AHEAD = "ahead/"
 """Prefix of the stages of a window that is generated beside training."""
 
@@ -69,11 +70,11 @@ class Stages:
     """Announces stages to listeners, in their order."""
 
     def __init__(self, *listeners: Listener) -> None:
-        self.listeners = list(listeners)
+        self.listeners = listeners
 
-    def listen(self, listener: Listener) -> None:
-        """Announce to one more listener from now on."""
-        self.listeners.append(listener)
+    def with_listener(self, listener: Listener) -> Stages:
+        """Return stages that are announced to one more listener, before the others."""
+        return Stages(listener, *self.listeners)
 
     def run(self, stage: Stage) -> AbstractContextManager[None]:
         """Run a stage in this context."""

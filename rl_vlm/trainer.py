@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.algorithm.logprobs import store_logprobs
-from rl_vlm.algorithm.objective import Objective, contributes
+from rl_vlm.algorithm.objective import Objective, configured_loss, contributes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
@@ -61,6 +61,7 @@ class Trainer:
         self.progress = progress
         self.passes = passes
         self.stages = stages
+        self.form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
         self.engine_checked = config.rollout.facts.samples_from_policy
         self.nonfinite_groups: list[ScoredGroup] = []
@@ -127,7 +128,14 @@ class Trainer:
                 return self.passes.outputs(Stage.ENTROPY, self.policy, groups)
 
         return Objective.of_step(
-            self.config, self.ranks, groups, window.groups, window.steps_per_window, self.contributes, outputs
+            self.config,
+            self.ranks,
+            groups,
+            window.groups,
+            window.steps_per_window,
+            self.contributes,
+            outputs,
+            self.form,
         )
 
     def update(self, loss: Tensor, contributing: Sequence[ScoredGroup], metrics: StepMetrics) -> None:

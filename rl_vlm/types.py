@@ -268,8 +268,9 @@ class Forward:
     before: int = 0
     """Runs of the tower without gradients, for features that are kept for this micro-batch and later ones."""
     within: int = 0
-    """Runs as part of the forward, and of the backward if the tower is trained. Both are the least: a rank that needs
-    fewer runs the tower without effect, so that ranks run it equally often."""
+    """Runs as part of the forward, and of the backward if the tower is trained.
+
+    If the rank needs fewer runs than these, it runs the tower without effect, so that ranks run it equally often."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +43,9 @@ ENTROPY_ROUNDING = 1e-5
 """Tolerance below the entropy threshold. The first tokens of a group's completions have equal entropies up to rounding:
 without it, the split into micro-batches would decide which of them are trained on."""
 
-LOSS_FORMS: dict[str, tuple[TokenLoss, TokenWeights]] = {
+LossForm = tuple[TokenLoss, TokenWeights]
+
+LOSS_FORMS: dict[str, LossForm] = {
     "grpo": (clipped_loss, per_completion),
     "bnpo": (clipped_loss, per_token),  # TRL divides by each micro-batch's tokens; a step's loss must not depend on it
     "dr_grpo": (clipped_loss, per_budget),
@@ -53,15 +54,14 @@ LOSS_FORMS: dict[str, tuple[TokenLoss, TokenWeights]] = {
     "sapo": (sapo_loss, per_completion),
 }
 
+LOSS_WEIGHTS: dict[str, TokenWeights] = {"token": per_token, "completion": per_completion, "budget": per_budget}
+"""The values of `loss_weights`."""
+
 Outputs = Callable[[], Sequence[tuple[MicroBatch, PolicyOutput]]]
 """Computes the policy's outputs for all groups of a step, without gradients and in host memory."""
 
 
-LOSS_WEIGHTS: dict[str, TokenWeights] = {"token": per_token, "completion": per_completion, "budget": per_budget}
-"""The values of `loss_weights`."""
-
-
-def configured_loss(algorithm: AlgorithmConfig) -> tuple[TokenLoss, TokenWeights]:
+def configured_loss(algorithm: AlgorithmConfig) -> LossForm:
     """Return the token loss and the token weights of `loss_type`: a row of the table, or the user's function.
 
     Raises ConfigError if the function cannot be loaded.
@@ -85,6 +85,8 @@ class Objective:
     """Of the step's groups on all ranks."""
     entropy_threshold: float | None
     """Tokens below it get no policy loss; None if all do."""
+    form: LossForm
+    """What `configured_loss` returned."""
 
     @classmethod
     def of_step(
@@ -96,6 +98,7 @@ class Objective:
         steps_per_window: int,
         contributes: Callable[[ScoredGroup], bool],
         outputs: Outputs,
+        form: LossForm,
     ) -> Objective:
         """Build the objective of a step on these groups. All ranks must call this together.
 
@@ -110,12 +113,8 @@ class Objective:
             list(filter(contributes, groups)),
             step_denominators(algorithm, ranks, groups, window_groups, steps_per_window),
             entropy_threshold(algorithm, ranks, outputs),
+            form,
         )
-
-    @cached_property
-    def form(self) -> tuple[TokenLoss, TokenWeights]:
-        """The token loss and the token weights."""
-        return configured_loss(self.config.algorithm)
 
     def loss(self, batch: MicroBatch, output: PolicyOutput) -> tuple[Tensor, LossMetrics]:
         """Return the micro-batch's share of the step's loss, and its metrics."""

@@ -277,8 +277,8 @@ class AlgorithmConfig(Section):
     """How token losses are computed and averaged, or a token loss of your own: `file.py:function` or
     `module:function` (docs/losses.md)."""
     loss_weights: Literal["token", "completion", "budget"] = "token"
-    """How the tokens of your own `loss_type` are averaged: all tokens of the step alike, as in `dapo`; the mean of each
-    completion, as in `grpo`; or the sum over completions of `max_completion_length` tokens, as in `dr_grpo`."""
+    """How the tokens of your own `loss_type` are averaged: all tokens of the step alike, as in `dapo`, the mean of each
+    completion, as in `grpo`, or the sum divided by completions × `max_completion_length`, as in `dr_grpo`."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Compute the ratio per token, or per completion (GSPO)."""
     vllm_importance_sampling_correction: bool = True

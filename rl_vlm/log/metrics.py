@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from rl_vlm.algorithm.advantages import reward_std
 from rl_vlm.algorithm.losses import LossMetrics, MetricSum
 from rl_vlm.log.files import atomic_write
-from rl_vlm.stages import NO_ONE, Stage, Stages
+from rl_vlm.stages import NO_ONE, Listener, Stage, Stages
 from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -32,16 +32,32 @@ STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class Timer(Listener):
+    """Adds up the seconds of each stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def stage(self, stage: Stage) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage.value] += time.perf_counter() - start
+
+
 class StepMetrics:
     """Means in two parts (total, count), plain sums, values per completion, and seconds per stage, of one rank."""
 
     def __init__(self, stages: Stages = NO_ONE) -> None:
-        """`stages` announces the stages that are timed."""
-        self.stages = stages
+        """`stages` announces the stages, which are timed here."""
+        self.timer = Timer()
+        self.seconds = self.timer.seconds
+        self.stages = stages.with_listener(self.timer)
         self.means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.sums: dict[str, float] = defaultdict(float)
         self.values: dict[tuple[str, str], list[float]] = defaultdict(list)
-        self.seconds: dict[str, float] = defaultdict(float)
 
     def add_mean(self, name: str, total: int | float, count: int | float) -> None:
         self.means[name][0] += total
@@ -68,15 +84,9 @@ class StepMetrics:
     def add_sum(self, name: str, value: int | float) -> None:
         self.sums[name] += value
 
-    @contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        """Announce a stage and time it."""
-        start = time.perf_counter()
-        try:
-            with self.stages.run(stage):
-                yield
-        finally:
-            self.seconds[stage.value] += time.perf_counter() - start
+    def stage(self, stage: Stage) -> AbstractContextManager[None]:
+        """Announce a stage."""
+        return self.stages.run(stage)
 
     def include(self, other: StepMetrics, prefix: str = "") -> None:
         """Add the metrics of `other`; the names of its stages get the prefix."""

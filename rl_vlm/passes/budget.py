@@ -19,7 +19,7 @@ from typing import Any
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder, num_patches, patch_cost
-from rl_vlm.passes.calibration import MEASURED_STEPS, Measured, MicroBatchPeak, MicroBatchPeaks
+from rl_vlm.passes.calibration import MEASURED_STEPS, MeasuredPeaks, MicroBatchPeak, MicroBatchPeaks
 from rl_vlm.passes.changes import BudgetChange, BudgetReason, BudgetSetting
 from rl_vlm.passes.large_prompts import problem_of
 from rl_vlm.passes.micro_batches import batch_tokens
@@ -38,8 +38,8 @@ class PlannedBudget:
     tokens: int
     patch_price: float = 0.0
     """Language tokens that hold as much as a patch of an image; 0 if no plan was made for the budget."""
-    available: int = 0
-    """What weights, gradients, optimizer state and activations may take together; 0 if no plan was made."""
+    available: int | None = None
+    """What weights, gradients, optimizer state and activations may take together; None if no plan was made."""
     fixed: float = 0.0
     """What a pass holds whatever its size, beside weights and gradients."""
     peak: int = 0
@@ -47,7 +47,7 @@ class PlannedBudget:
     """The largest budget that `auto` chooses."""
 
     def __str__(self) -> str:
-        if not self.available:
+        if self.available is None:
             return "no memory plan was made"
         return (
             f"the memory plan has {self.peak / GIB:.2f} GiB for {self.tokens} tokens, of {self.available / GIB:.2f} "
@@ -80,10 +80,10 @@ class TokenBudget:
         self.record = record
         self.min_pixels = min_pixels
         self.peaks: MicroBatchPeaks | None = None
-        """Those that the budget is corrected by; None leaves it as planned."""
+        """Peaks of the first steps, which correct the budget; None leaves it as planned."""
         self.tokens = planned.tokens
         self.patch_price = planned.patch_price
-        self.measured = Measured()
+        self.measured = MeasuredPeaks()
         self.to_replay: Sequence[BudgetChange] = ()
         """Recorded changes after the checkpoint that the run is resumed from."""
         self.has_run_out = False
@@ -117,7 +117,7 @@ class TokenBudget:
         self.has_warned = True
 
     def replay(self, changes: Sequence[BudgetChange]) -> None:
-        """Let a resumed run make these recorded changes again, at their steps."""
+        """Store the changes of the first run that a resumed one makes again, at their steps."""
         self.to_replay = changes
 
     def correct_by(self, peaks: MicroBatchPeaks) -> None:
@@ -180,7 +180,7 @@ class TokenBudget:
         out of memory.
         """
         measured, planned = self.measured, self.planned
-        if measured.bytes_per_token <= 0:
+        if measured.bytes_per_token <= 0 or planned.available is None:
             return self.tokens
         fitting = int((planned.available - measured.held - planned.fixed) / measured.bytes_per_token)
         return max(1, min(fitting, self.tokens if self.tokens < planned.tokens else planned.most_tokens))
@@ -200,4 +200,4 @@ class TokenBudget:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self.tokens, self.patch_price = state["tokens"], state["patch_price"]
-        self.measured = Measured(**state["measured"])
+        self.measured = MeasuredPeaks(**state["measured"])

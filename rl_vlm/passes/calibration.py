@@ -1,6 +1,6 @@
 """Calibration of `micro_batch_tokens: auto` on a GPU: the plan's budget is corrected once, by measured peaks.
 
-first steps ─ peaks of their micro-batches ─► bytes per token of the large ones, at most of all ranks ─► what fits
+first steps ─ peaks of their micro-batches ─► bytes per token of the large ones, maximum over ranks ─► what fits
 
 The memory that the plan offers does not depend on the memory that is free. What was measured is in the checkpoint, and
 the change is recorded as any other, so that a resumed run replays it.
@@ -23,7 +23,7 @@ MEASURED_STEPS = 3
 
 
 @dataclass
-class Measured:
+class MeasuredPeaks:
     """Bytes that the large micro-batches of the first steps held, the maximum over ranks."""
 
     steps: int = 0
@@ -37,7 +37,7 @@ class Measured:
 
 
 class MicroBatchPeak(NamedTuple):
-    """Bytes before and at most in the forward and backward of a micro-batch."""
+    """Bytes before the forward and backward of a micro-batch, and their peak."""
 
     batch: MicroBatch
     before: int

@@ -112,7 +112,7 @@ def repeated(
 ) -> T:
     """Return the result of an attempt, which is repeated while it runs out of memory.
 
-    Before it is repeated, `undo` drops what it has changed, and `shrink` makes the next attempt smaller, or raises
+    Before it is repeated, `undo` drops what it has changed, and `shrink` makes the next attempt smaller or raises
     OutOfMemory. `shared` adds the failures of other ranks.
     """
     while True:

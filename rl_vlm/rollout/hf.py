@@ -187,7 +187,9 @@ class HFEngine:
         """Describe a batch that ran out of memory."""
         prompts = [request.prompt for request in requests]
         num = min(self.max_num_seqs, len(requests) * sampling.num_generations)
-        return Failure.of(error, prompts, num, tokens=sum(len(prompt.token_ids) for prompt in prompts))
+        longest = sampling.num_generations * sampling.max_completion_length
+        tokens = sum(sampling.num_generations * len(prompt.token_ids) + longest for prompt in prompts)
+        return Failure.of(error, prompts, num, tokens)
 
     def lower(self, failures: list[Failure]) -> None:
         """Sample half as many completions at once from now on. Raises OutOfMemory if it was a single one."""

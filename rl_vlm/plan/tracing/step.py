@@ -13,11 +13,12 @@ from functools import partial
 import torch
 
 from rl_vlm.algorithm.logprobs import store_logprobs
-from rl_vlm.algorithm.objective import Objective, contributes
+from rl_vlm.algorithm.objective import Objective, configured_loss, contributes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives, SingleRank
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.progress import SignOfLife
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
@@ -86,7 +87,8 @@ class GivenSteps:
         self.reference = reference
         self.ranks = ranks or SingleRank(CPU)
         self.peaks = StagePeaks(Peaks(counter))
-        self.stages = Stages(self.peaks, *listeners)
+        self.stages = Stages(SignOfLife(), self.peaks, *listeners)
+        self.form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
         strategy = DDP(self.ranks, config.train.max_grad_norm)
         self.optimizer = Optimizer(strategy, policy.train(), config.train, num_steps)
@@ -104,13 +106,15 @@ class GivenSteps:
             self.add_logprobs(Stage.REF_LOGPROBS, self.reference, groups)
         with self.stages.run(Stage.TRAINING):
             entropies = partial(self.passes.outputs, Stage.ENTROPY, self.policy, groups)
-            objective = Objective.of_step(self.config, self.ranks, groups, groups, 1, self.contributes, entropies)
+            objective = Objective.of_step(
+                self.config, self.ranks, groups, groups, 1, self.contributes, entropies, self.form
+            )
             loss, _ = self.passes.gradients(objective, keeps_logprobs=self.config.algorithm.num_iterations > 1)
-            with self.stages.run(Stage.UPDATE):
-                self.passes.recovery.reserve(self.optimizer.strategy.reserve_update)
-                self.optimizer.strategy.update(math.isfinite(loss.item()))
-                self.optimizer.strategy.clear_gradients()
-                self.optimizer.advance_schedule()
+        with self.stages.run(Stage.UPDATE):  # after the passes, whose bytes do not include what it leaves behind
+            self.passes.recovery.reserve(self.optimizer.strategy.reserve_update)
+            self.optimizer.strategy.update(math.isfinite(loss.item()))
+            self.optimizer.strategy.clear_gradients()
+            self.optimizer.advance_schedule()
         return self.peaks.take()
 
     def add_logprobs(self, stage: LogprobStage, model: Policy | Reference, groups: Sequence[ScoredGroup]) -> None:
