@@ -19,6 +19,7 @@ from rl_vlm.algorithm.own_loss import check_own_loss
 from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.random_states import seed_random_generators
 from rl_vlm.config.batches import BatchPlan, endless_warmup, plan_batches, total_optimizer_steps
+from rl_vlm.config.changes import function_sources
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
@@ -127,7 +128,10 @@ class Parts:
     data: Data
     evaluator: Evaluator | None
     trainer: Trainer
+    budget: TokenBudget
     profile: MemoryProfile | None
+    sources: dict[str, str]
+    """Digests of the users' functions that checkpoints record, by setting."""
 
 
 def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
@@ -143,6 +147,7 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
         opened.callback(trackers.close)
         seed_random_generators(config.train.seed)
         check_own_loss(config.algorithm)
+        sources = function_sources(config)
         rewards = opened.enter_context(RewardSuite(config.rewards))
     data = load_data(config, saved, rewards, ranks)
     planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
@@ -186,7 +191,9 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
         )  # fmt: skip
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
-    return Parts(ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, profile)
+    return Parts(
+        ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, budget, profile, sources
+    )
 
 
 def make_profile(config: RunConfig, plan: MemoryPlan | None, ranks: Ranks) -> MemoryProfile:

@@ -18,7 +18,6 @@ from rl_vlm.config.changes import (
     changed_settings,
     changed_sources,
     flat_settings,
-    function_sources,
     refused_changes,
 )
 from rl_vlm.config.schema import RunConfig
@@ -37,9 +36,13 @@ def state_files(
     budget: TokenBudget,
     record: Record,
     fingerprints: Mapping[str, str],
+    sources: Mapping[str, str],
     own_states: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
-    """Return the files that `SavedRun.load` reads, by name. `own_states` are those of all ranks."""
+    """Return the files that `SavedRun.load` reads, by name.
+
+    `sources` are those of `function_sources` at the start of the run, and `own_states` those of all ranks.
+    """
     plan = plan_batches(config, len(own_states))
     state = {
         "progress": asdict(progress),
@@ -49,7 +52,7 @@ def state_files(
         "prompts_per_step": plan.prompts_per_step,
         "steps_per_window": plan.steps_per_window,
         "settings": flat_settings(config),
-        "sources": function_sources(config),
+        "sources": dict(sources),
         "fingerprints": dict(fingerprints),
     }
     files = {"trainer_state.json": json.dumps(state, indent=1).encode()}

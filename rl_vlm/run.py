@@ -70,7 +70,7 @@ class Run:
             self.ranks, self.directory, self.trackers = parts.ranks, parts.directory, parts.trackers
             self.trainer, self.evaluator, self.rewards = parts.trainer, parts.evaluator, parts.rewards
             self.collector, self.progress = self.trainer.collector, self.trainer.progress
-            self.budget = self.trainer.passes.recovery.budget
+            self.budget = parts.budget
             if parts.saved:
                 self.restore(parts.saved)
                 step, last = self.progress.global_step, self.progress.max_steps
@@ -312,7 +312,9 @@ class Run:
             parts.append(("reference", PolicyFiles(trainer.reference.frozen, data.processor, self.ranks, in_parts)))
         if not self.ranks.is_main:
             return CheckpointFiles(parts, {})
-        own = state_files(self.config, self.progress, self.budget, self.record, data.fingerprints, states)
+        own = state_files(
+            self.config, self.progress, self.budget, self.record, data.fingerprints, self.parts.sources, states
+        )
         return CheckpointFiles(parts, own)
 
     def restore(self, saved: SavedRun) -> None:

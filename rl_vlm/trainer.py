@@ -60,8 +60,9 @@ class Trainer:
         self.collector = collector
         self.progress = progress
         self.passes = passes
+        self.recovery = passes.recovery
         self.stages = stages
-        self.form = configured_loss(config.algorithm)
+        self.loss_form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
         self.engine_checked = config.rollout.facts.samples_from_policy
         self.nonfinite_groups: list[ScoredGroup] = []
@@ -73,7 +74,7 @@ class Trainer:
         """Take one optimizer step and return its metrics."""
         metrics = StepMetrics(self.stages)
         self.start_step()
-        self.passes.recovery.start_step()
+        self.recovery.start_step()
         with metrics.stage(Stage.STEP):
             window = self.collector.current(self.progress, metrics)  # draw, generate, reward, advantages
             if window.is_new:
@@ -128,15 +129,9 @@ class Trainer:
                 return self.passes.outputs(Stage.ENTROPY, self.policy, groups)
 
         return Objective.of_step(
-            self.config,
-            self.ranks,
-            groups,
-            window.groups,
-            window.steps_per_window,
-            self.contributes,
-            outputs,
-            self.form,
-        )
+            self.config, self.ranks, groups, window.groups, window.steps_per_window,
+            self.contributes, outputs, self.loss_form,
+        )  # fmt: skip
 
     def update(self, loss: Tensor, contributing: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
         """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""
@@ -144,7 +139,7 @@ class Trainer:
         norm, finite = 0.0, True
         any_contributes = self.ranks.max([len(contributing)])[0] > 0
         if any_contributes:
-            self.passes.recovery.reserve(self.optimizer.strategy.reserve_update)
+            self.recovery.reserve(self.optimizer.strategy.reserve_update)
             self.is_updating = True
             norm, finite = self.optimizer.strategy.update(math.isfinite(loss_sum))
             self.is_updating = finite
@@ -186,9 +181,9 @@ class Trainer:
         add_reward_metrics(metrics, groups, self.collector.rewards.names)
         tokens = torch.tensor([sum(map(self.collector.cost, groups))], dtype=torch.float64)
         metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
-        metrics.add_mean("memory/micro_batch_tokens", self.passes.recovery.budget.tokens, 1)
+        metrics.add_mean("memory/micro_batch_tokens", self.recovery.budget.tokens, 1)
         metrics.add_values(torch.tensor([held_gib()], dtype=torch.float64), max="memory/held_gib")
-        for stage, num_events in self.passes.recovery.events.items():
+        for stage, num_events in self.recovery.events.items():
             if num_events and self.ranks.is_main:
                 metrics.add_sum(f"out_of_memory/{stage}", num_events)
         for model in filter(None, (self.policy, self.reference)):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rl_vlm.algorithm.objective import configured_loss
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.log.metrics import StepMetrics
@@ -86,9 +87,11 @@ def steps(
     gradients: dict[str, Tensor] = {}
     updates = trainer.optimizer.torch_optimizer
     monkeypatch.setattr(updates, "step", lambda: gradients.update(take_gradients(trainer.policy)))
-    monkeypatch.setattr(trainer, "sharing", sharing)
-    monkeypatch.setattr(trainer.progress, "micro_batch_tokens", budget)
+    monkeypatch.setattr(trainer.passes, "sharing", sharing)
+    token_budget = trainer.recovery.budget
+    token_budget.load_state_dict(token_budget.state_dict() | {"tokens": budget})
     monkeypatch.setattr(trainer.config, "algorithm", AlgorithmConfig(**algorithm))
+    monkeypatch.setattr(trainer, "loss_form", configured_loss(trainer.config.algorithm))
     window.updates_done = 0
     for scored in window.groups:
         scored.old_logprobs.clear()

@@ -108,3 +108,13 @@ def test_bytes_of_each_stage(family: str, sections: dict[str, Any], tmp_path: Pa
         assert planned_step.keys() == found_step.keys()
         for phase, values in found_step.items():
             assert planned_step[phase] == pytest.approx(values, rel=0.01, abs=1000), phase
+
+
+def test_the_passes_of_the_first_step_do_not_count_what_its_update_leaves_behind(tmp_path: Path):
+    """One token is trained, so that the passes hold less than the optimizer state that the update makes."""
+    checkpoint = build_tiny("qwen2_5_vl", tmp_path)
+    groups = make_groups(checkpoint, [([], [1, 1])])
+    first, second = trace_steps(run_config(checkpoint), str(checkpoint), groups, NUM_STEPS)
+    state = first[Stage.UPDATE].after - first[Stage.UPDATE].before
+    grown = [step[Stage.TRAINING].peak - step[Stage.TRAINING].before for step in (first, second)]
+    assert state > 0 and grown[0] == pytest.approx(grown[1], rel=0.01)

@@ -63,3 +63,10 @@ def test_replayed_failures_are_counted_and_corrections_are_not():
     budget = make_budget(recorded(1, 90, "calibration"), recorded(1, 30), recorded(1, 20))
     assert budget.before(Stage.OLD_LOGPROBS) == 0
     assert budget.before(Stage.TRAINING) == 2
+
+
+def test_a_plan_that_leaves_nothing_is_a_plan():
+    assert str(PlannedBudget(8)) == "no memory plan was made"
+    assert str(PlannedBudget(8, available=0, peak=2**30)) == (
+        "the memory plan has 1.00 GiB for 8 tokens, of 0.00 GiB available"
+    )

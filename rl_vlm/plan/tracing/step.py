@@ -88,7 +88,7 @@ class GivenSteps:
         self.ranks = ranks or SingleRank(CPU)
         self.peaks = StagePeaks(Peaks(counter))
         self.stages = Stages(SignOfLife(), self.peaks, *listeners)
-        self.form = configured_loss(config.algorithm)
+        self.loss_form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
         strategy = DDP(self.ranks, config.train.max_grad_norm)
         self.optimizer = Optimizer(strategy, policy.train(), config.train, num_steps)
@@ -107,7 +107,7 @@ class GivenSteps:
         with self.stages.run(Stage.TRAINING):
             entropies = partial(self.passes.outputs, Stage.ENTROPY, self.policy, groups)
             objective = Objective.of_step(
-                self.config, self.ranks, groups, groups, 1, self.contributes, entropies, self.form
+                self.config, self.ranks, groups, groups, 1, self.contributes, entropies, self.loss_form
             )
             loss, _ = self.passes.gradients(objective, keeps_logprobs=self.config.algorithm.num_iterations > 1)
         with self.stages.run(Stage.UPDATE):  # after the passes, whose bytes do not include what it leaves behind
