@@ -83,6 +83,7 @@ class GivenMemory:
 
     meaning = "given bytes"
     given_peak = 0
+    most = 0
 
     def restart(self) -> None:
         self.most = 0
