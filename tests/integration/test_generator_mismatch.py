@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rl_vlm.algorithm.losses import Denominators
-from rl_vlm.algorithm.objective import Objective
+from rl_vlm.algorithm.objective import Objective, configured_loss
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.run import Run
 from rl_vlm.trainer import Trainer
@@ -41,7 +41,8 @@ def losses(
         for section, values in (("rollout", {"engine": "vllm"}), ("algorithm", settings)):
             for name, value in values.items():
                 patch.setattr(getattr(trainer.config, section), name, value)
-        objective = Objective(trainer.config, torch.device("cpu"), [], [], Denominators(40.0, 8.0), None)
+        form = configured_loss(trainer.config.algorithm)
+        objective = Objective(trainer.config, torch.device("cpu"), [], [], Denominators(40.0, 8.0), None, form)
         for batch in batches:
             loss, sums = objective.loss(batch, trainer.policy(Forward(batch)))
             loss.backward()
