@@ -24,7 +24,7 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """What a function's source holds, together with what it uses of its folder or package."""
+    """The source of a function and of the code in its folder or package that it uses."""
 
     attributes: frozenset[str]
     """Names of the attributes that it reads: `epsilon` of `algorithm.epsilon` or `getattr(algorithm, "epsilon")`."""
@@ -52,7 +52,7 @@ def read_source(name: str) -> FunctionSource | None:
 
 
 class _Reader:
-    """Collects the statements that define a function and what it uses."""
+    """Collects the statements that define a function and the names that it uses."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -164,7 +164,7 @@ def _attributes(statement: ast.AST) -> Iterator[str]:
 
 
 class _Bare(ast.NodeTransformer):
-    """Removes what says nothing about what code does: docstrings and annotations."""
+    """Removes docstrings and annotations, which do not change the behavior of the code."""
 
     def visit(self, node: ast.AST) -> ast.AST:
         match node:

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective, configured_loss, contributes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
@@ -116,8 +115,7 @@ class Trainer:
         """Compute the old or reference log-probs of the groups, if there are any to compute."""
         if groups and model is not None:
             with metrics.stage(stage):
-                for batch, output in self.passes.outputs(stage, model, groups, self.contributes):
-                    store_logprobs(batch, output.logprobs_NT, stage)
+                self.passes.add_logprobs(stage, model, groups, self.contributes)
 
     def objective(self, window: Window, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> Objective:
         """Return the objective of an optimizer step on these groups of the window."""

@@ -141,8 +141,8 @@ class TokenBudget:
             self.measured.is_used |= change.reason == "calibration"
         return sum(change.reason == "out_of_memory" for change in found)
 
-    def after(self, stage: Stage) -> None:
-        """Add what was measured in a stage's passes, on all ranks."""
+    def after(self) -> None:
+        """Add the measured peaks of the passes that `before` began, over all ranks."""
         if self.peaks is None or not self.peaks.is_measuring:
             return
         found = [self.figures(peak) for peak in self.peaks.take() if self.tokens_of(peak.batch) >= self.tokens / 2]

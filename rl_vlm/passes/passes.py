@@ -27,7 +27,7 @@ from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.passes.schedule import Round, make_schedule
-from rl_vlm.stages import Stage
+from rl_vlm.stages import LogprobStage, Stage
 from rl_vlm.types import MicroBatch, PolicyOutput, ScoredGroup, Sharing, synchronize, to_host
 
 T = TypeVar("T")
@@ -76,6 +76,13 @@ class Passes:
             return self.repeated(stage, attempt, together)
         finally:
             self.policy.train()
+
+    def add_logprobs(
+        self, stage: LogprobStage, model: Policy | Reference, groups: Sequence[ScoredGroup], where: Where
+    ) -> None:
+        """Compute a model's log-probs of the groups that `where` is true of, and store them with the groups."""
+        for batch, output in self.outputs(stage, model, groups, where):
+            store_logprobs(batch, output.logprobs_NT, stage)
 
     def gradients(self, objective: Objective, keeps_logprobs: bool) -> tuple[Tensor, StepMetrics]:
         """Add the gradients of an objective. Returns this rank's share of the step's loss, and metrics.

@@ -170,7 +170,7 @@ class Recovery:
             return [] if together else self.failures_of_ranks(failure)
 
         result = repeated(announced, partial(self.lower, stage), undo, shared)
-        self.budget.after(stage)
+        self.budget.after()
         return result
 
     def failures_of_ranks(self, failure: Failure | None) -> list[Failure]:

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective, configured_loss, contributes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives, SingleRank
@@ -120,5 +119,4 @@ class GivenSteps:
     def add_logprobs(self, stage: LogprobStage, model: Policy | Reference, groups: Sequence[ScoredGroup]) -> None:
         """Compute the old or reference log-probs of the groups."""
         with self.stages.run(stage):
-            for batch, output in self.passes.outputs(stage, model, groups, self.contributes):
-                store_logprobs(batch, output.logprobs_NT, stage)
+            self.passes.add_logprobs(stage, model, groups, self.contributes)
