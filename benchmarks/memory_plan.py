@@ -111,7 +111,7 @@ def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGr
     from rl_vlm.model.loading import load_policy
     from rl_vlm.model.reference import load_reference
     from rl_vlm.plan.tracing.live import LiveBytes
-    from rl_vlm.plan.tracing.step import GivenSteps
+    from rl_vlm.plan.tracing.step import TracedSteps
 
     config = run_config(case, checkpoint)
     policy = load_policy(config, str(checkpoint))
@@ -121,9 +121,9 @@ def take_steps(case: dict[str, Any], checkpoint: Path, groups: Sequence[ScoredGr
             parameter.data = parameter.data.clone()  # else the file of the checkpoint backs it
     assert config.memory.micro_batch_tokens != "auto"
     tokens = config.memory.micro_batch_tokens
-    steps = GivenSteps(config, policy, reference, NUM_STEPS, LiveBytes(), tokens)
+    steps = TracedSteps(config, policy, reference, groups, NUM_STEPS, LiveBytes(), tokens)
     for _ in range(NUM_STEPS):
-        steps.take(groups)
+        steps.take()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -21,8 +21,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.recovery import Recovery
-from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import DrawnGroup, Window
+from rl_vlm.rollout.window import DrawnGroup, GivenWindows, Window
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import MicroBatch, Progress, ScoredGroup
 
@@ -40,13 +39,12 @@ def trainer_of(config: RunConfig, policy: Policy, patch_price: float = 0.0) -> T
     strategy = select_strategy(ranks, config)
     strategy.place(policy)
     optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
-    collector = Collector.__new__(Collector)  # which this phase does not use
     assert config.memory.micro_batch_tokens != "auto"
     progress = Progress(max_steps=1000)
     planned = PlannedBudget(config.memory.micro_batch_tokens, patch_price)
     recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, planned))
     passes = Passes(config, ranks, policy, None, optimizer, recovery)
-    return Trainer(config, ranks, policy, None, optimizer, collector, progress, passes)
+    return Trainer(config, ranks, policy, None, optimizer, GivenWindows(), progress, passes)
 
 
 def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[Tensor, Objective]:

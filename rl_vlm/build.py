@@ -127,6 +127,7 @@ class Parts:
     rewards: RewardSuite
     data: Data
     evaluator: Evaluator | None
+    collector: Collector
     trainer: Trainer
     budget: TokenBudget
     profile: MemoryProfile | None
@@ -183,17 +184,13 @@ def build_parts(config: RunConfig, opened: ExitStack) -> Parts:
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
     collector = Collector(config, ranks, build_loader(config, plan, data, ranks, budget), engine, rewards, log, cost)
     opened.callback(collector.close)
-    evaluator = None
-    if config.data.eval_dataset_name is not None:
-        evaluator = Evaluator(
-            config, ranks, data.builder, engine.engine, rewards,
-            gathered=engine.gathered, image_folder=log.images.folder if log.images else None,
-        )  # fmt: skip
+    evaluator = build_evaluator(config, ranks, data, engine, rewards, log)
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
     return Parts(
-        ranks, strategy, directory, saved, trackers, rewards, data, evaluator, trainer, budget, profile, sources
-    )
+        ranks, strategy, directory, saved, trackers, rewards, data, evaluator, collector, trainer, budget, profile,
+        sources,
+    )  # fmt: skip
 
 
 def make_profile(config: RunConfig, plan: MemoryPlan | None, ranks: Ranks) -> MemoryProfile:
@@ -295,6 +292,16 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
     weights = PolicyWeights(policy, config.rollout.lora_sync)
     engine = training_engine(config, data.initial, weights, data.builder, ranks)
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
+
+
+def build_evaluator(
+    config: RunConfig, ranks: Ranks, data: Data, engine: SyncedEngine, rewards: RewardSuite, log: CompletionsLog
+) -> Evaluator | None:
+    """Build the evaluator of the held-out rows, if there are any."""
+    if config.data.eval_dataset_name is None:
+        return None
+    folder = log.images.folder if log.images else None
+    return Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered, image_folder=folder)
 
 
 def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, budget: TokenBudget) -> PromptLoader:

@@ -69,7 +69,7 @@ class Run:
             parts = self.parts = build_parts(config, opened)
             self.ranks, self.directory, self.trackers = parts.ranks, parts.directory, parts.trackers
             self.trainer, self.evaluator, self.rewards = parts.trainer, parts.evaluator, parts.rewards
-            self.collector, self.progress = self.trainer.collector, self.trainer.progress
+            self.collector, self.progress = parts.collector, self.trainer.progress
             self.budget = parts.budget
             if parts.saved:
                 self.restore(parts.saved)

@@ -22,14 +22,12 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.errors import TrainingError
-from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
+from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.peaks import held_gib
-from rl_vlm.rollout.agreement import check_agreement
-from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import Window
+from rl_vlm.rollout.window import Window, WindowSource
 from rl_vlm.stages import NO_ONE, LogprobStage, Stage, Stages
 from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup
 
@@ -46,7 +44,7 @@ class Trainer:
         policy: Policy,
         reference: Reference | None,
         optimizer: Optimizer,
-        collector: Collector,
+        collector: WindowSource,
         progress: Progress,
         passes: Passes,
         stages: Stages = NO_ONE,
@@ -63,7 +61,7 @@ class Trainer:
         self.stages = stages
         self.loss_form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
-        self.engine_checked = config.rollout.facts.samples_from_policy
+        self.engine_checked = not collector.needs_check
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
         self.is_updating = False
@@ -105,7 +103,7 @@ class Trainer:
         if not self.engine_checked:
             outputs = partial(self.passes.outputs, Stage.CHECK, self.policy)
             with metrics.stage(Stage.CHECK):
-                check_agreement(self.config, self.ranks, self.collector.engine, window.groups, outputs)
+                self.collector.check_engine(window.groups, outputs)
             self.engine_checked = True
             self.start_step()
 
@@ -175,10 +173,8 @@ class Trainer:
             self.reference.move_towards_policy(algorithm.ref_model_mixup_alpha)
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Add rewards, lengths, the tokens of this rank, and the models' compute counters."""
-        add_reward_metrics(metrics, groups, self.collector.rewards.names)
-        tokens = torch.tensor([sum(map(self.collector.cost, groups))], dtype=torch.float64)
-        metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
+        """Add the groups' rewards and lengths, memory, and the models' compute counters."""
+        self.collector.add_metrics(groups, metrics)
         metrics.add_mean("memory/micro_batch_tokens", self.recovery.budget.tokens, 1)
         metrics.add_values(torch.tensor([held_gib()], dtype=torch.float64), max="memory/held_gib")
         for stage, num_events in self.recovery.events.items():

@@ -127,7 +127,10 @@ class Peaks:
 
 
 class StagePeaks(Listener):
-    """Measures stages, each apart from those within it."""
+    """Measures stages, each apart from those within it.
+
+    Training is measured by its passes, since the optimizer state that its first update makes is no part of them.
+    """
 
     def __init__(self, peaks: Peaks, stages: Container[Stage] = Stage, num_blocks: int | None = None) -> None:
         """Measure the first `num_blocks` blocks of each of these stages, or all. Others count as part of the stages
@@ -141,6 +144,13 @@ class StagePeaks(Listener):
         """Of the blocks of each stage, the one with the highest peak."""
 
     def stage(self, stage: Stage) -> AbstractContextManager[Any]:
+        return nullcontext() if stage is Stage.TRAINING else self.measured(stage)
+
+    def passes(self, stage: Stage) -> AbstractContextManager[Any]:
+        return self.measured(stage) if stage is Stage.TRAINING else nullcontext()
+
+    def measured(self, stage: Stage) -> AbstractContextManager[Any]:
+        """Measure a block of a stage if it is among the stages and the first blocks."""
         is_measured = stage in self.stages and self.num_measured[stage] != self.num_blocks
         return self.noted(stage) if is_measured else nullcontext()
 

@@ -7,7 +7,7 @@ stages ─► peak of each       first training passes ─► bytes that each mo
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rl_vlm.model.policy import Policy
@@ -47,10 +47,12 @@ class MemoryProfile(StagePeaks):
         """Return the most bytes of each stage."""
         return {stage.value: block.peak - self.base for stage, block in self.largest.items()}
 
-    def passes(self, stage: Stage) -> AbstractContextManager[Any]:
-        """Count what modules keep in the passes of the first training."""
+    @contextmanager
+    def passes(self, stage: Stage) -> Iterator[None]:
+        """Measure training, and count what modules keep in its first passes."""
         is_first = stage is Stage.TRAINING and self.num_measured[stage] == 0
-        return self.saved if is_first and self.saved is not None else nullcontext()
+        with super().passes(stage), self.saved if is_first and self.saved is not None else nullcontext():
+            yield
 
     def work(self, work: Round) -> AbstractContextManager[Any]:
         """Note the loads of a micro-batch."""

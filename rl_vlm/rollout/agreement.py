@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.sampling import sampling_params
+from rl_vlm.rollout.window import Outputs
 from rl_vlm.types import MicroBatch, PolicyOutput, RolloutRequest, ScoredGroup, length_mask, pad_rows
 
 NUM_CHECKED_GROUPS = 2
@@ -24,7 +25,7 @@ def check_agreement(
     ranks: Collectives,
     engine: SyncedEngine,
     groups: Sequence[ScoredGroup],
-    policy_outputs: Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]],
+    policy_outputs: Outputs,
 ) -> None:
     """Raise RolloutError on every rank if the engine's log-probs differ from the policy's.
 

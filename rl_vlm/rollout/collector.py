@@ -28,14 +28,15 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import wait_for, wait_until_done
 from rl_vlm.log.completions import CompletionsLog
-from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.rollout.agreement import check_agreement
 from rl_vlm.rollout.balance import Cost, balance
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
-from rl_vlm.rollout.window import Window
+from rl_vlm.rollout.window import Outputs, Window
 from rl_vlm.stages import AHEAD, Stage
 from rl_vlm.types import Group, Progress, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 
@@ -106,6 +107,15 @@ class Collector:
         limit = config.rollout.max_rollout_tokens
         self.partial_rollouts = None if limit is None else PartialRollouts(limit)
         self.background = ThreadPoolExecutor(max_workers=1)
+
+    @property
+    def needs_check(self) -> bool:
+        """Return whether the engine samples from a copy of the policy's weights."""
+        return not self.config.rollout.facts.samples_from_policy
+
+    def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+        """Raise RolloutError on every rank if the engine's log-probs differ from the policy's."""
+        check_agreement(self.config, self.ranks, self.engine, groups, policy_outputs)
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
         """Return the window in training, or the next one if all of its updates are done."""
@@ -188,6 +198,12 @@ class Collector:
         if self.next_window is not None:
             return global_step + (self.window.updates_left if self.window else 0) + 1
         return global_step + 1 if self.window is not None and self.window.is_new else global_step
+
+    def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
+        """Add the rewards and lengths of an optimizer step's groups, and the tokens of this rank."""
+        add_reward_metrics(metrics, groups, self.rewards.names)
+        tokens = torch.tensor([sum(map(self.cost, groups))], dtype=torch.float64)
+        metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
 
     def close(self) -> None:
         """Close the engine, which ends a prefetch, and the loader."""

@@ -7,12 +7,16 @@ steps_per_window = 2, num_iterations = 2:   update   0        1        2        
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rl_vlm.data.sampler import Draw
-from rl_vlm.types import Completion, Group, Prompt, ScoredGroup
+from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.types import Completion, Group, MicroBatch, PolicyOutput, Progress, Prompt, ScoredGroup
+
+Outputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
+"""Computes the policy's outputs for groups, by micro-batch. Called on every rank."""
 
 
 class DrawnGroup(NamedTuple):
@@ -98,6 +102,56 @@ class Window:
         """Restore `state_dict`. `build` makes the prompts of its draws."""
         steps = [[DrawnGroup.from_state(group, build) for group in step] for step in state["steps"]]
         return cls(**{**state, "steps": steps})
+
+
+@runtime_checkable
+class WindowSource(Protocol):
+    """Gives a trainer its windows. `Collector` generates them."""
+
+    @property
+    def needs_check(self) -> bool:
+        """Return whether an engine with weights of its own generates the windows."""
+        ...
+
+    def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+        """Raise RolloutError if the engine's log-probs differ from the policy's."""
+        ...
+
+    def current(self, progress: Progress, metrics: StepMetrics) -> Window:
+        """Return the window in training, or the next one if all of its updates are done."""
+        ...
+
+    def prefetch(self, progress: Progress) -> None:
+        """Start to generate the window after the current one, if windows are generated ahead."""
+        ...
+
+    def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
+        """Add the metrics of the groups of an optimizer step."""
+        ...
+
+
+class GivenWindows:
+    """Gives a new window of the same groups at every step. There is no engine."""
+
+    needs_check = False
+
+    def __init__(self, groups: Sequence[ScoredGroup] = (), num_iterations: int = 1) -> None:
+        self.groups = groups
+        self.num_iterations = num_iterations
+
+    def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+        """Do nothing."""
+
+    def current(self, progress: Progress, metrics: StepMetrics) -> Window:
+        """Return a new window of one optimizer step per iteration."""
+        fresh = [replace(group, old_logprobs={}, ref_logprobs={}) for group in self.groups]
+        return Window.of([Draw(0, i) for i in range(len(fresh))], fresh, 1, self.num_iterations)
+
+    def prefetch(self, progress: Progress) -> None:
+        """Do nothing."""
+
+    def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
+        """Do nothing."""
 
 
 def group_state(group: Group) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from rl_vlm.model.reference import Reference
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.recovery import Recovery
-from rl_vlm.rollout.collector import Collector
-from rl_vlm.rollout.window import DrawnGroup, Window
+from rl_vlm.rollout.window import DrawnGroup, GivenWindows, Window
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 from tests.helpers.tiny_run import make_config
@@ -50,9 +49,8 @@ def make_trainer(
     optimizer = Optimizer(cast(Any, strategy or DDP(ranks, 0.0)), policy.train(), config.train, num_steps=1)
     progress = Progress(1)
     budget = make_budget(policy, cast(int, config.memory.micro_batch_tokens), ranks)
-    collector = Collector.__new__(Collector)  # which the passes do not use
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget))
-    return Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes)
+    return Trainer(config, ranks, policy, reference, optimizer, GivenWindows(groups), progress, passes)
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Tensor:

@@ -217,12 +217,12 @@ def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) ->
     ):
         with torch.device(DEVICE):
             step.make_models_fake(policy, reference)
-        steps = step.GivenSteps(config, policy, reference, 2, live, tokens, SingleRank(DEVICE), [syncs])
+        steps = step.TracedSteps(config, policy, reference, groups, 2, live, tokens, SingleRank(DEVICE), [syncs])
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` copies to the device by an operator, as with CUDA
         with syncs:
-            steps.take(groups)  # makes the optimizer state
+            steps.take()  # makes the optimizer state
             syncs.clear()
-            steps.take(groups)
+            steps.take()
     return syncs.found | {"counters": policy.counters}
 
 

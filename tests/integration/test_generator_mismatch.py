@@ -21,15 +21,20 @@ from tests.helpers.tiny_run import make_config
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+def run(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(make_config(tiny_checkpoint, tmp_path_factory.mktemp("run"), temperature=0.8))
-    yield run.trainer
+    yield run
     run.close()
 
 
 @pytest.fixture(scope="module")
-def groups(trainer: Trainer) -> list[ScoredGroup]:
-    return trainer.collector.collect(trainer.progress, StepMetrics()).groups
+def trainer(run: Run) -> Trainer:
+    return run.trainer
+
+
+@pytest.fixture(scope="module")
+def groups(run: Run) -> list[ScoredGroup]:
+    return run.collector.collect(run.progress, StepMetrics()).groups
 
 
 def losses(

@@ -15,6 +15,7 @@ from rl_vlm.algorithm.objective import configured_loss
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import Window
 from rl_vlm.run import Run, train
 from rl_vlm.trainer import Trainer
@@ -59,7 +60,7 @@ def trainer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """With its first window generated, for two iterations, and nothing computed of it so far."""
     settings = {"beta": 0.1, "num_iterations": 2, "max_grad_norm": 0.0}
     run = Run(make_config(checkpoint, tmp_path_factory.mktemp("run"), **settings))
-    run.trainer.collector.current(run.trainer.progress, StepMetrics())
+    run.collector.current(run.progress, StepMetrics())
     yield run.trainer
     run.close()
 
@@ -75,6 +76,11 @@ def moved(policy: nn.Module) -> Iterator[None]:
     policy.load_state_dict(weights)
 
 
+def window_of(trainer: Trainer) -> Window:
+    assert isinstance(trainer.collector, Collector) and trainer.collector.window is not None
+    return trainer.collector.window
+
+
 def steps(
     trainer: Trainer, budget: int, sharing: Any, monkeypatch: pytest.MonkeyPatch, **algorithm: Any
 ) -> tuple[float, dict[str, Tensor], int]:
@@ -82,8 +88,8 @@ def steps(
 
     Return loss, gradients and number of micro-batches of the second. All log-probs are computed under this cut.
     """
-    window = trainer.collector.window
-    assert window is not None and trainer.reference is not None
+    window = window_of(trainer)
+    assert trainer.reference is not None
     gradients: dict[str, Tensor] = {}
     updates = trainer.optimizer.torch_optimizer
     monkeypatch.setattr(updates, "step", lambda: gradients.update(take_gradients(trainer.policy)))
@@ -127,8 +133,7 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
         assert gradient_error(gradients, expected_gradients) <= 1e-5
 
-    assert trainer.collector.window is not None
-    num_completions = sum(int(scored.valid_G.sum()) for scored in trainer.collector.window.groups)
+    num_completions = sum(int(scored.valid_G.sum()) for scored in window_of(trainer).groups)
     num_micro_batches = [num for _, _, num in results.values()]
     assert num_micro_batches[:3] == [1, 1, 3]
     assert 3 < num_micro_batches[3] < num_completions < 16

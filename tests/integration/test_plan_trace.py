@@ -16,7 +16,7 @@ from rl_vlm.model.loading import load_policy
 from rl_vlm.model.reference import load_reference
 from rl_vlm.passes.peaks import Block
 from rl_vlm.plan.tracing.live import LiveBytes
-from rl_vlm.plan.tracing.step import GivenSteps, trace_steps
+from rl_vlm.plan.tracing.step import TracedSteps, trace_steps
 from rl_vlm.stages import Stage
 from rl_vlm.types import ScoredGroup
 from tests.helpers.builders import make_groups, noise_image
@@ -64,8 +64,8 @@ def measured(config: RunConfig, checkpoint: Path, groups: list[ScoredGroup]) -> 
     policy = load_policy(config, str(checkpoint))
     reference = load_reference(config, str(checkpoint), policy, resumed=None)
     with RealBytes() as live:
-        steps = GivenSteps(config, policy, reference, NUM_STEPS, live, TOKENS)
-        return [growth(steps.take(groups)) for _ in range(NUM_STEPS)]
+        steps = TracedSteps(config, policy, reference, groups, NUM_STEPS, live, TOKENS)
+        return [growth(steps.take()) for _ in range(NUM_STEPS)]
 
 
 def growth(blocks: Mapping[Stage, Block]) -> dict[str, list[int]]:

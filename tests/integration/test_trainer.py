@@ -368,8 +368,8 @@ def test_new_policy_is_in_train_mode(tiny_checkpoint, tmp_path):
 
 def test_dummy_micro_batch_needs_no_reference_logprobs(tiny_checkpoint, tmp_path):
     """Its completion may be one that failed, which the reference never scored."""
-    trainer = Run(make_config(tiny_checkpoint, tmp_path, beta=0.1)).trainer
-    window = trainer.collector.collect(trainer.progress, StepMetrics())
+    run = Run(make_config(tiny_checkpoint, tmp_path, beta=0.1))
+    trainer, window = run.trainer, run.collector.collect(run.progress, StepMetrics())
     dummy = MicroBatch([SubGroup(window.groups[0], [0])], shared=False, is_dummy=True)
     loss, sums = trainer.objective(window, window.groups, StepMetrics()).loss(dummy, trainer.policy(Forward(dummy)))
     assert (loss.item(), loss.requires_grad, sums) == (0.0, True, {})

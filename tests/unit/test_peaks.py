@@ -68,11 +68,24 @@ def test_stages_are_measured_apart_and_the_largest_of_each_is_kept():
     stages = Stages(measured)
     for sizes in ((4, 0), (9, 0), (6, 0)):
         with stages.run(Stage.STEP), stages.run(Stage.TRAINING):
-            held.hold(*sizes)
+            with stages.passes(Stage.TRAINING):
+                held.hold(*sizes)
             with stages.run(Stage.UPDATE):
                 held.hold(50, 0)
     assert {stage: block.peak for stage, block in measured.take().items()} == {Stage.UPDATE: 50, Stage.TRAINING: 9}
     assert measured.take() == {}
+
+
+def test_training_does_not_count_what_its_update_leaves_behind():
+    held = Held()
+    measured = StagePeaks(Peaks(held))
+    stages = Stages(measured)
+    with stages.run(Stage.TRAINING):
+        with stages.passes(Stage.TRAINING):
+            held.hold(9, 3)
+        with stages.run(Stage.UPDATE):
+            held.hold(50, 20)
+    assert measured.take() == {Stage.TRAINING: Block(0, 9, 3), Stage.UPDATE: Block(3, 50, 20)}
 
 
 def test_the_first_blocks_of_a_stage_are_measured_if_that_is_asked_for():

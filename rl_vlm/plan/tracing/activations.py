@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
@@ -25,7 +26,7 @@ from rl_vlm.plan.tracing.fake import fake_tensors
 from rl_vlm.plan.tracing.gpu_attention import attention_as_on_gpu
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.plan.tracing.live import LiveBytes
-from rl_vlm.plan.tracing.step import GivenSteps, make_models_fake, models_without_storage
+from rl_vlm.plan.tracing.step import TracedSteps, make_models_fake, models_without_storage
 from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt, ScoredGroup, Sharing
 
@@ -141,12 +142,13 @@ class PassTrace:
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)  # of the micro-batches before
-        steps = GivenSteps(config, policy, reference, 1, live, WHOLE_GROUP)
-        training = steps.take([group])[Stage.TRAINING]
-        steps.add_logprobs(Stage.OLD_LOGPROBS, policy, [group])
+        steps = TracedSteps(config, policy, reference, [group], 1, live, WHOLE_GROUP)
+        training = steps.take()[Stage.TRAINING]
+        trainer = steps.trainer
+        trainer.add_logprobs(Stage.OLD_LOGPROBS, policy, [group], StepMetrics(trainer.stages))
         logprobs = steps.peaks.take()[Stage.OLD_LOGPROBS]
         return PassTrace(
-            tokens=language_tokens(group, steps.passes.sharing),
+            tokens=language_tokens(group, trainer.passes.sharing),
             patches=num_patches(policy.transformer.config, group.group.prompt),
             training=training.peak - training.before,
             logprobs=logprobs.peak - logprobs.before,
