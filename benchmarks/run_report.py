@@ -18,7 +18,7 @@ from PIL import Image, ImageFilter
 from rl_vlm.config import yaml_text
 from rl_vlm.log.completions import FOLDER, window_path, write_rows
 from rl_vlm.log.images import LONG_SIDE, QUALITY
-from rl_vlm.report.build import write_report
+from rl_vlm.tools.report.build import write_report
 
 GROUP = 8
 GROUPS_PER_WINDOW = 25

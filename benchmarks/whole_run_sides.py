@@ -26,7 +26,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.data.samples import load_rows
 from rl_vlm.model.families import family_of
-from rl_vlm.run import Run
+from rl_vlm.run.run import Run
 
 
 def answer_score(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float]:

@@ -14,8 +14,8 @@ from rl_vlm.config.engines import engines_where
 from rl_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rl_vlm.serving.checkpoint import Served
-    from rl_vlm.serving.service import ChatService
+    from rl_vlm.tools.serving.checkpoint import Served
+    from rl_vlm.tools.serving.service import ChatService
 
 
 def chat_parser() -> argparse.ArgumentParser:
@@ -49,7 +49,7 @@ def chat_command(arguments: Sequence[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("rl-vlm chat runs in one process; start it without accelerate launch")
     from rl_vlm.passes.allocator import configure_allocator
-    from rl_vlm.serving.checkpoint import find_served
+    from rl_vlm.tools.serving.checkpoint import find_served
 
     served = find_served(options.checkpoint, options.engine, options.overrides)
     configure_allocator(served.config)
@@ -75,8 +75,8 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
     Raises ConfigError if the port cannot be used.
     """
     from rl_vlm.log.terminal import hide_bars_of_libraries
-    from rl_vlm.serving.build import chat_service
-    from rl_vlm.serving.server import API_KEY, ChatServer
+    from rl_vlm.tools.serving.build import chat_service
+    from rl_vlm.tools.serving.server import API_KEY, ChatServer
 
     hide_bars_of_libraries()
     server = ChatServer(host, port, os.environ.get(API_KEY, ""))
@@ -97,7 +97,7 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
 
 def welcome(served: Served, service: ChatService, url: str) -> str:
     """Say what is served, with which limits, and what a client needs."""
-    from rl_vlm.serving.build import limits_in_words
+    from rl_vlm.tools.serving.build import limits_in_words
 
     limits = "\n".join(f"  {line}" for line in limits_in_words(served, service))
     return (

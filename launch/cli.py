@@ -41,15 +41,16 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     configure_allocator(config)
     plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     from rl_vlm.log.outcome import training_outcome
-    from rl_vlm.run import train
+    from rl_vlm.run.run import train
+    from rl_vlm.tools.instruments import INSTRUMENTS
 
     hide_bars_of_libraries()
-    _print(training_outcome(train(config), config.train.output_dir) + "\n")
+    _print(training_outcome(train(config, INSTRUMENTS), config.train.output_dir) + "\n")
 
 
 def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Sample from a model and score the completions, without training."""
-    from rl_vlm.eval_options import EvaluationOptions
+    from rl_vlm.evaluation.options import EvaluationOptions
 
     checkpoints = options.checkpoint or [config.model.model_name_or_path]
     evaluation_options = EvaluationOptions(options.by, options.keep, options.keep_by)
@@ -59,9 +60,9 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
         return _show(*dry_run_evaluation(config, checkpoints, evaluation_options))
     check_evaluable(config)
     configure_allocator(config)
-    from rl_vlm.evaluation import compare_checkpoints
+    from rl_vlm.evaluation.run import compare_checkpoints
     from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
-    from rl_vlm.report.build import evaluation_report
+    from rl_vlm.tools.report.build import evaluation_report
 
     hide_bars_of_libraries()
     with evaluation_report(config):
@@ -314,7 +315,7 @@ def _interruption(name: str, config: RunConfig) -> str:
     if name == "eval":
         folder = os.path.join(config.train.output_dir, "evaluation")
         return f"Interrupted. Finished samples are kept in {folder}; the same command continues with the others."
-    if name != "train" or "rl_vlm.run" not in sys.modules:  # the import itself was interrupted
+    if name != "train" or "rl_vlm.run.run" not in sys.modules:  # the import itself was interrupted
         return "Interrupted."
     from rl_vlm.log.outcome import interrupted_training
 

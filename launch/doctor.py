@@ -7,10 +7,10 @@ import os
 
 from launch.help import path
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.doctor.findings import Diagnosis
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.files import check_output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
+from rl_vlm.tools.checks.findings import Diagnosis
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
             "rl-vlm doctor --ranks compares the processes of a launcher: start it as `accelerate launch … -m "
             "launch.preflight CONFIG`. Without --ranks, start it without a launcher"
         )
-    from rl_vlm.doctor.report import report_text, write_json
+    from rl_vlm.tools.checks.report import report_text, write_json
 
     if options.json is not None:
         check_output(options.json, "--json")
@@ -52,10 +52,10 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
 def diagnose(config: RunConfig, options: argparse.Namespace) -> Diagnosis:
     """Examine the ranks of a launch, or everything else."""
     if options.ranks:
-        from rl_vlm.doctor.ranks import examine_ranks
+        from rl_vlm.tools.checks.ranks import examine_ranks
 
         return examine_ranks(config)
-    from rl_vlm.doctor.examine import examine
+    from rl_vlm.tools.checks.examine import examine
 
     hide_bars_of_libraries()
     return examine(config, with_model=not options.no_model, decode=options.pixels)

@@ -9,8 +9,8 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.describe import describe
 from rl_vlm.config.load import check_evaluable, check_trainable
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.dry_run import Report, check_evaluation, check_serving, check_training
-from rl_vlm.eval_options import EvaluationOptions
+from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.tools.checks.dry_run import Report, check_evaluation, check_serving, check_training
 
 
 def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:

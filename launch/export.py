@@ -36,8 +36,8 @@ def export_parser() -> argparse.ArgumentParser:
 def export_command(arguments: Sequence[str]) -> int:
     """Run `rl-vlm export`, and return the exit status. Raises RLVLMError if the model cannot be exported."""
     options = export_parser().parse_args(arguments)
-    from rl_vlm.export.write import export
     from rl_vlm.log.terminal import hide_bars_of_libraries
+    from rl_vlm.tools.export.write import export
 
     hide_bars_of_libraries()
     exported, directory = export(options.source, options.merge, options.to, options.dtype)

@@ -28,7 +28,7 @@ def report_parser() -> argparse.ArgumentParser:
 def report_command(arguments: Sequence[str]) -> int:
     """Run `rl-vlm report`, and return the exit status. Raises ConfigError if a folder holds no run."""
     options = report_parser().parse_args(arguments)
-    from rl_vlm.report.build import report_path, write_report
+    from rl_vlm.tools.report.build import report_path, write_report
 
     output = options.output or report_path(options.folders)
     write_report(options.folders, output)

@@ -125,9 +125,9 @@ def check_functions(options: argparse.Namespace) -> int:
     Raises RewardError if nothing could be checked.
     """
     data, rewards, run = what_to_check(options)
-    from rl_vlm.reward_check.check import check_rewards
-    from rl_vlm.reward_check.report import describe, describe_sampled, report_data
-    from rl_vlm.reward_check.sampled import sample_completions
+    from rl_vlm.tools.checks.rewards.check import check_rewards
+    from rl_vlm.tools.checks.rewards.report import describe, describe_sampled, report_data
+    from rl_vlm.tools.checks.rewards.sampled import sample_completions
 
     found = check_rewards(data, rewards, options.n)
     if not found.functions and not options.completions:

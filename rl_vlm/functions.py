@@ -1,6 +1,8 @@
 """Loading of users' functions: `file.py:function`, `module:function`, or an entry point of an installed package.
 
-Names of objects in memory are those of `live.py`.
+Objects of the running Python session can be named like functions of files. The digest in the name of a callable is that
+of its bytecode and of the values that it holds, so that a changed function is a changed setting. Rows in memory are a
+function that returns them, with a digest of their contents.
 
 Modules are also imported from the working directory, as under `python -m`, but last, so that its files shadow no
 package. While a file is loaded, modules of its folder can be imported too.
@@ -8,34 +10,31 @@ package. While a file is loaded, modules of its folder can be imported too.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import chdir, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import chdir, contextmanager, suppress
 from importlib.metadata import entry_points
 from inspect import Parameter
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
+from rl_vlm.config.function_names import is_live_name
 from rl_vlm.errors import RLVLMError, did_you_mean, listed, text_of
-from rl_vlm.live import LIVE, Function, is_live_name
 
+Function = Callable[..., Any]
+
+LIVE: dict[str, Function] = {}
+"""The objects of the session that can be loaded now, by name."""
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class LoadError(RLVLMError):
     """A function that cannot be loaded. The message says what was tried, what was expected and what was found."""
-
-
-def names_function(name: str) -> bool:
-    """Return whether a setting has the form of a function's name, `file.py:function` or `module:function`.
-
-    So has the name of an object of a Python session.
-    """
-    return is_live_name(name) or re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None
 
 
 def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
@@ -151,3 +150,79 @@ def _load_errors(problem: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise LoadError(f"{problem}: {type(error).__name__}: {text_of(error)}") from error
+
+
+@contextmanager
+def live(objects: Mapping[str, Function]) -> Iterator[None]:
+    """Let the settings of the block name these objects."""
+    before = dict(LIVE)
+    LIVE.update(objects)
+    try:
+        yield
+    finally:
+        LIVE.clear()
+        LIVE.update(before)
+
+
+def label_of(function: Any) -> str:
+    """Return the name of a function, of what a `functools.partial` calls, or of the class of another callable."""
+    if isinstance(function, functools.partial):
+        return label_of(function.func)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def content_of(function: Any) -> str:
+    """Return a text that is the same for equal callables in two runs of one program.
+
+    It holds the bytecode, defaults and closure of a function, the function and arguments of a `functools.partial`, and
+    the methods and values of a class and of its instance. The qualified name stands for what is built in C.
+    """
+    return _described(function, is_whole=True)
+
+
+def _described(value: Any, seen: tuple[int, ...] = (), is_whole: bool = False) -> str:
+    """Return the text of a value. Objects that are neither data nor functions count by class unless `is_whole`."""
+    if isinstance(value, str | int | float | complex | bytes | None):
+        return repr(value)
+    if id(value) in seen:
+        return "recursive"
+    inside = functools.partial(_described, seen=(*seen, id(value)))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{inside(key)}: {inside(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple | set | frozenset):
+        items = map(inside, value)
+        return f"{type(value).__name__}({', '.join(items if isinstance(value, list | tuple) else sorted(items))})"
+    if isinstance(value, CodeType):  # without file, lines and name, which say nothing about what it does
+        return inside((value.co_code, value.co_names, value.co_varnames, value.co_consts))
+    if isinstance(value, functools.partial):
+        return inside((value.func, value.args, value.keywords))
+    if inspect.ismethod(value):
+        return f"{inside(value.__func__)} {inside(value.__self__, is_whole=True)}"
+    if isinstance(value, staticmethod | classmethod):
+        return inside(value.__func__)
+    if isinstance(value, FunctionType):
+        return inside((value.__code__, value.__defaults__, value.__kwdefaults__, _closure(value)))
+    if hasattr(value, "__wrapped__"):  # by functools.lru_cache
+        return inside(value.__wrapped__)
+    place = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
+    name = f"{place.__module__}.{place.__qualname__}"
+    if not is_whole or not isinstance(place, type):
+        return name
+    own = {} if place is value else getattr(value, "__dict__", {})
+    return f"{name} {inside(_class_values(place))} {inside(own)}"
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """Return the values of the closure by name, without variables that have none."""
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            values[name] = cell.cell_contents
+    return values
+
+
+def _class_values(place: type) -> list[tuple[str, Any]]:
+    """Return methods and values of a class and of its base classes, but for values that Python gives each class."""
+    bases = [base for base in place.__mro__ if base is not object]
+    found = [(name, value) for base in bases for name, value in vars(base).items()]
+    return [(name, value) for name, value in found if inspect.isroutine(value) or not name.startswith("__")]

@@ -1,6 +1,6 @@
 """Training from Python, with functions and data in memory: `GRPOTrainer`, named after TRL's.
 
-It only makes the settings of a run, in which objects in memory have names (`live.py`), and calls `run.py` and
+It only makes the settings of a run, in which objects in memory have names (`functions.py`), and calls `run/` and
 `evaluation/`.
 """
 
@@ -22,6 +22,7 @@ from types import FunctionType
 from typing import Any
 
 from rl_vlm.config.elsewhere import instead_of
+from rl_vlm.config.function_names import PREFIX, live_name
 from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
 from rl_vlm.config.trl_refused import NOT_CALLED
@@ -30,7 +31,7 @@ from rl_vlm.data.sources import choose_split
 from rl_vlm.distributed.launcher import check_numbers, is_one_of_several
 from rl_vlm.distributed.signals import handled, stop
 from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
-from rl_vlm.live import PREFIX, Function, content_of, label_of, live, live_name
+from rl_vlm.functions import Function, content_of, label_of, live
 from rl_vlm.log.terminal import shown_log
 from rl_vlm.passes.allocator import allocator_configured
 
@@ -106,11 +107,12 @@ class GRPOTrainer:
             config = config.model_copy(update={"train": section})
         self.checkpoint = None
         with self._prepared():
-            from rl_vlm.run import train
+            from rl_vlm.run.run import train
+            from rl_vlm.tools.instruments import INSTRUMENTS
 
             earlier = [] if config.train.resume_from_checkpoint else self._complete_checkpoints()
             try:
-                summary = train(config)
+                summary = train(config, INSTRUMENTS)
             except BaseException:
                 written = [path for path in self._complete_checkpoints() if path not in earlier]
                 self.checkpoint = str(written[-1][0]) if written else None
@@ -131,8 +133,8 @@ class GRPOTrainer:
             )
         evaluated = checkpoint or self.checkpoint or self.config.model.model_name_or_path
         with self._prepared():
-            from rl_vlm.evaluation import compare_checkpoints
-            from rl_vlm.report.build import evaluation_report
+            from rl_vlm.evaluation.run import compare_checkpoints
+            from rl_vlm.tools.report.build import evaluation_report
 
             with evaluation_report(self.config):
                 (summary,) = compare_checkpoints(self.config, [str(evaluated)]).values()

@@ -1,4 +1,4 @@
-"""The stages of a run, and who listens to them.
+"""The names of a run: its stages with who listens to them, and the columns and metrics that it writes.
 
     load ─ step( generation … rewards ─ old_logprobs ─ ref_logprobs ─ training( update ) ) ─ save
 
@@ -99,3 +99,36 @@ class Stages:
 
 NO_ONE = Stages()
 """Stages that nobody listens to, such as those of a window that is generated beside training."""
+
+COLUMNS = frozenset(
+    """
+    step group_id sample_id completion_index policy_version prompt completion finish_reason prompt_length
+    completion_length image_sizes model_image_sizes reward advantage fault row images
+    """.split()
+)
+"""Columns of the completions files. Reward functions use other names."""
+COLUMN_PREFIX = "data/"
+
+METRICS = frozenset(
+    """
+    step epoch loss grad_norm learning_rate entropy kl cispo_clip_ratio reward reward_std frac_reward_zero_std
+    step_tokens data_wait_fraction
+    """.split()
+)
+"""Metrics of a run, with the next. Reward functions use other names."""
+METRIC_PREFIXES = tuple(
+    """
+    balance/ clip_ratio/ completions/ compute/ eval_ memory/ out_of_memory/ resampling/ reward_faults/ rewards/
+    sampling/ skipped_updates/ time/ weight_sync/
+    """.split()
+)
+
+
+def is_column(name: str) -> bool:
+    """Return whether a run or an evaluation writes a column of this name."""
+    return name in COLUMNS or name.startswith(COLUMN_PREFIX)
+
+
+def is_metric(name: str) -> bool:
+    """Return whether a run writes a metric of this name."""
+    return name in METRICS or name.startswith(METRIC_PREFIXES)

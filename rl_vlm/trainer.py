@@ -4,7 +4,7 @@
     check the engine ─ prefetch ─ old and reference log-probs  once per generation window
     groups ─► objective ─► gradients ─► update                        every optimizer step
 
-How a model runs over groups is in `passes/`, what is trained in `algorithm/`. `run.py` calls the step, evaluates, and
+How a model runs over groups is in `passes/`, what is trained in `algorithm/`. `run/` calls the step, evaluates, and
 writes files.
 """
 

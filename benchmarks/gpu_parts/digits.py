@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.common import ROOT
 from benchmarks.gpu_parts.bench import Bench
 from rl_vlm.config.load import load_config
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 
 HEAD = ("run", "accuracy_before", "accuracy_after", "steps", "seconds", "stages")
 ACCURACY = "eval_rewards/exact_match/mean"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rl_vlm.config.schema import AlgorithmConfig
 from rl_vlm.errors import ConfigError, listed, text_of
 from rl_vlm.functions import LoadError, load_callable
-from rl_vlm.names import is_metric
+from rl_vlm.stages import is_metric
 
 if TYPE_CHECKING:
     from rl_vlm.algorithm.losses import LossInputs, TokenLoss

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rl_vlm.config.function_source import read_source
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
-from rl_vlm.sources import read_source
 
 UNCHANGEABLE = {
     "the checkpoint's weights were trained with the old value": (

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from rl_vlm.config.conflicts import conflicts_of
 from rl_vlm.config.data_sources import Which, with_split
 from rl_vlm.config.engines import ENGINES, Engine, EngineName
-from rl_vlm.functions import names_function
+from rl_vlm.config.function_names import names_function
 
 BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rl_vlm.config.data_sources import Which, is_file, is_mixture
 from rl_vlm.config.engines import engines_where
-from rl_vlm.sources import read_source
+from rl_vlm.config.function_source import read_source
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig, DataSource, RunConfig

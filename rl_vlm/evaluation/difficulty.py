@@ -14,7 +14,7 @@ from rl_vlm.data.images import encoded_image
 from rl_vlm.data.samples import Rows
 from rl_vlm.data.tables import IMAGE_COLUMNS
 from rl_vlm.errors import DataError
-from rl_vlm.eval_options import SuccessRange
+from rl_vlm.evaluation.options import SuccessRange
 from rl_vlm.log.files import atomic_write
 
 

@@ -5,7 +5,7 @@ evaluation/
     summary.json            the figures
     config.yaml             every setting; of a comparison, those of the first checkpoint
     starts.jsonl            the command, versions, the device
-    report.html             all of it, to look at; see rl_vlm/report/
+    report.html             all of it, to look at; see rl_vlm/tools/report/
     dropped_prompts.jsonl   the rows of the data that were left out, each with the reason
     kept.parquet            the rows of the data whose success rate is in the range of `--keep`
     images/                 small copies of the images, each once, for the report

@@ -14,13 +14,13 @@ from typing import Any
 
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.describe import to_yaml
+from rl_vlm.config.function_names import is_live_name
 from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import check_evaluation_launch
-from rl_vlm.eval_options import NO_OPTIONS, EvaluationOptions, SuccessRange, check_by, checkpoint_names, kept_range
 from rl_vlm.evaluation.difficulty import write_selected_rows
 from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.evaluator import (
@@ -30,7 +30,14 @@ from rl_vlm.evaluation.evaluator import (
     evaluation_sampling,
 )
 from rl_vlm.evaluation.figures import summarise_by
-from rl_vlm.live import is_live_name
+from rl_vlm.evaluation.options import (
+    NO_OPTIONS,
+    EvaluationOptions,
+    SuccessRange,
+    check_by,
+    checkpoint_names,
+    kept_range,
+)
 from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, REPORT, SUMMARY
 from rl_vlm.log.files import disk_errors, lock_directory, unwritable, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line

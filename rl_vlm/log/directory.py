@@ -8,10 +8,10 @@ output_dir/
     completions/held_out_00000.parquet       the same, one file per evaluation within the run
     completions/images/                      small copies of the images of some prompts, for the report
     starts.jsonl                             one line per start: the command, versions, the device
-    report.html                              everything above, to look at; see rl_vlm/report/
+    report.html                              everything above, to look at; see rl_vlm/tools/report/
     checkpoint-N/                            see rl_vlm/checkpoint/store.py
     summary.json, reward.png                 the outcome
-    memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/profile/report.py
+    memory_profile.json, memory_profile.png  with `memory_profile`, see rl_vlm/tools/profile/report.py
     dropped_prompts.jsonl                    rows left out, each with the reason
     nonfinite-step-N-rank-R.pt               a batch whose loss or gradient was not finite
     run.lock                                 held by the process that writes here

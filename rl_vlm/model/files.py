@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError, ModelError, listed
-from rl_vlm.functions import names_function
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")

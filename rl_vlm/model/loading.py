@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
 from rl_vlm.distributed.layers import parameters_without_storage, received
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import set_whole
 from rl_vlm.errors import ConfigError, ModelError, shorten
-from rl_vlm.functions import LoadError, load_function, names_function
+from rl_vlm.functions import LoadError, load_function
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.families import family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_unread_revision

@@ -11,10 +11,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import ConfigError
-from rl_vlm.functions import names_function
 from rl_vlm.model.families import family_of
 from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.quantization import checkpoint_config

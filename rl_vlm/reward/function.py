@@ -25,8 +25,7 @@ from rewards.worker import Worker
 from rl_vlm.config.schema import RewardSpec
 from rl_vlm.distributed.signals import stop, wait_for, wait_until_done
 from rl_vlm.errors import RewardError, did_you_mean, listed
-from rl_vlm.functions import LoadError, load_callable
-from rl_vlm.live import LIVE, label_of, live
+from rl_vlm.functions import LIVE, LoadError, label_of, live, load_callable
 from rl_vlm.reward.arguments import arguments
 from rl_vlm.reward.made_up import made_up_group, state_outside
 from rl_vlm.reward.settings import check_settings

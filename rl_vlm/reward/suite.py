@@ -17,8 +17,8 @@ from rewards.forms import Form
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.errors import RewardError, shorten
-from rl_vlm.names import is_column, is_metric
 from rl_vlm.reward.function import Reward, random_states_kept
+from rl_vlm.stages import is_column, is_metric
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, RewardTable, Sample, TrainerState

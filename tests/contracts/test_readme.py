@@ -16,8 +16,8 @@ from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.samples import load_rows
+from rl_vlm.functions import live
 from rl_vlm.grpo_trainer import GRPOTrainer
-from rl_vlm.live import live
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState

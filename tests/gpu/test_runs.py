@@ -13,7 +13,7 @@ from benchmarks.training_phase import forward_backward, make_trainer
 from benchmarks.training_phase import train as train_on
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.optim import build_optimizer
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers.builders import make_groups, noise_image
 from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, resumed
 from tests.helpers.tiny_run import build_checkpoint, make_config

@@ -15,7 +15,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
-from rl_vlm.run import Run
+from rl_vlm.run.run import Run
 from tests.helpers.memory_cap import MemoryCap
 
 STAGES = {

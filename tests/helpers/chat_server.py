@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.serving.build import chat_service
-from rl_vlm.serving.checkpoint import find_served
-from rl_vlm.serving.protocol import APIError
-from rl_vlm.serving.server import ChatHandler, ChatServer
+from rl_vlm.tools.serving.build import chat_service
+from rl_vlm.tools.serving.checkpoint import find_served
+from rl_vlm.tools.serving.protocol import APIError
+from rl_vlm.tools.serving.server import ChatHandler, ChatServer
 
 
 class RecordingServer(ChatServer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import completions, make_config, metric_lines, weights
 

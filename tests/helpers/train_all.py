@@ -20,7 +20,8 @@ from rl_vlm.algorithm.losses import LossInputs, TokenLoss
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.run import train
+from rl_vlm.run.run import train
+from rl_vlm.tools.instruments import INSTRUMENTS
 from rl_vlm.trainer import Trainer
 from tests.helpers.changed_losses import changed_losses
 
@@ -85,7 +86,7 @@ def train_file(path: Path) -> None:
     else:
         patch = with_check() if path.stem == CHECKED else nullcontext()
     with patch:
-        train(load_config(path))
+        train(load_config(path), INSTRUMENTS)
 
 
 def main() -> None:

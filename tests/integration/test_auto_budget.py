@@ -17,7 +17,8 @@ from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.passes.changes import read_changes
 from rl_vlm.plan import auto
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
+from rl_vlm.tools.instruments import INSTRUMENTS
 from rl_vlm.types import Prompt
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.resuming import resumed
@@ -55,7 +56,10 @@ def test_a_small_card_gets_a_small_budget_and_the_same_weights(checkpoint: Path,
 def test_a_model_that_cannot_be_traced_trains_with_a_fixed_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Gemma 4 splits its features at places that the values of floats decide, which a trace does not know."""
     checkpoint = sharp_checkpoint("gemma4_moe", tmp_path / "model")
-    train(make_config(checkpoint, tmp_path / "run", micro_batch_tokens="auto", max_steps=1, memory_profile=True))
+    train(
+        make_config(checkpoint, tmp_path / "run", micro_batch_tokens="auto", max_steps=1, memory_profile=True),
+        INSTRUMENTS,
+    )
     assert budgets(tmp_path / "run") == [8192]
     assert 'no memory plan can be made (RuntimeError("split_with_sizes' in caplog.text
 
@@ -66,7 +70,7 @@ def test_the_plan_is_made_with_rows_that_can_be_built(checkpoint: Path, tmp_path
             raise DataError("the image is damaged")
         return build_prompt(rows, index, builder)
 
-    monkeypatch.setattr("rl_vlm.build.build_prompt", fail_first)
+    monkeypatch.setattr("rl_vlm.run.build.build_prompt", fail_first)
     Run(make_config(checkpoint, tmp_path, micro_batch_tokens="auto")).close()
     assert "no memory plan" not in caplog.text
 
@@ -97,9 +101,9 @@ class GivenMemory:
 def test_the_budget_is_calibrated_once(kept: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The budget of step 4 is corrected. A resumed run has that of the first run, whatever it measures itself."""
     planned = PlannedBudget(START_TOKENS, available=2**30, peak=2**30, most_tokens=10**6)
-    monkeypatch.setattr("rl_vlm.build.start_budget", lambda *given: (planned, None))
-    monkeypatch.setattr("rl_vlm.build.measures_budget", lambda *given: True)  # as on a GPU
-    monkeypatch.setattr("rl_vlm.build.counter_of", lambda device: GivenMemory())
+    monkeypatch.setattr("rl_vlm.run.build.start_budget", lambda *given: (planned, None))
+    monkeypatch.setattr("rl_vlm.run.build.measures_budget", lambda *given: True)  # as on a GPU
+    monkeypatch.setattr("rl_vlm.run.instrument.counter_of", lambda device: GivenMemory())
     monkeypatch.setattr(GivenMemory, "given_peak", 2**31)  # twice of what is available
     settings = {"prompts_per_step": 4, "max_num_seqs": 16, "micro_batch_tokens": "auto", "max_steps": NUM_STEPS}
     straight, copy = tmp_path / "straight", tmp_path / "copy"

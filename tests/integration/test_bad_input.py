@@ -20,10 +20,10 @@ from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.writer import CheckpointFiles
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, DataError, RewardError, TrainingError
-from rl_vlm.evaluation import evaluate_run
-from rl_vlm.names import is_column, is_metric
+from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
+from rl_vlm.stages import is_column, is_metric
 from rl_vlm.trainer import Trainer
 from tests.helpers import tiny_run
 from tests.helpers.changed_losses import changed_losses
@@ -219,7 +219,7 @@ def test_a_prompt_beyond_the_token_budget_is_an_error_at_the_start(
 def test_a_prompt_beyond_the_token_budget_that_the_start_does_not_build_ends_the_run(
     tiny_checkpoint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("rl_vlm.build.NUM_LARGEST", 0)
+    monkeypatch.setattr("rl_vlm.run.build.NUM_LARGEST", 0)
     config = make_config(
         tiny_checkpoint, tmp_path / "run", dataset_name=reward("big_image_rows"), micro_batch_tokens=100,
         shuffle_dataset=False, save_steps=0,

@@ -15,7 +15,7 @@ from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import CheckpointError
 from rl_vlm.model.fingerprint import model_fingerprint
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from tests.helpers import tiny_run
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.tiny_run import make_config, metric_lines

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.rollout.hf import HFEngine
-from rl_vlm.serving.server import MAX_BODY
+from rl_vlm.tools.serving.server import MAX_BODY
 from tests.helpers.builders import make_policy, noise_image, sharp_checkpoint
 from tests.helpers.chat_client import chat, fetch, question, write_run
 from tests.helpers.chat_server import RecordingServer

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from launch import cli
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.doctor.environment import checkpoint_bytes
-from rl_vlm.doctor.examine import examine
-from rl_vlm.doctor.findings import Diagnosis, Finding
 from rl_vlm.plan.weights import count_weights
-from rl_vlm.run import train
+from rl_vlm.run.run import train
+from rl_vlm.tools.checks.environment import checkpoint_bytes
+from rl_vlm.tools.checks.examine import examine
+from rl_vlm.tools.checks.findings import Diagnosis, Finding
 from tests.helpers import tiny_run
 from tests.helpers.planted_rows import KINDS, MAX_PIXELS, MAX_TOKENS, REWARD, write_planted
 
@@ -145,7 +145,7 @@ def test_prompts_beyond_the_token_budget(tiny_checkpoint: Path, tmp_path: Path):
 
 
 def test_a_model_too_large_for_the_machine_is_not_loaded(tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("rl_vlm.doctor.model.free_memory", lambda: 1000)
+    monkeypatch.setattr("rl_vlm.tools.checks.model.free_memory", lambda: 1000)
     diagnosis = examine(config_of_run(tiny_checkpoint, tmp_path / "run"))
     assert diagnosis.findings == []
     (note,) = diagnosis.not_checked
@@ -165,7 +165,7 @@ def test_a_full_disk(tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
     one = checkpoint_bytes(config, count_weights(config, str(tiny_checkpoint)))
     kinds = {}
     for free in (one - 1, one, 4 * one - 1, 4 * one):
-        monkeypatch.setattr("rl_vlm.doctor.environment.free_bytes", lambda path, free=free: free)
+        monkeypatch.setattr("rl_vlm.tools.checks.environment.free_bytes", lambda path, free=free: free)
         kinds[free] = found(examine(config, with_model=False))
     error, warning = [("error", "disk space")], [("warning", "disk space")]
     assert list(kinds.values()) == [error, warning, warning, []]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rl_vlm.config.describe import to_yaml
-from rl_vlm.doctor import ranks
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
+from rl_vlm.tools.checks import ranks
 from tests.helpers.tiny_run import make_config
 from tests.helpers.two_processes import CPU, REPOSITORY
 

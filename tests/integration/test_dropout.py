@@ -19,7 +19,7 @@ from rl_vlm.model.loading import INITIAL_ADAPTER, load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import add_initial_adapter, load_reference
 from rl_vlm.model.saving import PolicyFiles
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
 from tests.helpers.stock import stock_logprobs

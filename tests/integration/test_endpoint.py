@@ -15,7 +15,7 @@ from launch import cli
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RolloutError
-from rl_vlm.evaluation import evaluate_run
+from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.rollout import endpoint as openai
 from tests.helpers import tiny_run
 from tests.helpers.chat_server import RecordingServer

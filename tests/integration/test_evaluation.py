@@ -20,11 +20,12 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, RolloutError
-from rl_vlm.evaluation import EvaluationOptions, evaluate_run
-from rl_vlm.report.build import build_page
-from rl_vlm.report.read import read_records
+from rl_vlm.evaluation.options import EvaluationOptions
+from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.rollout.hf import HFEngine
-from rl_vlm.run import train
+from rl_vlm.run.run import train
+from rl_vlm.tools.report.build import build_page
+from rl_vlm.tools.report.read import read_records
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import make_config, metric_lines
 

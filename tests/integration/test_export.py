@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from rl_vlm.export.write import export
 from rl_vlm.model.loading import load_policy
 from rl_vlm.rollout.vllm.arguments import engine_arguments
-from rl_vlm.run import train
+from rl_vlm.run.run import train
+from rl_vlm.tools.export.write import export
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_groups, noise_image, sharp_checkpoint, whole
 from tests.helpers.stock import stock_logprobs
@@ -143,7 +143,7 @@ def test_a_failed_export_leaves_the_earlier_one(lora_run: Path, tmp_path: Path, 
     def no_card(*_: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rl_vlm.export.write.model_card", no_card)
+    monkeypatch.setattr("rl_vlm.tools.export.write.model_card", no_card)
     with pytest.raises(KeyboardInterrupt):
         export(lora_run, merge=True, to=tmp_path / "adapter")
     assert sorted((path.name, path.stat().st_mtime_ns) for path in directory.iterdir()) == before

@@ -21,11 +21,11 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError, ConfigError, TrainingError
-from rl_vlm.evaluation import Evaluator
+from rl_vlm.evaluation.evaluator import Evaluator
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.passes.passes import Passes
 from rl_vlm.rollout.collector import Collector
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_group, make_prompt
 from tests.helpers.resuming import assert_same_run, config_of, resumed

@@ -13,7 +13,7 @@ import torch
 from rl_vlm.algorithm.losses import Denominators
 from rl_vlm.algorithm.objective import Objective, configured_loss
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.run import Run
+from rl_vlm.run.run import Run
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Forward, MicroBatch, ScoredGroup
 from tests.helpers.builders import gradient_error, take_gradients, whole

@@ -17,7 +17,7 @@ from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.window import Window
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from rl_vlm.trainer import Trainer
 from tests.helpers import mixed_run, tiny_run
 from tests.helpers.builders import gradient_error, sharpen, take_gradients

@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from rl_vlm.algorithm.losses import LossInputs
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.model.families import family_of
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from rl_vlm.types import MicroBatch, PolicyOutput
 from tests.helpers.builders import sharpen
 from tests.helpers.changed_losses import recorded_losses

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.run import train
+from rl_vlm.run.run import train
+from rl_vlm.tools.instruments import INSTRUMENTS
 from tests.helpers.tiny_run import build_checkpoint, completions, make_config, metric_lines, weights
 from tests.helpers.two_processes import train_on_two_processes
 
@@ -35,8 +36,8 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
 
 def test_a_profiled_run_is_the_same_run(checkpoint: Path, tmp_path: Path):
     settings = {"max_steps": 5, "beta": 0.1}
-    train(make_config(checkpoint, tmp_path / "plain", **settings))
-    train(make_config(checkpoint, tmp_path / "profiled", memory_profile=True, **settings))
+    train(make_config(checkpoint, tmp_path / "plain", **settings), INSTRUMENTS)
+    train(make_config(checkpoint, tmp_path / "profiled", memory_profile=True, **settings), INSTRUMENTS)
     assert_same_run(tmp_path / "profiled", tmp_path / "plain", 5)
     assert not (tmp_path / "plain" / "memory_profile.json").exists()
 
@@ -59,8 +60,8 @@ def test_a_profiled_run_is_the_same_run(checkpoint: Path, tmp_path: Path):
 
 def test_a_planned_budget_is_the_same_with_a_profile(checkpoint: Path, tmp_path: Path):
     settings = {"max_steps": 1, "micro_batch_tokens": "auto", "gradient_checkpointing": True}
-    train(make_config(checkpoint, tmp_path / "plain", **settings))
-    train(make_config(checkpoint, tmp_path / "profiled", memory_profile=True, **settings))
+    train(make_config(checkpoint, tmp_path / "plain", **settings), INSTRUMENTS)
+    train(make_config(checkpoint, tmp_path / "profiled", memory_profile=True, **settings), INSTRUMENTS)
     assert_same_run(tmp_path / "profiled", tmp_path / "plain", 1)
     assert report_of(tmp_path / "profiled")["phases"]["training"]["measured_bytes"] > 0
 

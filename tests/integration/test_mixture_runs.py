@@ -9,7 +9,7 @@ import pytest
 from launch import cli
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until
 from tests.helpers.tiny_run import completions, make_config

@@ -11,7 +11,7 @@ from torch import nn
 from rl_vlm.errors import ConfigError
 from rl_vlm.model import offloading
 from rl_vlm.model.offloading import ActivationOffloading, InHostMemory
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers.builders import gradient_error, make_policy
 from tests.helpers.family_parity import case_groups, scores
 from tests.helpers.tiny_run import make_config

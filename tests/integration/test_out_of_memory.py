@@ -15,7 +15,7 @@ from rl_vlm.errors import OutOfMemory
 from rl_vlm.log.files import BUDGET
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from tests.helpers import capped_runs, mixed_run, tiny_run
 from tests.helpers.capped_runs import Trained, largest_difference, train_capped
 from tests.helpers.resuming import resumed

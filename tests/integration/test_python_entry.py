@@ -21,7 +21,7 @@ from rl_vlm.config.load import load_config
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import CheckpointError, RewardError, RLVLMError
 from rl_vlm.grpo_trainer import GRPOTrainer
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import make_config, metric_lines
 from tests.helpers.two_processes import CPU, launch

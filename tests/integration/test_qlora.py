@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 from launch import cli
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.model.policy import Policy
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from tests.helpers import tiny_run
 from tests.helpers.builders import gradient_error, make_policy, sharp_checkpoint, take_gradients
 from tests.helpers.family_parity import case_groups, scores, weighted_sum

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.report.build import write_report
+from rl_vlm.tools.report.build import write_report
 from tests.helpers.run_directory import SETTINGS, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import completions, make_config, metric_lines
 

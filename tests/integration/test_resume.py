@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_vlm import build as build_module
 from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.random_states import random_states, seed_random_generators
 from rl_vlm.config.describe import to_yaml
@@ -28,7 +27,8 @@ from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RewardError
 from rl_vlm.model.loading import make_initial_model
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.run import train
+from rl_vlm.run import build as build_module
+from rl_vlm.run.run import train
 from rl_vlm.types import Group, RolloutRequest, Sampling
 from tests.helpers import tiny_run
 from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, config_of, resumed, train_until

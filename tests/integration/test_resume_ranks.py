@@ -11,7 +11,7 @@ import torch
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers import mixed_run, tiny_run
 from tests.helpers.resuming import resumed
 from tests.helpers.sharded_runs import launcher_file

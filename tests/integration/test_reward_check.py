@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.reward_check.sampled import sample_completions
+from rl_vlm.tools.checks.rewards.sampled import sample_completions
 from tests.helpers.tiny_run import build_checkpoint, constant, make_config, token_sum
 
 

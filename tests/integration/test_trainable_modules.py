@@ -11,7 +11,7 @@ from torch import nn
 
 from rl_vlm.errors import ConfigError
 from rl_vlm.grpo_trainer import GRPOTrainer
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from tests.helpers.builders import make_policy
 from tests.helpers.family_parity import Parity, case_groups, scores, stock_scores
 from tests.helpers.resuming import assert_same_run, config_of, resumed, train_until

@@ -15,10 +15,10 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError
-from rl_vlm.evaluation import Evaluation, Evaluator
+from rl_vlm.evaluation.evaluator import Evaluation, Evaluator
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_model
-from rl_vlm.run import Run, train
+from rl_vlm.run.run import Run, train
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Forward, MicroBatch, SubGroup
 from tests.helpers import tiny_run

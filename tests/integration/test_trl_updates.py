@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rl_vlm.run import Run
+from rl_vlm.run.run import Run
 from tests.helpers import tiny_run, trl_oracle
 
 pytestmark = pytest.mark.ci

@@ -16,7 +16,7 @@ from rl_vlm.rollout.partial import InFlight, roll_on
 from rl_vlm.rollout.vllm.arguments import engine_arguments
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from rl_vlm.types import RolloutRequest
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint

@@ -22,7 +22,7 @@ from rl_vlm.rollout.vllm.preemptions import totals_of_servers
 from rl_vlm.rollout.vllm.process import ServerProcess, free_port
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.run import train
+from rl_vlm.run.run import train
 from rl_vlm.types import RolloutRequest
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rl_vlm.errors import DataError
-from rl_vlm.serving import batches
-from rl_vlm.serving.batches import Batches, Stopping
+from rl_vlm.tools.serving import batches
+from rl_vlm.tools.serving.batches import Batches, Stopping
 from rl_vlm.types import Group, Prompt, RolloutRequest, Sample, Sampling
 
 GREEDY = Sampling(1, 4, 0.0, 0)

@@ -9,7 +9,7 @@ import pytest
 from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
-from rl_vlm.serving.checkpoint import find_served
+from rl_vlm.tools.serving.checkpoint import find_served
 from tests.helpers.tiny_run import make_config
 
 

@@ -8,8 +8,8 @@ import torch
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.images import image_urls
-from rl_vlm.serving.protocol import APIError, ChatAnswer, Choice, read_request
-from rl_vlm.serving.service import check_served, to_choice, to_sample, to_sampling
+from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, Choice, read_request
+from rl_vlm.tools.serving.service import check_served, to_choice, to_sample, to_sampling
 from rl_vlm.types import Completion, Sample
 from tests.helpers.builders import noise_image
 

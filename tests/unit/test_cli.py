@@ -44,7 +44,7 @@ def test_an_evaluation_sets_the_allocator_before_it_starts(config, capsys, monke
         assert configured == [config]
         raise ConfigError("started")
 
-    monkeypatch.setattr("rl_vlm.evaluation.compare_checkpoints", compare)
+    monkeypatch.setattr("rl_vlm.evaluation.run.compare_checkpoints", compare)
     assert cli.main(["eval", config]) == 2
     assert "started" in capsys.readouterr().err
 
@@ -197,8 +197,8 @@ def test_an_error_of_one_process_alone_is_printed_by_it(config, capsys, monkeypa
 @pytest.mark.parametrize(("rank", "shown"), [("0", "loading\ncareful\n"), ("1", "careful\n")])
 def test_the_log_is_shown_while_a_command_runs(config, capsys, monkeypatch, rank, shown):
     def command(*_):
-        logging.getLogger("rl_vlm.run").info("loading")
-        logging.getLogger("rl_vlm.run").warning("careful")
+        logging.getLogger("rl_vlm.run.run").info("loading")
+        logging.getLogger("rl_vlm.run.run").warning("careful")
         logging.getLogger("transformers").info("nothing")
 
     monkeypatch.setenv("RANK", rank)
@@ -220,7 +220,7 @@ def test_the_log_is_shown_while_a_command_runs(config, capsys, monkeypatch, rank
 )
 def test_ctrl_c_ends_a_command_without_frames(config, name, said, capsys, monkeypatch, tmp_path):
     def interrupted(*_):
-        import rl_vlm.run  # noqa: F401 — as the command does
+        import rl_vlm.run.run  # noqa: F401 — as the command does
 
         raise KeyboardInterrupt
 

@@ -14,16 +14,16 @@ from PIL import Image
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
-from rl_vlm.doctor import environment, smoke
-from rl_vlm.doctor.constant import check_constant_rewards
-from rl_vlm.doctor.duplicates import find_common_picture, find_duplicates
-from rl_vlm.doctor.findings import Diagnosis, Finding, Severity
-from rl_vlm.doctor.golds import check_gold_lengths, check_golds
-from rl_vlm.doctor.report import report_text
-from rl_vlm.doctor.rows import Split, inspect_rows, kind_of, row_findings, usable_rows
-from rl_vlm.doctor.settings import high_learning_rate, unusual_temperature
 from rl_vlm.errors import Stopped
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.tools.checks import environment, smoke
+from rl_vlm.tools.checks.constant import check_constant_rewards
+from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
+from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+from rl_vlm.tools.checks.golds import check_gold_lengths, check_golds
+from rl_vlm.tools.checks.report import report_text
+from rl_vlm.tools.checks.rows import Split, inspect_rows, kind_of, row_findings, usable_rows
+from rl_vlm.tools.checks.settings import high_learning_rate, unusual_temperature
 from tests.helpers.tiny_run import make_config
 
 LENGTH = f"{__name__}:length"

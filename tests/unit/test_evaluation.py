@@ -9,10 +9,10 @@ import pytest
 
 from rewards.text import answer_text
 from rl_vlm.errors import ConfigError
-from rl_vlm.eval_options import checkpoint_names
 from rl_vlm.evaluation.directory import Chunk
 from rl_vlm.evaluation.evaluator import Throughput
 from rl_vlm.evaluation.figures import answer, bootstrap_interval, majority_at, pass_at, summarise, summarise_by
+from rl_vlm.evaluation.options import checkpoint_names
 from rl_vlm.log.progress_bar import ProgressBar
 
 

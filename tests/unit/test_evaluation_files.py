@@ -12,9 +12,9 @@ from PIL import Image
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import ConfigError, DataError
-from rl_vlm.eval_options import SuccessRange, success_range
 from rl_vlm.evaluation.difficulty import success_rates, write_selected_rows
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
+from rl_vlm.evaluation.options import SuccessRange, success_range
 from rl_vlm.reward.suite import RewardSuite
 
 FIRST = Chunk([{"row": 0, "reward": 0.1}, {"row": 1, "reward": None}], {"exact_match/nan": 1})

@@ -16,12 +16,12 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
-from rl_vlm.export import write
-from rl_vlm.export.card import Export, model_card
-from rl_vlm.export.source import Source, find_source
-from rl_vlm.export.write import form_of, refuse_other_content
 from rl_vlm.log.private import for_everyone
-from rl_vlm.report.read import Record
+from rl_vlm.tools.export import write
+from rl_vlm.tools.export.card import Export, model_card
+from rl_vlm.tools.export.source import Source, find_source
+from rl_vlm.tools.export.write import form_of, refuse_other_content
+from rl_vlm.tools.report.read import Record
 from tests.helpers.run_directory import write_run
 
 HUB_BASE = "Qwen/Qwen2.5-VL-7B-Instruct"

@@ -26,8 +26,8 @@ from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.functions import live
 from rl_vlm.grpo_trainer import GRPOTrainer
-from rl_vlm.live import live
 from rl_vlm.passes.allocator import VARIABLES
 from rl_vlm.reward.suite import RewardSuite
 from tests.helpers.tiny_run import token_sum
@@ -243,7 +243,7 @@ def test_the_log_is_shown_in_a_session_without_handlers(tmp_path: Path):
     program = (
         "import logging\n{before}\nfrom rl_vlm import GRPOTrainer\n"
         "with GRPOTrainer('some/model', prompts_per_step=2)._prepared():\n"
-        "    logging.getLogger('rl_vlm.run').info('resuming from checkpoint-3')\n"
+        "    logging.getLogger('rl_vlm.run.run').info('resuming from checkpoint-3')\n"
     )
 
     def stderr(before: str) -> str:
@@ -342,7 +342,7 @@ def test_the_report_is_shown_in_a_frame_or_by_its_path(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("is_deferred", [True, False])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_is_raised_as_in_other_python_programs(number, error, is_deferred, monkeypatch, tmp_path):
-    def train(config: RunConfig) -> dict[str, Any]:
+    def train(config: RunConfig, instruments: Any) -> dict[str, Any]:
         with stop.deferred(60.0) if is_deferred else nullcontext():
             os.kill(os.getpid(), number)
             end = time.monotonic() + 10
@@ -351,7 +351,7 @@ def test_a_signal_is_raised_as_in_other_python_programs(number, error, is_deferr
         return {}
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("rl_vlm.run.train", train)
+    monkeypatch.setattr("rl_vlm.run.run.train", train)
     with pytest.raises(error) as raised:
         trainer(output_dir=tmp_path).train()
     assert getattr(raised.value, "code", None) == (143 if error is SystemExit else None)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.functions import LoadError, load_function, names_function
-from rl_vlm.live import content_of, label_of, live, live_name
+from rl_vlm.config.function_names import live_name, names_function
+from rl_vlm.functions import LoadError, content_of, label_of, live, load_function
 
 
 def test_a_name_has_the_first_digits_of_the_sha256():
@@ -134,7 +134,7 @@ def test_labels():
 
 
 PROGRAM = """
-from rl_vlm.live import content_of
+from rl_vlm.functions import content_of
 class Sum:
     words = {'a', 'b', 'c', 'd', 'e'}
     def __call__(self, c): return [t for t in c if t in {'a', 'b', 'c', 'd', 'e'}]

@@ -9,11 +9,11 @@ import pytest
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
-from rl_vlm.doctor.findings import Diagnosis
-from rl_vlm.doctor.golds import check_golds
-from rl_vlm.doctor.rows import Split, inspect_rows, usable_rows
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.reward_check.check import check_rewards
+from rl_vlm.tools.checks.findings import Diagnosis
+from rl_vlm.tools.checks.golds import check_golds
+from rl_vlm.tools.checks.rewards.check import check_rewards
+from rl_vlm.tools.checks.rows import Split, inspect_rows, usable_rows
 
 FOLDER = Path(__file__).parents[1] / "data" / "public_rewards"
 NUM_ROWS = 8

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.resume import read_own_state
 from rl_vlm.rollout.redistribute import redistributed
+from rl_vlm.run.resume import read_own_state
 
 LOADER = {"cursor": 24, "num_rows": 12, "seed": 0, "shuffle": True}
 

@@ -19,13 +19,13 @@ from rl_vlm.errors import ConfigError
 from rl_vlm.log.completions import write_rows
 from rl_vlm.log.images import PromptImages, is_kept
 from rl_vlm.log.starts import append_start, command_line, read_starts
-from rl_vlm.report.build import LiveReport, build_page, different_settings, reasons, write_report
-from rl_vlm.report.curves import T_95, Chart, Point, Series, charts_of, stages_chart, thinned, window_points
-from rl_vlm.report.diversity import diversity_of
-from rl_vlm.report.draw import draw, number, round_numbers
-from rl_vlm.report.read import Record, own_names, read_records, read_windows
-from rl_vlm.report.rollouts import browser_data, choose_groups, cut, data_uri, described_text, length_limit
-from rl_vlm.report.verdict import bootstrap_change, both_ends, changed, fault_counts, verdict_of
+from rl_vlm.tools.report.build import LiveReport, build_page, different_settings, reasons, write_report
+from rl_vlm.tools.report.curves import T_95, Chart, Point, Series, charts_of, stages_chart, thinned, window_points
+from rl_vlm.tools.report.diversity import diversity_of
+from rl_vlm.tools.report.draw import draw, number, round_numbers
+from rl_vlm.tools.report.read import Record, own_names, read_records, read_windows
+from rl_vlm.tools.report.rollouts import browser_data, choose_groups, cut, data_uri, described_text, length_limit
+from rl_vlm.tools.report.verdict import bootstrap_change, both_ends, changed, fault_counts, verdict_of
 from rl_vlm.types import Sample
 from tests.helpers.run_directory import SETTINGS, completion_row, write_run
 
@@ -329,7 +329,7 @@ def test_groups_at_even_distances_of_a_large_evaluation_are_read(tmp_path: Path,
     read = lambda most: read_windows([tmp_path / "completions.parquet"], most, [])  # noqa: E731
     assert [len(found) for found, _ in map(read, (18, 9, 6))] == [18, 10, 6]
     assert [row["sample_id"] for row in read(6)[0][::2]] == ["row-0", "row-3", "row-6"]
-    monkeypatch.setattr("rl_vlm.report.read.MOST_BYTES", 1000)
+    monkeypatch.setattr("rl_vlm.tools.report.read.MOST_BYTES", 1000)
     assert len(read(18)[0]) < 18 and read(18)[1] == 18
 
 
@@ -411,23 +411,23 @@ def test_boxes_and_logged_values_have_budgets(tmp_path: Path, monkeypatch: pytes
     records = read_records([write_run(tmp_path / "run", settings, more)])
     rows = [row for group in browser_data(records)["groups"] for row in group["rows"]]
     assert [(len(row["regions"]), len(row["logged"])) for row in rows] == [(4, 2)] * 8
-    monkeypatch.setattr("rl_vlm.report.rollouts.ALL_REGIONS", 8)
-    monkeypatch.setattr("rl_vlm.report.rollouts.CELL_BYTES", 8 * 210 + 4 * 40)
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.ALL_REGIONS", 8)
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.CELL_BYTES", 8 * 210 + 4 * 40)
     rows = [row for group in browser_data(records)["groups"] for row in group["rows"]]
     assert [len(row["regions"]) for row in rows] == [1] * 8
     assert [row["logged"]["…"] for row in rows] == ["1 more left out"] * 8
-    monkeypatch.setattr("rl_vlm.report.rollouts.REGION_SECONDS", 0.0)
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.REGION_SECONDS", 0.0)
     data = browser_data(records)
     assert data["numUnread"] == 8 and not any(row["regions"] for group in data["groups"] for row in group["rows"])
 
 
 def test_an_image_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (record,) = read_records([write_run(tmp_path / "run")])
-    monkeypatch.setattr("rl_vlm.report.rollouts.MOST_PIXELS", 40 * 20 - 1)
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_PIXELS", 40 * 20 - 1)
     assert browser_data([record])["images"] == []
-    monkeypatch.setattr("rl_vlm.report.rollouts.MOST_PIXELS", 40 * 20)
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_PIXELS", 40 * 20)
     assert len(browser_data([record])["images"]) == 2
-    monkeypatch.setattr("rl_vlm.report.rollouts.MOST_FILE_BYTES", 100)
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_FILE_BYTES", 100)
     assert browser_data([record])["images"] == []
 
 
@@ -439,7 +439,7 @@ def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "completions" / "images" / "link.jpg").symlink_to(outside)
     os.mkfifo(folder / "completions" / "images" / "pipe.jpg")
     opened = []
-    monkeypatch.setattr("rl_vlm.report.rollouts.data_uri", lambda path: opened.append(path) or "data:")
+    monkeypatch.setattr("rl_vlm.tools.report.rollouts.data_uri", lambda path: opened.append(path) or "data:")
     (group, *_) = browser_data(read_records([folder]))["groups"]
     assert [path.resolve() for path in opened] == [folder / "completions" / "images" / "0.jpg"]
     assert group["images"] == [None] * len(names) + [0, None]
@@ -456,7 +456,7 @@ def test_ranks_record_the_command_of_their_launcher(tmp_path: Path):
 
 def test_a_report_is_not_due_right_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     built = []
-    monkeypatch.setattr("rl_vlm.report.build.write_folder_report", lambda *_: not built.append(1))
+    monkeypatch.setattr("rl_vlm.tools.report.build.write_folder_report", lambda *_: not built.append(1))
     clock = iter([0.0, 14.0, 15.0, 20.0, 269.0, 270.0, 270.0])  # a build of 5 s is followed by 250 s without one
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     report = LiveReport(tmp_path)

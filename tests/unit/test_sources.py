@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rl_vlm.sources import FunctionSource, read_source
+from rl_vlm.config.function_source import FunctionSource, read_source
 
 LOSS = '''
 import torch

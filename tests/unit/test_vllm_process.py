@@ -9,7 +9,7 @@ from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.rollout.vllm import process as vllm_process
 from rl_vlm.rollout.vllm.process import ServerProcess, flags, free_port, server_environment, start_servers
-from rl_vlm.serving.server import ChatServer
+from rl_vlm.tools.serving.server import ChatServer
 
 HOST = "127.0.0.1"
 

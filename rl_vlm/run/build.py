@@ -1,0 +1,307 @@
+"""The parts of a training run on one rank, built in the order in which they need each other.
+
+processes ─ lock the directory, read the checkpoint ─ reward functions ─ rows ─► Data
+policy, reference ─ optimizer ─ rollout engine ─ collector ─ evaluator ─► Trainer
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_vlm.algorithm.own_loss import check_own_loss
+from rl_vlm.checkpoint import store
+from rl_vlm.checkpoint.random_states import seed_random_generators
+from rl_vlm.config.batches import BatchPlan, endless_warmup, plan_batches, total_optimizer_steps
+from rl_vlm.config.changes import function_sources
+from rl_vlm.config.data_sources import data_sources
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.check import UsableRows, fitting_rows
+from rl_vlm.data.fingerprint import data_fingerprint
+from rl_vlm.data.loader import PromptLoader, PromptSource
+from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
+from rl_vlm.data.sampler import PromptSampler
+from rl_vlm.distributed.optimizer import Optimizer
+from rl_vlm.distributed.progress import SignOfLife
+from rl_vlm.distributed.ranks import Ranks, joined
+from rl_vlm.distributed.strategy import Strategy, select_strategy
+from rl_vlm.distributed.trackers import Trackers
+from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.evaluation.evaluator import Evaluator
+from rl_vlm.log.completions import CompletionsLog
+from rl_vlm.log.directory import RunDirectory
+from rl_vlm.log.files import lock_directory
+from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
+from rl_vlm.model.fingerprint import model_fingerprint
+from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
+from rl_vlm.model.policy import Policy
+from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
+from rl_vlm.model.sharding import (
+    refuse_initialisation,
+    refuse_quantization,
+    refuse_unlike_weights,
+    refuse_unshardable,
+    require_input_gradients,
+)
+from rl_vlm.model.vision import idle_sample
+from rl_vlm.passes.budget import PlannedBudget, TokenBudget
+from rl_vlm.passes.calibration import MicroBatchPeaks
+from rl_vlm.passes.changes import append_change
+from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.peaks import allocated_bytes
+from rl_vlm.passes.recovery import Recovery
+from rl_vlm.plan.auto import start_budget
+from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.rollout.balance import cost_of_groups
+from rl_vlm.rollout.build import gathering, training_engine
+from rl_vlm.rollout.collector import Collector
+from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.scoring import checked_rows, choose_forms
+from rl_vlm.rollout.weights import PolicyWeights
+from rl_vlm.run.instrument import Instrument, MakeInstrument, Observed
+from rl_vlm.run.resume import SavedRun
+from rl_vlm.stages import Stage, Stages
+from rl_vlm.trainer import Trainer
+from rl_vlm.types import Progress, Prompt
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+NUM_PLANNED = 8
+"""Rows whose prompts `micro_batch_tokens: auto` plans with."""
+
+NUM_LARGEST = 16
+"""Rows with the most pixels, and rows with the longest texts, whose prompts are held against the token budget."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training rows, and what prompts are built with."""
+
+    usable: UsableRows
+    initial: str
+    """The checkpoint that the run starts from."""
+    processor: ProcessorMixin
+    builder: PromptBuilder
+    fingerprints: dict[str, str]
+    """Those of the rows and of the initial checkpoint, on the main process."""
+
+    def largest_prompts(self) -> dict[str, Prompt]:
+        """Return the prompts of the rows with the largest images and longest texts, by the names of the rows."""
+        prompts = {}
+        for index in self.usable.largest(NUM_LARGEST):
+            with suppress(DataError):  # raised when it is drawn
+                prompts[self.usable.rows.place(index)] = build_prompt(self.usable.rows, index, self.builder)
+        return prompts
+
+    def first_prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of the first `NUM_PLANNED` rows that can be built, to plan with."""
+        return islice(self.prompts(), NUM_PLANNED)
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of the rows that can be built."""
+        for index in self.usable.indices:
+            with suppress(DataError):  # raised, or the row left out, when it is drawn
+                yield build_prompt(self.usable.rows, index, self.builder)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a run needs. `SavedRun` is the checkpoint to restore, which only the policy has loaded."""
+
+    ranks: Ranks
+    strategy: Strategy
+    directory: RunDirectory
+    saved: SavedRun | None
+    trackers: Trackers
+    rewards: RewardSuite
+    data: Data
+    evaluator: Evaluator | None
+    collector: Collector
+    trainer: Trainer
+    budget: TokenBudget
+    instruments: list[Instrument]
+    sources: dict[str, str]
+    """Digests of the users' functions that checkpoints record, by setting."""
+
+
+def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[MakeInstrument] = ()) -> Parts:
+    """Build the parts of a run; `opened` closes them. Raises RLVLMError if they cannot be built."""
+    ranks = opened.enter_context(joined(config.train))
+    with ranks.agree():
+        strategy = select_strategy(ranks, config)
+        plan = plan_batches(config, ranks.world_size)
+    directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
+    saved = open_directory(config, directory, ranks, opened)
+    with ranks.agree():
+        trackers = Trackers(config.log, config.train.output_dir)
+        opened.callback(trackers.close)
+        seed_random_generators(config.train.seed)
+        check_own_loss(config.algorithm)
+        sources = function_sources(config)
+        rewards = opened.enter_context(RewardSuite(config.rewards))
+    data = load_data(config, saved, rewards, ranks)
+    planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
+    with ranks.agree():
+        observed = Observed(config, ranks, directory.path, memory_plan)
+        made = [instrument for make in instruments if (instrument := make(observed)) is not None]
+    stages = Stages(SignOfLife(), *made)
+    with stages.run(Stage.LOAD):
+        policy, reference = load_models(config, saved, data, strategy, ranks)
+    for instrument in made:
+        instrument.attach(policy)
+    num_steps = total_optimizer_steps(config, plan, len(data.usable))
+    if warning := endless_warmup(config.train, num_steps):
+        logger.warning("%s", warning)
+    progress = Progress(num_steps)
+    budget = TokenBudget(
+        ranks, progress, policy.vision, planned, config.memory.micro_batch_tokens,
+        partial(append_change, directory.path), smallest_max_pixels(data.processor),
+    )  # fmt: skip
+    with ranks.agree():
+        if ranks.is_main:
+            budget.check(data.largest_prompts())
+    logger.info(batch_line(plan, progress.max_steps))
+    optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
+    before = allocated_bytes()
+    engine = build_engine(config, policy, data, strategy, ranks)
+    if measures_budget(config, planned, ranks):
+        of_micro_batches = MicroBatchPeaks(observed.peaks, of_engine=allocated_bytes() - before)
+        stages = stages.with_listener(of_micro_batches)
+        budget.correct_by(of_micro_batches)
+    cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
+    num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
+    log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
+    collector = Collector(config, ranks, build_loader(config, plan, data, ranks, budget), engine, rewards, log, cost)
+    opened.callback(collector.close)
+    evaluator = build_evaluator(config, ranks, data, engine, rewards, log)
+    passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
+    trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
+    return Parts(
+        ranks, strategy, directory, saved, trackers, rewards, data, evaluator, collector, trainer, budget, made,
+        sources,
+    )  # fmt: skip
+
+
+def measures_budget(config: RunConfig, planned: PlannedBudget, ranks: Ranks) -> bool:
+    """Return whether the budget is from a memory plan for a GPU, and is corrected by measured peaks."""
+    return config.memory.micro_batch_tokens == "auto" and planned.available is not None and ranks.device.type == "cuda"
+
+
+def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, opened: ExitStack) -> SavedRun | None:
+    """Lock the run directory until `opened` closes, and read the checkpoint to resume from, if any."""
+    resumed = None
+    with ranks.agree():
+        if ranks.is_main:
+            opened.enter_context(lock_directory(directory.path))
+            directory.refuse_wrong_kinds()
+            resumed = store.find(config.train.resume_from_checkpoint, directory.path)
+            directory.refuse_another_run(config, resumed)
+    resumed = ranks.gather([resumed])[0]
+    with ranks.agree():
+        if not directory.is_visible:
+            raise ConfigError(
+                f"train.output_dir: process {ranks.rank} does not see {directory.path}, where process 0 writes: all "
+                "processes need the same directory, on a file system that they share"
+            )
+        return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
+
+
+def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, ranks: Ranks) -> Data:
+    """Load and check the training rows, and choose the forms in which reward functions get completions."""
+    names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
+    logger.info("loading the training data %s", names)
+    usable = checked_rows(config, "train", rewards, ranks)
+    initial = initial_checkpoint(config, ranks)
+    processor = load_processor(initial, config.model, config.data)
+    builder = PromptBuilder(processor, config.data, longest_prompt(config, initial))
+    usable = fitting_rows(usable, builder, config.data.max_prompt_length)
+    fingerprints = checked_fingerprints(config, saved, usable, initial, ranks)
+    if saved is None or "rewards.reward_funcs" in saved.changes:
+        choose_forms(rewards, usable, ranks)
+    else:
+        rewards.use_forms(saved.own_state["reward_forms"])
+    logger.info(rows_line(len(usable), len(usable.dropped)))
+    return Data(usable, initial, processor, builder, fingerprints)
+
+
+def checked_fingerprints(
+    config: RunConfig, saved: SavedRun | None, usable: UsableRows, initial: str, ranks: Ranks
+) -> dict[str, str]:
+    """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""
+    fingerprints: dict[str, str] = {}
+    with ranks.agree():
+        if ranks.is_main:
+            fingerprints = {
+                "training data": data_fingerprint(usable.rows, usable.indices),
+                "initial model": model_fingerprint(initial, config.model),
+            }
+            if saved:
+                saved.check_fingerprints(fingerprints)
+    return fingerprints
+
+
+def load_models(
+    config: RunConfig, saved: SavedRun | None, data: Data, strategy: Strategy, ranks: Ranks
+) -> tuple[Policy, Reference | None]:
+    """Load the policy and, if the KL term needs one, the reference; place both on the ranks' devices."""
+    resumed = saved.path if saved else None
+    if config.memory.activation_offloading and ranks.device.type == "cpu":
+        raise ConfigError("memory.activation_offloading: activations are in host memory on a CPU; leave it out")
+    idle_prompt = data.builder.build(idle_sample()) if strategy.is_sharded else None
+    logger.info(loading_line(config, ranks.device))
+    if strategy.equal_calls:
+        refuse_initialisation(config.model, strategy.name)
+        refuse_quantization(config.model, strategy.name)
+    with ranks.agree():
+        policy = load_policy(config, data.initial, resumed, idle_prompt, empty=strategy.loads_empty)
+    if strategy.equal_calls:
+        refuse_unlike_weights(policy, ranks)
+        refuse_unshardable(policy, strategy.name)
+        require_input_gradients(policy)
+        share_weight_names(policy.transformer, ranks)
+    add_initial_adapter(config, data.initial, policy)
+    logger.info(parameters_line(policy))
+    strategy.place(policy)
+    with ranks.agree():
+        reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
+    if reference is not None and reference.frozen is not None:
+        if strategy.equal_calls:
+            share_weight_names(reference.frozen.transformer, ranks)
+        strategy.place_frozen(reference.frozen)
+    return policy, reference
+
+
+def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strategy, ranks: Ranks) -> SyncedEngine:
+    """Build the rollout engine, which is sent the policy's weights."""
+    weights = PolicyWeights(policy, config.rollout.lora_sync)
+    engine = training_engine(config, data.initial, weights, data.builder, ranks)
+    return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
+
+
+def build_evaluator(
+    config: RunConfig, ranks: Ranks, data: Data, engine: SyncedEngine, rewards: RewardSuite, log: CompletionsLog
+) -> Evaluator | None:
+    """Build the evaluator of the held-out rows, if there are any."""
+    if config.data.eval_dataset_name is None:
+        return None
+    folder = log.images.folder if log.images else None
+    return Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered, image_folder=folder)
+
+
+def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, budget: TokenBudget) -> PromptLoader:
+    """Build the loader of this rank's prompts, with its sampler."""
+    source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
+    sampler = PromptSampler(
+        len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
+        ranks.rank, ranks.world_size, data.usable.shares(),
+    )  # fmt: skip
+    return PromptLoader(source, sampler, plan.steps_per_window, config.data, budget.check)

@@ -1,0 +1,147 @@
+"""What a run needs of the machine: versions of packages, ports, shared memory, and free disk space."""
+
+from __future__ import annotations
+
+import math
+import platform
+import shutil
+import socket
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from packaging.requirements import Requirement
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import RolloutError
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.sharding import state_bytes
+from rl_vlm.plan.weights import Weights
+from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
+from rl_vlm.tools.checks.findings import Diagnosis, Finding
+
+SHOWN = ("torch", "transformers", "accelerate", "peft", "vllm", "deepspeed")
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED = GIB
+"""Shared memory below which workers and vLLM often fail. Docker gives a container 64 MiB if it is not told more."""
+
+
+def check_environment(config: RunConfig, diagnosis: Diagnosis) -> None:
+    """Check packages, ports and shared memory."""
+    installed = installed_versions()
+    shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
+    diagnosis.checked.append(f"versions: {', '.join([f'python {platform.python_version()}', *shown])}")
+    diagnosis.findings += wrong_versions(requires("rl-vlm") or [], installed)
+    diagnosis.findings += unreachable_servers(config)
+    diagnosis.findings += small_shared_memory(config)
+    if config.rollout.facts.uses_servers and not config.vllm.vllm_server_base_url:
+        try:
+            ports = {free_port(LOOPBACK) for _ in range(config.vllm.vllm_num_servers + 1)}
+            diagnosis.checked.append(f"ports for servers and for weights: {len(ports)} can be opened on {LOOPBACK}")
+        except RolloutError as error:
+            diagnosis.findings.append(
+                Finding("error", "no free port", str(error), "Stop what holds the ports of this machine.")
+            )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that rl-vlm requires, and of those that its extras name."""
+    found = {}
+    for name in {Requirement(text).name for text in requires("rl-vlm") or []}:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> list[Finding]:
+    """Return a finding for each package that is missing or has a version which rl-vlm does not work with.
+
+    A package of an extra may be missing.
+    """
+    findings = []
+    for requirement in map(Requirement, requirements):
+        found = installed.get(requirement.name)
+        is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        if is_extra if found is None else requirement.specifier.contains(found, prereleases=True):
+            continue
+        needed = f"{requirement.name}{requirement.specifier}"
+        what = f"{requirement.name} {found or 'is not installed'}; rl-vlm needs {needed}"
+        findings.append(Finding("error", "package version", what, f"pip install '{needed}'"))
+    return findings
+
+
+def old_transformers(model_type: str, installed: str) -> list[Finding]:
+    """Return a finding if the family's model is not right in this version of transformers."""
+    family = FAMILIES.get(model_type)
+    if family is None or family.is_available:
+        return []
+    what = f"{model_type} needs transformers {family.since}; {installed} is installed"
+    return [Finding("error", "package version", what, f"pip install 'transformers>={family.since}'")]
+
+
+def unreachable_servers(config: RunConfig) -> list[Finding]:
+    """Return a finding for each server to join that does not accept connections."""
+    findings = []
+    for url in config.vllm.vllm_server_base_url if config.rollout.facts.uses_servers else []:
+        address = urlsplit(url)
+        try:
+            port = address.port or (443 if address.scheme == "https" else 80)
+            socket.create_connection((address.hostname or "", port), timeout=5).close()
+        except (OSError, ValueError) as error:
+            what = f"the server {url} cannot be reached: {error}"
+            findings.append(Finding("error", "server", what, "Start it with `rl-vlm serve`, or correct its address."))
+    return findings
+
+
+def small_shared_memory(config: RunConfig) -> list[Finding]:
+    """Return a finding if data workers or vLLM need shared memory and there is little of it."""
+    uses = config.data.dataloader_num_workers > 0 or config.rollout.facts.passes_shared_memory
+    if not uses or not SHARED_MEMORY.is_dir():
+        return []
+    free = free_bytes(SHARED_MEMORY)
+    if free >= LEAST_SHARED:
+        return []
+    what = f"{SHARED_MEMORY} has {free // 2**20} MiB free, and data workers and vLLM pass tensors through it"
+    remedy = "Give the container more (docker run --shm-size=8g, or --ipc=host), or set data.dataloader_num_workers: 0."
+    return [Finding("warning", "shared memory", what, remedy)]
+
+
+def check_disk(config: RunConfig, weights: Weights, num_steps: int, diagnosis: Diagnosis) -> None:
+    """Compare the free space for `output_dir` with one checkpoint, and with all that the run keeps."""
+    path = Path(config.train.output_dir).absolute()
+    free = free_bytes(path)
+    one, kept = checkpoint_bytes(config, weights), num_kept(config, num_steps)
+    needed = one * kept
+    figures = f"{path}: {gib(free)} free; a checkpoint takes {gib(one)}, and {kept} are on disk at once: {gib(needed)}"
+    if free >= needed:
+        diagnosis.checked.append(f"disk space of {figures}")
+        return
+    remedy = "Free space, choose another train.output_dir, or set train.save_total_limit or a larger train.save_steps."
+    diagnosis.findings.append(Finding("error" if free < one else "warning", "disk space", figures, remedy))
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system that a path is on, or will be."""
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def checkpoint_bytes(config: RunConfig, weights: Weights) -> int:
+    """Return the bytes of one checkpoint: the model or its adapter, the optimizer, and a reference that moves."""
+    model = weights.trained_bytes if config.model.use_peft else weights.bytes
+    reference = weights.reference_bytes if config.algorithm.sync_ref_model else 0
+    return model + state_bytes(weights, config.train.optim) + reference
+
+
+def num_kept(config: RunConfig, num_steps: int) -> int:
+    """Return the most checkpoints that are on disk at once: an old one is deleted after a new one is written."""
+    train = config.train
+    written = math.ceil(num_steps / train.save_steps) if train.save_steps else 1
+    return min(written, train.save_total_limit + 1) if train.save_total_limit else written
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,206 @@
+"""Gold answers: whether their own reward functions give them the most that they give, and whether prompts hold them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_vlm.data.samples import ParsedRow, Rows
+from rl_vlm.errors import listed, shorten
+from rl_vlm.reward.function import Reward
+from rl_vlm.reward.golds import (
+    PROBED,
+    GoldScore,
+    columns_to_write,
+    find_reading,
+    gives_less_than_zero,
+    gold_columns,
+    gold_scores,
+    reads_images,
+    shortest_gold,
+    spread_over,
+    usual_columns,
+    why_not_scored,
+)  # fmt: skip
+from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.tools.checks.boxes import box_findings
+from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.rows import Split
+from rl_vlm.types import Sample
+
+AT_ONCE = 256
+"""Rows that a reward function is called on at once."""
+USUAL = 0.5
+"""Fraction of the rows from which on the highest score is taken for what a right answer gets. A function that scores
+fewer rows so may well depend on lengths."""
+
+NO_GOLD = "Fill the column, leave the row out, or add a reward function that applies to it."
+FAILS = "Correct the gold answer or the function: completions on which it fails are masked."
+BELOW = "Correct the gold answer, or its form: the model cannot learn an answer that its reward refuses."
+CONSTANT = "Check data.columns: a model that always gives this answer has every reward."
+UNREAD = "Write the file again, or leave the row out: the other rows were not scored."
+LONG = "Raise rollout.max_completion_length, or leave the row out: no completion can give this answer."
+GIVEN = "Leave the answer out of the prompt."
+
+
+def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosis) -> None:
+    """Check the gold answers of the rows that can be used."""
+    rows, used = split.rows, split.usable.indices
+    golds = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
+    if not golds or not used:
+        return
+    scored: dict[str, list[GoldScore]] = {}
+    subtracts: dict[str, bool] = {}
+    all_scored = True
+    for suite in suites:
+        (reward,), columns = suite.functions, gold_columns(rows.columns, suite.functions)
+        if not columns:
+            continue
+        if reason := why_not_scored(reward):
+            diagnosis.not_checked.append(f"gold answers of {rows.name} under {reward.name}: {reason}")
+            all_scored = False
+            continue
+        with diagnosis.noting("gold answers", UNREAD):
+            scored[reward.name] = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))
+            subtracts[reward.name] = gives_less_than_zero(reward, example_of(rows, used[0], reward))
+        if reward.name not in scored:
+            all_scored = False
+            continue
+        diagnosis.checked.append(f"gold answers of {rows.name} under {reward.name}")
+    for name, scores in scored.items():
+        diagnosis.findings += score_findings(rows, used, golds, name, scores, subtracts[name])
+    if all_scored and scored:
+        diagnosis.findings += missing_golds(rows, used, golds, list(scored.values()))
+    diagnosis.findings += column_findings(rows, used, golds)
+    diagnosis.findings += box_findings(rows, used, golds)
+
+
+def check_gold_lengths(
+    split: Split, suites: Sequence[RewardSuite], tokenizer: Any, limit: int, diagnosis: Diagnosis
+) -> None:
+    """Note a finding for each gold answer that has more tokens than a completion."""
+    rows = split.rows
+    named = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
+    golds = usual_columns(rows.columns) or named
+    for row in split.usable.indices if golds else ():
+        answer = shortest_gold(rows.parse(row).columns, golds)
+        if len(answer.encode("utf-8", "replace")) <= limit:  # no tokenizer makes more tokens than bytes
+            continue
+        num_tokens = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        if num_tokens > limit:
+            what = (
+                f"{rows.place(row)}: its gold answer has {num_tokens} tokens, more than rollout.max_completion_length "
+                f"{limit}: {shorten(answer, 80)}"
+            )
+            diagnosis.findings.append(
+                Finding("warning", "gold answer longer than a completion", what, LONG, rows.name, row)
+            )
+
+
+def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
+    """Return the score of each row's gold answer. Images are decoded for functions that read them."""
+    reward.form = reward.find_form(example_of(rows, used[0], reward))
+    probed = [example_of(rows, row, reward) for row in spread_over(used, PROBED)]
+    reading = find_reading(reward, probed, columns, rows.columns)
+    samples = (example_of(rows, row, reward) for row in used)
+    return [score for part in in_parts(samples) for score in gold_scores(reward, part, columns, reading, rows.columns)]
+
+
+def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples in lists of `AT_ONCE`."""
+    part: list[Sample] = []
+    for sample in samples:
+        part.append(sample)
+        if len(part) == AT_ONCE:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
+    """Return a row as a sample. Its images are read if the function reads them."""
+    if reads_images(reward):
+        return rows[row]
+    parsed = rows.parse(row)
+    return Sample(rows.sample_ids[row], parsed.messages, [], parsed.columns, parsed.prompt)
+
+
+def score_findings(
+    rows: Rows, used: Sequence[int], golds: Sequence[str], name: str, scores: Sequence[GoldScore], subtracts: bool
+) -> list[Finding]:
+    """Return the findings of one function: gold answers on which it fails, or that it scores below its maximum.
+
+    With `subtracts`, 0 may be its maximum.
+    """
+    numbers = [found.score for found in scores if found.score is not None]
+    highest = max(numbers, default=0.0)
+    is_usual = sum(number == highest for number in numbers) >= USUAL * len(numbers)
+    findings = []
+    for row, (score, fault) in zip(used, scores, strict=True):
+        if fault is not None:
+            what = f"{rows.place(row)}: {name} fails on its gold answer: {fault}"
+            findings.append(Finding("warning", "gold answer that a reward fails on", what, FAILS, rows.name, row))
+        elif score is not None and ((score <= 0 and not (subtracts and score == 0)) or (is_usual and score < highest)):
+            found = rows.parse(row).columns
+            if all(found.get(gold) is None for gold in golds):
+                what = f"{rows.place(row)}: {name} scores a row without a value for {listed(golds)}"
+                findings.append(Finding("warning", "row without a gold answer", what, NO_GOLD, rows.name, row))
+                continue
+            shown = described(found, golds)
+            what = f"{rows.place(row)}: {name} gives its gold answer {score:g}, and others {highest:g}: {shown}"
+            findings.append(
+                Finding("warning", "gold answer below the maximum of its reward", what, BELOW, rows.name, row)
+            )
+    return findings
+
+
+def missing_golds(
+    rows: Rows, used: Sequence[int], golds: Sequence[str], scores: Sequence[Sequence[GoldScore]]
+) -> list[Finding]:
+    """Return a finding for each row to which no function applies that reads a gold answer."""
+    return [
+        Finding(
+            "warning", "row without a gold answer",
+            f"{rows.place(row)}: no reward function applies to {described(rows.parse(row).columns, golds)}",
+            NO_GOLD, rows.name, row,
+        )
+        for row, found in zip(used, zip(*scores, strict=True), strict=True)
+        if all(score == GoldScore(None) for score in found)
+    ]  # fmt: skip
+
+
+def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> list[Finding]:
+    """Return the findings for gold columns with one value in all rows, and for prompts that end with their answer."""
+    values, findings = defaultdict(set), []
+    for row in used:
+        parsed = rows.parse(row)
+        for name in golds:
+            gold = parsed.columns.get(name)
+            values[name].add(repr(gold))
+            if gives_away(parsed, gold):
+                what = f"{rows.place(row)}: the prompt ends with the answer of column {name}: {shorten(gold, 80)}"
+                findings.append(Finding("warning", "prompt that ends with its answer", what, GIVEN, rows.name, row))
+    all_constant = all(len(found) == 1 for found in values.values())
+    for name, found in values.items():
+        if len(found) == 1 and len(used) > 1 and (all_constant or name == "solution"):
+            what = f"{rows.name}: column {name} is {shorten(next(iter(found)), 80)} in all {len(used)} rows"
+            findings.append(Finding("warning", "constant gold answer", what, CONSTANT, rows.name))
+    return findings
+
+
+def gives_away(parsed: ParsedRow, gold: Any) -> bool:
+    """Return whether the last text of the prompt is the gold answer in tags, or announced as the answer."""
+    texts = [block["text"] for message in parsed.messages for block in message["content"] if "text" in block]
+    answer = re.escape(str(gold).strip())
+    if gold is None or not answer or not texts:
+        return False
+    announced = rf"<answer>\s*{answer}\s*</answer>\s*|\b(answer|solution)(\s+is)?\s*[:=]?\s+{answer}[\s.]*"
+    return re.search(rf"({announced})\Z", texts[-1], re.IGNORECASE) is not None
+
+
+def described(row: dict[str, Any], golds: Sequence[str]) -> str:
+    """Describe the gold answers of a row."""
+    return ", ".join(f"{name} {shorten(repr(row.get(name)), 80)}" for name in golds)

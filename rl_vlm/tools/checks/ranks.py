@@ -1,0 +1,267 @@
+"""What differs between the ranks of a launch, before anything is loaded: every rank reports to rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config.changes import flat_settings
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.launcher import check_variables
+from rl_vlm.distributed.meeting_point import connect
+from rl_vlm.errors import ConfigError, shorten
+from rl_vlm.tools.checks.environment import installed_versions, unreachable_servers
+from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+
+LIMIT = timedelta(seconds=60)
+"""Time that a rank has for its report. Launchers on other machines may start later."""
+LARGEST_OFFSET = 1.0
+"""Seconds between two clocks that nobody need know of."""
+HASHED = 2**20
+"""Bytes at the beginning and at the end of a file that are compared."""
+MOST_FILES = 1000
+CONNECT_SECONDS = 5.0
+
+Facts = dict[str, dict[str, Any]]
+"""By kind and name, what must be the same on all ranks."""
+KINDS: dict[str, tuple[Severity, str]] = {
+    "settings": ("error", "Start every machine with the same config file and the same overrides."),
+    "packages": ("error", "Install the same versions on every machine."),
+    "files": ("error", "Copy the files of one machine to the others, or put them on a file system that all share."),
+    "device": ("warning", "Use the same kind of GPU on every machine, or plan for the smallest."),
+}
+"""Severity and remedy of a difference, by its kind."""
+CLOCK = "Set the clocks of the machines by NTP: times in logs and of files cannot be compared."
+SHARED = "Put train.output_dir on a file system that all machines share: every rank writes a part of a checkpoint."
+SILENT = "Start the command on every machine. Look for an error of this rank above, and for a firewall."
+NETWORK = (
+    "Open the ports of the machines to each other, or choose the interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME."
+)
+
+
+class Exchange:
+    """The launcher's store, at which ranks leave messages for each other."""
+
+    def __init__(self) -> None:
+        """Join the store. Raises LaunchError if the launch variables do not fit together."""
+        check_variables()
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.store = connect("doctor", LIMIT)
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a message, in types that JSON has."""
+        self.store.set(key, json.dumps(value))
+
+    def take(self, key: str) -> Any:
+        """Return a message. Raises TimeoutError if there is none after `LIMIT`."""
+        try:
+            self.store.wait([key], LIMIT)
+            return json.loads(self.store.get(key))
+        except RuntimeError as error:  # of torch's store, for which it has several classes
+            raise TimeoutError(f"no message {key} within {LIMIT.seconds} s") from error
+
+
+def examine_ranks(config: RunConfig) -> Diagnosis:
+    """Compare all ranks with rank 0. Rank 0 returns what was found, and the others a diagnosis of the same status."""
+    exchange = Exchange()
+    with listening() as port:
+        report = {"who": f"{socket.gethostname()}, process {os.getpid()}", "facts": facts_of(config)}
+        report["servers"] = [finding.what for finding in unreachable_servers(config)]
+        exchange.put(f"address/{exchange.rank}", [own_address(), port])
+        report["unreachable"] = unreachable_neighbour(exchange)
+        with shared_probe(config, exchange) as report["sees_output_dir"]:
+            report["offset"] = clock_offset(exchange)
+            exchange.put(f"report/{exchange.rank}", report)
+            return judged(exchange, report) if exchange.rank == 0 else told(exchange)
+
+
+def judged(exchange: Exchange, own: Mapping[str, Any]) -> Diagnosis:
+    """Compare the reports of all ranks with that of rank 0, and tell the others the outcome."""
+    diagnosis = Diagnosis(broken_connections("rank 0", own))
+    for rank in range(1, exchange.world_size):
+        try:
+            diagnosis.findings += differences(rank, exchange.take(f"report/{rank}"), own)
+        except TimeoutError:
+            what = f"rank {rank} has not reported within {LIMIT.seconds} s"
+            diagnosis.findings.append(Finding("error", "silent rank", what, SILENT))
+    compared = ", ".join(f"{len(own['facts'][kind])} {kind}" for kind in KINDS)
+    diagnosis.checked.append(
+        f"{exchange.world_size} ranks: {compared}; clocks, the output directory, and connections between ranks"
+    )
+    exchange.put("findings", [vars(finding) for finding in diagnosis.findings])
+    for rank in range(1, exchange.world_size):  # the store ends with this process
+        with suppress(TimeoutError):
+            exchange.store.wait([f"told/{rank}"], timedelta(seconds=CONNECT_SECONDS))
+    return diagnosis
+
+
+def told(exchange: Exchange) -> Diagnosis:
+    """Wait for rank 0's outcome."""
+    findings = [Finding(**finding) for finding in exchange.take("findings")]
+    exchange.put(f"told/{exchange.rank}", True)
+    return Diagnosis(findings)
+
+
+def differences(rank: int, report: Mapping[str, Any], own: Mapping[str, Any]) -> list[Finding]:
+    """Return a finding for everything in which the report of a rank differs from that of rank 0."""
+    who = f"rank {rank} ({report['who']})"
+    findings = [
+        Finding(severity, f"{kind} that differ from rank 0's", f"{who}: {name}: {what}", remedy)
+        for kind, (severity, remedy) in KINDS.items()
+        for name, what in unequal(report["facts"][kind], own["facts"][kind])
+    ]
+    offset, error = report["offset"]
+    if abs(offset) > LARGEST_OFFSET + error:
+        findings.append(Finding("warning", "clock", f"{who}: its clock is {offset:+.1f} s from rank 0's", CLOCK))
+    if not report["sees_output_dir"]:
+        what = f"{who}: what rank 0 writes to train.output_dir is not there"
+        findings.append(Finding("error", "output directory", what, SHARED))
+    return findings + broken_connections(who, report)
+
+
+def broken_connections(who: str, report: Mapping[str, Any]) -> list[Finding]:
+    """Return a finding if a rank cannot reach the next one, and one for each server that it cannot reach."""
+    network = [report["unreachable"]] if report["unreachable"] else []
+    kinds = [*(("network", what) for what in network), *(("server", what) for what in report["servers"])]
+    return [Finding("error", kind, f"{who}: {what}", NETWORK) for kind, what in kinds]
+
+
+def unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names whose values differ, with both values."""
+    for name in sorted(found.keys() | expected.keys()):
+        here, there = (shorten(str(facts.get(name, "missing")), 80) for facts in (found, expected))
+        if here != there:
+            yield name, f"{here} instead of {there}"
+
+
+def facts_of(config: RunConfig) -> Facts:
+    """Return what must be the same on all ranks, as far as it can be told without loading anything."""
+    import torch
+
+    packages = {"python": platform.python_version(), **installed_versions(), "rl-vlm's source": own_source()}
+    cuda = torch.cuda.is_available()
+    device = (
+        {"GPU": f"{torch.cuda.get_device_name()}, {torch.cuda.device_count()} of them"} if cuda else {"GPU": "none"}
+    )
+    return {"settings": flat_settings(config), "packages": packages, "files": named_files(config), "device": device}
+
+
+def own_source() -> str:
+    """Return a digest of the source of this project."""
+    root = Path(__file__).parents[2]
+    files = sorted(path for package in ("rl_vlm", "rewards", "launch") for path in (root / package).rglob("*.py"))
+    return blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
+
+
+def named_files(config: RunConfig) -> dict[str, str]:
+    """Return size and digest of each file that settings name: of data, reward functions and the model."""
+    entries = [*config.data.entries("train"), *config.data.entries("eval")]
+    names = [config.model.model_name_or_path, *(spec.function for spec in config.rewards.specs)]
+    names += [name for entry in entries for name in (entry.name, entry.image_root)] + [config.data.image_root]
+    paths = dict.fromkeys(path for name in names if name and (path := path_of(name)))
+    return {name: what for path in paths for name, what in described(path).items()}
+
+
+def path_of(name: str) -> Path | None:
+    """Return the local path that a setting's value names, if it is one: of `file.py:function` that of the file."""
+    file, colon, _ = name.rpartition(":")
+    path = Path(file if colon and file.endswith(".py") else name).expanduser()
+    is_path = path.exists() or bool(path.suffix) or name.startswith((".", "/", "~"))
+    return path if is_path and "://" not in name else None
+
+
+def described(path: Path) -> dict[str, str]:
+    """Return size and digest of a file, or of each file of a folder. Images of a folder are counted only."""
+    if path.is_file():
+        return {str(path): digest(path)}
+    if not path.is_dir():
+        return {str(path): "missing"}
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    known = [file for file in files if file.suffix in (".json", ".jsonl", ".parquet", ".safetensors", ".bin", ".model")]
+    return {str(path): f"{len(files)} files"} | {str(file): digest(file) for file in known[:MOST_FILES]}
+
+
+def digest(path: Path) -> str:
+    """Return the size of a file, and a digest of its beginning and its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        content = file.read(HASHED)
+        file.seek(max(size - HASHED, len(content)))
+        content += file.read(HASHED)
+    return f"{size} bytes, {blake2b(content, digest_size=8).hexdigest()}"
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    """Accept connections on a port of every interface, which is given to the block."""
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def own_address() -> str:
+    """Return the address of this machine by which it reaches the launcher's store."""
+    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), CONNECT_SECONDS) as made:
+        return made.getsockname()[0]
+
+
+def unreachable_neighbour(exchange: Exchange) -> str | None:
+    """Return what is wrong with the connection to the next rank, or None."""
+    other = (exchange.rank + 1) % exchange.world_size
+    try:
+        address, port = exchange.take(f"address/{other}")
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
+    except OSError as error:  # TimeoutError is one
+        return f"rank {other} cannot be reached: {error}"
+    return None
+
+
+@contextmanager
+def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
+    """Give the block whether a file that rank 0 writes beside `output_dir` is seen by this rank."""
+    folder = Path(config.train.output_dir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    if exchange.rank != 0:
+        yield (folder / exchange.take("probe")).is_file()
+        return
+    probe = folder / f".rl-vlm-doctor-{secrets.token_hex(8)}"
+    try:
+        probe.touch()
+    except OSError as error:
+        raise ConfigError(f"train.output_dir: rank 0 cannot write to {folder}: {error.strerror}") from error
+    try:
+        exchange.put("probe", probe.name)
+        yield True
+    finally:
+        probe.unlink()
+
+
+def clock_offset(exchange: Exchange) -> tuple[float, float]:
+    """Return by how many seconds this rank's clock is ahead of rank 0's, and how uncertain that is.
+
+    Rank 0 answers one rank after the other with its time. Half of the time between question and answer is the
+    uncertainty (Cristian's algorithm, 1989).
+    """
+    if exchange.rank == 0:
+        for rank in range(1, exchange.world_size):
+            with suppress(TimeoutError):
+                exchange.put(f"turn/{rank}", True)
+                exchange.take(f"ask/{rank}")
+                exchange.put(f"time/{rank}", time.time())
+        return 0.0, 0.0
+    exchange.take(f"turn/{exchange.rank}")
+    before = time.time()
+    exchange.put(f"ask/{exchange.rank}", True)
+    there = exchange.take(f"time/{exchange.rank}")
+    after = time.time()
+    return (before + after) / 2 - there, (after - before) / 2

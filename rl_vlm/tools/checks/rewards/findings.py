@@ -1,0 +1,174 @@
+"""What is wrong with a function, judging by its scores: one check per kind of fault."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Literal
+
+import numpy as np
+
+from rewards.contract import Fault
+from rl_vlm.tools.checks.rewards.cheats import HEDGES, HOLLOW, SILENT, cheat_score, cheats_to_try
+from rl_vlm.tools.checks.rewards.measure import Measured
+
+Severity = Literal["error", "warning"]
+
+SLOW_SECONDS = 0.1
+"""Of one completion: 512 completions take the time of a training step."""
+MANY_ROWS = 0.2
+"""Share of the rows on which a cheat must pay to be a finding: chance makes some wrong answers right."""
+LARGER = 20.0
+"""Ratio of two functions' weighted ranges above which the smaller one has little effect."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a function."""
+
+    function: str
+    kind: str
+    severity: Severity
+    message: str
+    """What was seen, and what to do about it."""
+    rows: tuple[int, ...] = ()
+    """Rows of the data that show it."""
+
+
+def findings_of(measured: Measured) -> list[Finding]:
+    """Return what is wrong with one function."""
+    if not measured.rows:
+        message = "it applies to no row: look at applies_to, and at the columns that it reads"
+        return [Finding(measured.name, "never applies", "error", message)]
+    found = [*faults(measured), *empty_columns(measured), *not_deterministic(measured), *slow(measured)]
+    if not measured.numbers():
+        message = "it gives no completion a number: it fails, or returns None, for all of them"
+        return [*found, Finding(measured.name, "no score", "error", message)]
+    if len(set(measured.numbers())) == 1:
+        return [*found, constant(measured)]
+    return [*found, *inverted(measured), *low_golds(measured), *paying_cheats(measured)]
+
+
+def faults(measured: Measured) -> Iterator[Finding]:
+    """Yield a finding about the rows for all of whose completions a function fails, and one per other completion."""
+    every: list[tuple[int, Fault]] = []
+    by_completion: dict[str, list[tuple[int, Fault]]] = {}
+    for row in measured.rows:
+        found = {name: score for name, score in row.scores.items() if isinstance(score, Fault)}
+        if len(found) == len(row.scores):
+            every.append((row.index, next(iter(found.values()))))
+            continue
+        for name, score in found.items():
+            by_completion.setdefault(name, []).append((row.index, score))
+    num = len(measured.rows)
+    if every:
+        where = "" if len(every) == num else f" of {len(every)} of {num} rows"
+        yield fault_finding(measured, f"it fails on every completion{where}, which are masked", every)
+    for name, failed in by_completion.items():
+        what = f"it fails on the completion {name!r} of {len(failed)} of {num} rows, which are masked"
+        yield fault_finding(measured, what, failed)
+
+
+def fault_finding(measured: Measured, what: str, failed: Sequence[tuple[int, Fault]]) -> Finding:
+    """Build the finding about completions, each a row with its fault."""
+    kind, _ = Counter(fault.kind for _, fault in failed).most_common(1)[0]
+    message = f"{what}: {failed[0][1].message}. Return a low score instead, or None if it does not apply"
+    return Finding(measured.name, f"fault: {kind}", "error", message, tuple(row for row, _ in failed))
+
+
+def empty_columns(measured: Measured) -> Iterator[Finding]:
+    for column in measured.empty_columns:
+        message = f"it names the column {column!r}, and no row has a value in it: is the name right?"
+        yield Finding(measured.name, "empty column", "warning", message)
+
+
+def not_deterministic(measured: Measured) -> Iterator[Finding]:
+    if measured.num_unequal:
+        message = f"a second call gave other scores on {measured.num_unequal} rows: a resumed run would differ"
+        yield Finding(measured.name, "not deterministic", "warning", message)
+
+
+def slow(measured: Measured) -> Iterator[Finding]:
+    p95 = float(np.quantile(measured.seconds, 0.95))
+    if p95 > SLOW_SECONDS:
+        message = (
+            f"it takes {p95:.2f} s per completion (95th percentile): 512 completions take {512 * p95:.0f} s. Give it a "
+            "timeout, or make it async"
+        )
+        yield Finding(measured.name, "slow", "warning", message)
+
+
+def constant(measured: Measured) -> Finding:
+    """Return the finding that all scores are equal. A penalty may be 0 for all that was tried."""
+    (value,) = set(measured.numbers())
+    message = (
+        f"it gives {value:g} to every completion, gold answers and empty ones alike: no group has anything to learn "
+        "from it. Look at the column that it compares with, and at how it finds the answer"
+    )
+    return Finding(measured.name, "constant", "error" if value or measured.reads_gold else "warning", message)
+
+
+def inverted(measured: Measured) -> Iterator[Finding]:
+    """Yield a finding if gold answers get less than completions that say nothing."""
+    golds = [row.best_gold for row in measured.rows if row.best_gold is not None]
+    silent = [name for name in cheats_to_try(measured.reads_gold) if name in SILENT | HOLLOW]
+    worthless = [s for row in measured.rows for s in map(row.scores.get, silent) if isinstance(s, float)]
+    if golds and worthless and mean(golds) < mean(worthless):
+        message = (
+            f"gold answers get {mean(golds):.3g} on average, and completions that say nothing {mean(worthless):.3g}: "
+            "is its sign right?"
+        )
+        yield Finding(measured.name, "inverted", "error", message)
+
+
+def low_golds(measured: Measured) -> Iterator[Finding]:
+    """Yield a finding if the gold answers of some rows get less than the best gold answer."""
+    golds = {row.index: row.best_gold for row in measured.rows}
+    best = max((gold for gold in golds.values() if gold is not None), default=0.0)
+    low = [row for row, gold in golds.items() if gold is not None and gold < best - 1e-6]
+    if low and measured.reads_gold:
+        message = (
+            f"the gold answers of {len(low)} of {len(golds)} rows get less than the best, {best:g}: these rows can "
+            "hardly be learned. Mend their gold answers, or how the function reads them"
+        )
+        yield Finding(measured.name, "low gold", "warning", message, tuple(low))
+
+
+def paying_cheats(measured: Measured) -> Iterator[Finding]:
+    """Yield a finding per cheat that gets as much as the gold answer of its row on many rows.
+
+    It is a warning if the function reads no gold answer. A penalty, whose scores are 0 at most, may leave completions
+    that say nothing alone.
+    """
+    if not measured.reads_gold and max(measured.numbers()) <= 0:
+        return
+    for name in cheats_to_try(measured.reads_gold):
+        pairs = [
+            (row.index, score, row.best_gold)
+            for row in measured.rows
+            if (score := cheat_score(row.scores, name)) is not None and row.best_gold is not None
+        ]
+        paid = [row for row, score, gold in pairs if score >= gold - 1e-6]
+        if len(paid) > MANY_ROWS * len(pairs):
+            message = (
+                f"the completion {name!r} gets as much as the gold answer on {len(paid)} of {len(pairs)} rows: a "
+                "policy will find it. Compare the whole answer, and give nothing for text that is not it"
+            )
+            severity = "error" if name not in HEDGES and measured.reads_gold else "warning"
+            yield Finding(measured.name, f"cheat: {name}", severity, message, tuple(paid))
+
+
+def unlike_scales(functions: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield a finding per function whose weighted range is much larger than that of another."""
+    ranges = {f.name: abs(f.weight) * float(np.ptp(f.numbers())) for f in functions if f.numbers()}
+    ranges = {name: size for name, size in ranges.items() if size}
+    for name, size in ranges.items():
+        smaller = [other for other, its in ranges.items() if size > LARGER * its]
+        if smaller:
+            message = (
+                f"its weighted scores span {size:g}, more than {LARGER:g} times those of {', '.join(smaller)}, which "
+                "has little effect beside it: set `weight`"
+            )
+            yield Finding(name, "scale", "warning", message)

@@ -1,0 +1,163 @@
+"""Calls of reward functions on the completions of rows: scores, faults and times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from rewards.calling import OFFERED, parameters
+from rewards.contract import Score
+from rewards.text import completion_text
+from rl_vlm.reward.function import Reward, random_states_kept
+from rl_vlm.reward.golds import (
+    MADE_UP,
+    NO_ANSWER,
+    PROBED,
+    Reading,
+    columns_to_write,
+    find_reading,
+    gold_completions,
+    gold_texts,
+    needs_gold,
+    others_of,
+    score_texts,
+    spread_over,
+)  # fmt: skip
+from rl_vlm.tools.checks.rewards.cheats import Texts, cheat_completions
+
+if TYPE_CHECKING:
+    from rl_vlm.types import Sample
+
+REPEATED = 20
+"""Rows whose completions are scored again: a second time, and with the columns of another row."""
+
+
+@dataclass
+class Row:
+    """One row with its made-up completions and their scores."""
+
+    index: int
+    sample: Sample
+    golds: dict[str, str]
+    """Completions that give the gold answer, by name: those that the function reads, or all."""
+    all_golds: dict[str, str]
+    cheats: dict[str, str]
+    other: Sample | None
+    """A row with another gold answer, if there is one."""
+    scores: dict[str, Score] = field(default_factory=dict)
+    """Of completions by name. None: the function does not apply to a completion."""
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return self.golds | self.cheats
+
+    @property
+    def best_gold(self) -> float | None:
+        """The best score of the gold answer in any form; None if it has no number."""
+        found = (self.scores.get(name) for name in self.all_golds)
+        return max((score for score in found if isinstance(score, float)), default=None)
+
+
+@dataclass
+class Measured:
+    """What one function gave to the completions of all rows that it applies to."""
+
+    name: str
+    weight: float
+    reads_gold: bool
+    """Whether it needs a column of gold answers, or gives other scores with the columns of another row."""
+    num_rows: int
+    empty_columns: list[str] = field(default_factory=list)
+    """Columns that the function needs, or that it names and the data has, and that no row has a value in."""
+    rows: list[Row] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Of each call, divided by its completions."""
+    num_unequal: int = 0
+    """Rows of the first `REPEATED` that a second call scored otherwise."""
+
+    def numbers(self) -> list[float]:
+        """Return all scores that are numbers."""
+        return [score for row in self.rows for score in row.scores.values() if isinstance(score, float)]
+
+
+def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Measured:
+    """Call a function once for the completions of each row, as training calls it."""
+    taken = {*OFFERED, *reward.settings}
+    named = {name: p for name, p in parameters(reward.function).items() if name not in taken}
+    found = Measured(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
+    expected = [name for name, p in named.items() if name in columns or p.default is p.empty]
+    found.empty_columns = sorted(name for name in expected if all(s.columns.get(name) is None for s in samples))
+    with random_states_kept(), chdir("."):
+        golds = columns_to_write(reward, columns)
+        reading = find_reading(reward, spread_over(samples, PROBED), golds, columns)
+        for row in make_rows(indices, samples, golds, reading):
+            if reward.applies(row.sample.columns):
+                measure_row(reward, row, columns, found)
+        if not reading.is_inverted:
+            score_low_golds(reward, found.rows, columns)
+    return found
+
+
+def make_rows(
+    indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str], reading: Reading
+) -> Iterator[Row]:
+    """Make up the completions of rows. `columns` are those of gold answers.
+
+    A row's other answer is that of the next row whose gold answer differs.
+    """
+    golds = [gold_texts(sample.columns, columns) for sample in samples]
+    others = others_of([reading.answer(gold) for gold in golds])  # a column such as `options` makes no other answer
+    for index, sample, gold, other in zip(indices, samples, golds, others, strict=True):
+        wrong = None if other is None else reading.answer(golds[other])
+        gold = gold or MADE_UP
+        texts = Texts(reading.answer(gold) or "", wrong or NO_ANSWER, question_of(sample), reading)
+        completions = gold_completions(gold)
+        yield Row(
+            index, sample, reading.chosen(completions), completions, cheat_completions(texts),
+            None if other is None else samples[other],
+        )  # fmt: skip
+
+
+def question_of(sample: Sample) -> str:
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return completion_text([message for message in sample.prompt if message["role"] == "user"][-1:] or sample.prompt)
+
+
+def measure_row(reward: Reward, row: Row, columns: Sequence[str], found: Measured) -> None:
+    """Score the completions of a row, and of the first rows again."""
+    started = time.perf_counter()
+    scores = scored(reward, row.sample, row, columns)
+    found.seconds.append((time.perf_counter() - started) / len(scores))
+    row.scores = dict(zip(row.texts, scores, strict=True))
+    found.rows.append(row)
+    if len(found.rows) <= REPEATED:
+        is_equal = scored(reward, row.sample, row, columns) == scores
+        found.num_unequal += not is_equal
+        found.reads_gold |= is_equal and follows_columns(reward, row, scores, columns)
+
+
+def score_low_golds(reward: Reward, rows: Sequence[Row], columns: Sequence[str]) -> None:
+    """Score the gold answers that get less than others in the other forms, too: a function may read several."""
+    highest = max((row.best_gold for row in rows if row.best_gold is not None), default=0.0)
+    for row in rows:
+        left = {name: text for name, text in row.all_golds.items() if name not in row.golds}
+        if left and (row.best_gold is None or row.best_gold < highest):
+            row.golds = row.golds | left
+            row.scores |= zip(left, score_texts(reward, row.sample, list(left.values()), columns), strict=True)
+
+
+def follows_columns(reward: Reward, row: Row, scores: Sequence[Score], columns: Sequence[str]) -> bool:
+    """Return whether the completions of a row get other scores with the columns of another row."""
+    if row.other is None:
+        return False
+    with_other = replace(row.sample, columns=row.other.columns)
+    return reward.applies(with_other.columns) and scored(reward, with_other, row, columns) != scores
+
+
+def scored(reward: Reward, sample: Sample, row: Row, columns: Sequence[str]) -> list[Score]:
+    """Return the scores of a row's completions as those of a sample."""
+    return score_texts(reward, sample, list(row.texts.values()), columns)

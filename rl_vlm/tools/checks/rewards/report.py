@@ -1,0 +1,112 @@
+"""The report of a check: what training would see of each function, its findings and its oddest rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rewards.contract import Fault
+from rl_vlm.tools.checks.rewards.cheats import cheat_score, cheats_to_try
+from rl_vlm.tools.checks.rewards.findings import Finding
+from rl_vlm.tools.checks.rewards.measure import Measured
+from rl_vlm.tools.checks.rewards.sampled import Sampled
+
+ODDEST = 10
+SHOWN_ROWS = 5
+WIDTH = 60
+"""Characters of a completion that are shown."""
+
+
+def figures(measured: Measured) -> dict[str, Any]:
+    """Return what training would see of a function, as plain values. Times are seconds per completion."""
+    numbers = measured.numbers()
+    scores = [score for row in measured.rows for score in row.scores.values()]
+    quartiles = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1]).tolist() if numbers else []
+    p50, p95, most = np.quantile(measured.seconds, [0.5, 0.95, 1]).tolist() if measured.seconds else (0.0, 0.0, 0.0)
+    return {
+        "function": measured.name,
+        "rows": measured.num_rows,
+        "rows_that_apply": len(measured.rows),
+        "completions": len(scores),
+        "not_applicable": sum(score is None for score in scores) / max(1, len(scores)),
+        "faults": sum(isinstance(score, Fault) for score in scores) / max(1, len(scores)),
+        "scores": dict(zip(("min", "p25", "median", "p75", "max"), quartiles, strict=False)),
+        "groups_without_spread": sum(has_no_spread(row.scores) for row in measured.rows) / max(1, len(measured.rows)),
+        "seconds": {"p50": p50, "p95": p95, "max": most},
+    }
+
+
+def has_no_spread(scores: dict[str, Any]) -> bool:
+    return len({score for score in scores.values() if isinstance(score, float)}) <= 1
+
+
+def oddest(measured: Measured) -> list[dict[str, Any]]:
+    """Return the rows whose gold answers are furthest below a cheat, or above it by the least."""
+    odd = []
+    for row in measured.rows:
+        found = {name: cheat_score(row.scores, name) for name in cheats_to_try(measured.reads_gold)}
+        cheats = {name: score for name, score in found.items() if score is not None}
+        if row.best_gold is None or not cheats:
+            continue
+        best = max(cheats, key=lambda name: cheats[name])
+        odd.append((row.best_gold - cheats[best], row.index, row.best_gold, best, cheats[best], row.texts[best]))
+    names = ("margin", "row", "gold", "cheat", "score", "completion")
+    return [dict(zip(names, each, strict=True)) for each in sorted(odd)[:ODDEST]]
+
+
+def describe(functions: Sequence[Measured], findings: Sequence[Finding]) -> str:
+    """Return the report as text."""
+    return "\n\n".join([*(describe_function(f, findings) for f in functions), verdict(findings)])
+
+
+def describe_function(measured: Measured, findings: Sequence[Finding]) -> str:
+    found = figures(measured)
+    seconds = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in found["seconds"].items())
+    lines = [
+        found["function"],
+        f"  rows                   {found['rows_that_apply']} of {found['rows']}, {found['completions']} completions",
+        f"  does not apply         {found['not_applicable']:.1%}",
+        f"  faults                 {found['faults']:.1%}",
+        f"  scores                 {', '.join(f'{name} {value:.3g}' for name, value in found['scores'].items())}",
+        f"  groups without spread  {found['groups_without_spread']:.1%}",
+        f"  ms per completion      {seconds}",
+    ]
+    lines += [f"  {f.severity}: {f.kind}: {f.message}{rows_of(f)}." for f in findings if f.function == measured.name]
+    rows = oddest(measured)
+    if rows:
+        lines.append("  oddest rows: score of the gold answer, and of the completion that gets the most without it")
+    for row in rows:
+        text = " ".join(row["completion"].split())[:WIDTH]
+        lines.append(f"    row {row['row']}: {row['gold']:.3g}, {row['score']:.3g} for {row['cheat']!r} {text!r}")
+    return "\n".join(lines)
+
+
+def rows_of(finding: Finding) -> str:
+    if not finding.rows:
+        return ""
+    more = ", …" if len(finding.rows) > SHOWN_ROWS else ""
+    return f" (rows {', '.join(map(str, finding.rows[:SHOWN_ROWS]))}{more})"
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    errors = sum(finding.severity == "error" for finding in findings)
+    return f"{errors} errors, {len(findings) - errors} warnings"
+
+
+def describe_sampled(sampled: Sampled) -> str:
+    """Return the line about a model's own completions."""
+    reward = "none" if sampled.reward is None else f"{sampled.reward:.3g}"
+    return (
+        f"the initial model: {sampled.completions} completions of {sampled.groups} rows, mean reward {reward}, "
+        f"{sampled.groups_without_spread:.1%} of the groups without spread, {sampled.cut_off:.1%} cut off"
+    )
+
+
+def report_data(functions: Sequence[Measured], findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the report as plain values."""
+    return {
+        "functions": [figures(each) | {"oddest": oddest(each)} for each in functions],
+        "findings": [vars(finding) for finding in findings],
+    }

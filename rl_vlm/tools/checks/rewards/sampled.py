@@ -1,0 +1,76 @@
+"""What training would see of the initial model: its own completions of training rows, scored."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.evaluation.directory import EvaluationDirectory
+from rl_vlm.evaluation.run import EvaluatedModel
+from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.rollout.scoring import checked_rows, choose_forms
+from rl_vlm.tools.checks.rewards.findings import Finding
+
+FEW_LEARN = 0.5
+"""Share of groups without spread above which most of a rollout teaches nothing."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Figures of a model's completions."""
+
+    groups: int
+    completions: int
+    reward: float | None
+    """The mean; None if no completion has a reward."""
+    groups_without_spread: float
+    """Share of the prompts whose completions all have the same reward."""
+    cut_off: float
+    """Share of the completions that end at `max_completion_length`."""
+
+    def findings(self) -> list[Finding]:
+        """Return what is wrong with the rewards of these completions."""
+        if self.groups_without_spread <= FEW_LEARN:
+            return []
+        message = (
+            f"{self.groups_without_spread:.0%} of the initial model's groups have equal rewards and teach nothing: "
+            "choose easier rows with `rl-vlm eval --keep 0.1..0.9`, or add a reward that tells the completions apart"
+        )
+        return [Finding("all", "no spread", "warning", message)]
+
+
+def sample_completions(config: RunConfig, num_rows: int) -> Sampled:
+    """Sample `num_generations` completions of training rows as training does at its first step, and score them."""
+    rollout = config.rollout.model_copy(
+        update={
+            "num_generations_eval": config.rollout.num_generations,
+            "eval_temperature": config.rollout.temperature,
+        }
+    )
+    config = config.model_copy(update={"rollout": rollout})
+    ranks = Ranks()
+    try:
+        with tempfile.TemporaryDirectory() as folder, RewardSuite(config.rewards) as rewards:
+            usable = checked_rows(config, "train", rewards, ranks)
+            step = max(1, len(usable) // num_rows)
+            usable = replace(usable, indices=usable.indices[::step][:num_rows])
+            choose_forms(rewards, usable, ranks)
+            directory = EvaluationDirectory(Path(folder) / "evaluation", Path(folder) / "images")
+            rows = EvaluatedModel(config, ranks, usable, rewards, directory).sample_and_score().rows
+    finally:
+        ranks.close()
+    rewards_of: dict[int, list[float | None]] = {}
+    for row in rows:
+        rewards_of.setdefault(row["row"], []).append(row["reward"])
+    known = [row["reward"] for row in rows if row["reward"] is not None]
+    return Sampled(
+        groups=len(rewards_of),
+        completions=len(rows),
+        reward=fmean(known) if known else None,
+        groups_without_spread=fmean(len(set(values)) == 1 for values in rewards_of.values()),
+        cut_off=fmean(row["finish_reason"] == "length" for row in rows),
+    )

@@ -1,0 +1,175 @@
+"""The model card of an export: `README.md`, with the YAML front matter that the hub reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from safetensors import safe_open
+
+from rl_vlm.config import yaml_text
+from rl_vlm.config.data_sources import split_name
+from rl_vlm.config.function_names import names_function
+from rl_vlm.log.private import for_everyone
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.model.files import ADAPTER_CONFIG, read_json
+from rl_vlm.rollout.vllm.arguments import allowed_lora_rank
+from rl_vlm.rollout.weights import why_not_an_adapter
+from rl_vlm.tools.export.source import ADAPTER_WEIGHTS, Source
+from rl_vlm.tools.report.verdict import Fact, verdict_of
+
+Form = Literal["model", "adapter", "merged"]
+"""All weights of the model, the adapter alone, or the base model with the adapter merged into it."""
+
+TEMPLATE = "card.md.jinja"
+SETTINGS = """
+    model.freeze_vision_tower model.trainable_modules model.lora_r model.lora_alpha model.use_rslora model.load_in_4bit
+    algorithm.loss_type algorithm.loss_weights algorithm.beta algorithm.epsilon algorithm.num_iterations
+    train.learning_rate train.lr_scheduler_type train.warmup_steps train.prompts_per_step train.seed
+    rollout.num_generations rollout.temperature rollout.max_completion_length
+    data.prompt_template data.system_prompt data.chat_template_kwargs data.min_pixels data.max_pixels
+""".split()
+"""Settings that the card shows where they are set; those of an adapter only if there is one."""
+PACKAGES = ("rl-vlm", "transformers", "torch", "peft", "vllm", "accelerate", "datasets", "bitsandbytes")
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported, and in which form."""
+
+    source: Source
+    form: Form
+    dtype: str
+    """Of a model's weights; an adapter's are float32."""
+    name: str
+    """Of the directory."""
+
+
+def model_card(export: Export) -> str:
+    """Return the card. It has no folder of this machine and no secret."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        undefined=StrictUndefined, loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, finalize=public,
+    )  # fmt: skip
+    source, record = export.source, export.source.record
+    start = record.starts[-1] if record and record.starts else {}
+    verdict = verdict_of(record) if record else None
+    versions = start.get("packages", {})
+    return environment.get_template(TEMPLATE).render(
+        front_matter=yaml_text.dump(front_matter(export)),
+        export=export,
+        base=base_name(source),
+        base_is_here=not source.is_on_hub(source.base),
+        made_by=made if names_function(made := source.setting("model.model_name_or_path")) else None,
+        state=state_of(source),
+        rows=[Fact(label, cell(value)) for label, value in training_rows(source)],
+        figures=[fact for fact in verdict.facts if fact.label != "optimizer steps"] if verdict else [],
+        methods=[*held_out_method(source), *([verdict.method] if verdict and verdict.method else [])],
+        not_in_vllm=why_not_in_vllm(source) if export.form == "adapter" else None,
+        lora_rank=lora_rank(source) if export.form == "adapter" else None,
+        start=start,
+        versions=", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions),
+    )
+
+
+def public(value: Any) -> Any:
+    """Return a value as the template shows it: text without folders of this machine and secrets."""
+    return for_everyone(value) if isinstance(value, str) else value
+
+
+def front_matter(export: Export) -> dict[str, Any]:
+    """Return the metadata for the hub. Models and data are named if they can be on the hub, and not otherwise."""
+    source, is_adapter = export.source, export.form == "adapter"
+    metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    metadata["pipeline_tag"] = "image-text-to-text"
+    if source.is_on_hub(source.base):
+        metadata |= {"base_model": source.base, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    names = dict.fromkeys(split_name(name)[0] for name in data_names(source, "dataset_name"))
+    if datasets := [name for name in names if source.is_on_hub(name)]:
+        metadata["datasets"] = datasets
+    metadata["tags"] = ["grpo", "rl-vlm", *(["lora"] if source.is_adapter else [])]
+    return metadata
+
+
+def base_name(source: Source) -> str:
+    """Return the name of the base model on the hub, or else the last part of its path."""
+    return source.base if source.is_on_hub(source.base) else Path(source.base).name
+
+
+def data_names(source: Source, setting: str) -> list[str]:
+    """Return the names of the entries of `dataset_name` or `eval_dataset_name`."""
+    given = source.setting(f"data.{setting}") or []
+    entries = [given] if isinstance(given, str) else given
+    return [entry if isinstance(entry, str) else entry["name"] for entry in entries]
+
+
+def state_of(source: Source) -> str:
+    """Say after which step of the run the weights are, and whether the run was complete."""
+    summary = source.record.summary if source.record else {}
+    after = f"These are the weights after optimizer step {source.step} of {source.max_steps}"
+    if source.step == source.max_steps:
+        return f"The run was complete: {after[0].lower()}{after[1:]}."
+    if not summary:
+        return f"**The run was not complete when this was exported.** {after}."
+    if source.setting("train.load_best_model_at_end") and Path(summary["checkpoint"]).name == source.checkpoint.name:
+        return f"{after}, the best of the run by `{source.setting('train.metric_for_best_model')}`."
+    return f"**These are not the weights that the run ended with.** {after}."
+
+
+def training_rows(source: Source) -> list[tuple[str, Any]]:
+    """Return what the weights were trained on, by which rewards, and the settings of `SETTINGS`."""
+    rows: list[tuple[str, Any]] = [
+        ("training data", ", ".join(data_names(source, "dataset_name"))),
+        ("held-out data", ", ".join(data_names(source, "eval_dataset_name")) or "none"),
+        ("reward functions", ", ".join(reward_names(source))),
+        ("`model.dtype`", source.model.dtype),
+    ]
+    for name in SETTINGS:
+        of_adapter = name.startswith("model.lora_") or name in ("model.use_rslora", "model.load_in_4bit")
+        value = source.setting(name)
+        is_set = value is not None and value is not False and value != {}
+        if is_set and (source.is_adapter or not of_adapter):
+            rows.append((f"`{name}`", value))
+    return rows
+
+
+def reward_names(source: Source) -> list[str]:
+    """Return the reward functions with their weights."""
+    specs = [{"function": s} if isinstance(s, str) else s for s in source.setting("rewards.reward_funcs") or []]
+    weights = source.setting("rewards.reward_weights") or [spec.get("weight", 1.0) for spec in specs]
+    return [f"{spec['function']} (weight {weight:g})" for spec, weight in zip(specs, weights, strict=True)]
+
+
+def held_out_method(source: Source) -> list[str]:
+    """Return a sentence on how many rows held-out figures are over and after which steps, if there are any."""
+    lines = source.record.lines if source.record else []
+    evaluated = [line for line in lines if "eval_num_samples" in line]
+    if not evaluated:
+        return []
+    steps = dict.fromkeys([evaluated[0]["step"], evaluated[-1]["step"]])
+    when = " and ".join(f"after step {step}" if step else "before training" for step in steps)
+    return [f"Held-out figures are over {evaluated[-1]['eval_num_samples']:.0f} rows, {when}."]
+
+
+def why_not_in_vllm(source: Source) -> str | None:
+    """Return the reason why vLLM cannot load the adapter, or None if it can."""
+    adapter = SimpleNamespace(**read_json(source.checkpoint / ADAPTER_CONFIG))
+    with safe_open(source.checkpoint / ADAPTER_WEIGHTS, "pt") as file:
+        names = [name.removeprefix("base_model.model.") for name in [*file.keys()]]
+    vision = tuple(prefix for family in FAMILIES.values() for prefix in family.vision_prefixes)
+    return why_not_an_adapter(adapter, names, vision)
+
+
+def lora_rank(source: Source) -> int:
+    """Return vLLM's `max_lora_rank` for the adapter."""
+    return allowed_lora_rank(read_json(source.checkpoint / ADAPTER_CONFIG)["r"])
+
+
+def cell(value: Any) -> str:
+    """Return a value as text for one cell of a table."""
+    text = value if isinstance(value, str) else yaml_text.one_line(value)
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,121 @@
+"""What is exported: a complete checkpoint, with what is known of its run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.checkpoint import store
+from rl_vlm.config.data_sources import is_file
+from rl_vlm.config.function_names import names_function
+from rl_vlm.config.schema import ModelConfig
+from rl_vlm.errors import CheckpointError, ConfigError
+from rl_vlm.log.directory import checkpoint_of_run
+from rl_vlm.log.files import METRICS
+from rl_vlm.model.files import ADAPTER_CONFIG, read_json
+from rl_vlm.tools.report.read import Record, read_run
+
+STATE = "trainer_state.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and its run."""
+
+    checkpoint: Path
+    state: dict[str, Any]
+    """Content of `trainer_state.json`."""
+    record: Record | None
+    """The run up to the checkpoint, or None if the checkpoint is not in its run's directory."""
+
+    @property
+    def step(self) -> int:
+        return self.state["progress"]["global_step"]
+
+    @property
+    def max_steps(self) -> int:
+        return self.state["progress"]["max_steps"]
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.checkpoint / ADAPTER_CONFIG).is_file()
+
+    @property
+    def base(self) -> str:
+        """Return the model that the run started from, or that the adapter is for: a path that exists here, if any.
+
+        A relative path starts from the folder that the run was started in. `initial_model` moves with its run.
+        """
+        name = self.setting("model.model_name_or_path")
+        if self.is_adapter:
+            name = read_json(self.checkpoint / ADAPTER_CONFIG)["base_model_name_or_path"]
+        places = [*(folder / name for folder in self.folders), self.checkpoint.absolute().parent / Path(name).name]
+        return next((str(place.absolute()) for place in places if place.is_dir()), name)
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return where relative paths in the settings may start: the present folder, and that of the run."""
+        starts = self.record.starts if self.record else []
+        return [Path(), *(Path(start["folder"]) for start in starts[-1:])]
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return the section `model` of the settings, without those that only other versions of rl-vlm had."""
+        settings = self.state["settings"]
+        known = {name: f"model.{name}" for name in ModelConfig.model_fields}
+        return ModelConfig.model_validate({leaf: settings[name] for leaf, name in known.items() if name in settings})
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of the run by its full name, such as `train.learning_rate`, or None."""
+        return self.state["settings"].get(name)
+
+    def is_on_hub(self, name: str) -> bool:
+        """Return whether a name can only be one on the hub: `name` or `owner/name`, and no file, folder or function."""
+        return (
+            re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+            and not (is_file(name) or names_function(name))
+            and not any((folder / name).exists() for folder in self.folders)
+        )
+
+
+def find_source(path: Path) -> Source:
+    """Return the checkpoint that `path` is, or of the run in `path` the one that its summary names, else the newest.
+
+    Raises ConfigError if `path` holds neither a run nor a checkpoint, CheckpointError if a checkpoint is not complete.
+    """
+    if (path / store.MANIFEST).is_file() or re.search(r"checkpoint-\d+$", path.absolute().name):
+        found = path
+    elif (path / METRICS).is_file() or store.directories(path):
+        found = checkpoint_of_run(path)
+    else:
+        raise ConfigError(
+            f"{path} holds neither a run ({METRICS}) nor a checkpoint ({store.MANIFEST}): name the "
+            "train.output_dir of a run, or a checkpoint in it"
+        )
+    state, run = read_json(complete(found) / STATE), found.absolute().parent
+    record = read_run(run) if (run / METRICS).is_file() else None
+    step = state["progress"]["global_step"]
+    return Source(found, state, record and until(record, step))
+
+
+def complete(found: Path) -> Path:
+    """Return the checkpoint, or raise CheckpointError, which names the complete ones beside it, if it is not complete.
+
+    `rl_vlm.checkpoint.store.check` compares contents.
+    """
+    try:
+        store.check_sizes(found)
+    except CheckpointError as error:
+        run = found.absolute().parent
+        raise CheckpointError(f"{error}; complete checkpoints in {run}: {store.names(run)}") from error
+    return found
+
+
+def until(record: Record, step: int) -> Record:
+    """Return the record without what came after `step`."""
+    lines = [line for line in record.lines if line["step"] <= step]
+    rows = [row for row in record.rows if row["step"] < step]  # those of step 0 are trained on in step 1
+    return replace(record, lines=lines, rows=rows)

@@ -1,0 +1,126 @@
+"""`rl-vlm export`: a checkpoint as a plain model directory, without the state of its run.
+
+export/
+    model.safetensors, config.json, …                   a model, as `save_pretrained` writes it
+    adapter_model.safetensors, adapter_config.json      or an adapter
+    tokenizer.json, processor_config.json, …            the processor of the run
+    README.md                                           the model card
+    export.json                                         the checkpoint, the form and the version
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from rl_vlm.checkpoint import store
+from rl_vlm.config.schema import DataConfig
+from rl_vlm.data.prompts import load_processor
+from rl_vlm.errors import CheckpointError, ConfigError
+from rl_vlm.model.blocks import persistent_buffers, untied
+from rl_vlm.model.files import ADAPTER_CONFIG, read_json
+from rl_vlm.model.merging import load_plain_model
+from rl_vlm.tools.export.card import Export, Form, model_card
+from rl_vlm.tools.export.source import ADAPTER_WEIGHTS, Source, find_source
+
+MARK = "export.json"
+"""A directory with this file is an export, which another one may replace."""
+SMALL_FILES = 64 * 2**20
+"""Bytes that are left for tokenizer, configs and card."""
+
+
+def export(path: Path, merge: bool = False, to: Path | None = None, dtype: str | None = None) -> tuple[Export, Path]:
+    """Write the checkpoint of a run, or a checkpoint, as a model directory. Returns what it is, and where.
+
+    `to` is the directory; by default, `export` beside the checkpoint. `dtype` is that of a model's weights; by default,
+    the run's `model.dtype`. The directory is complete or absent.
+
+    Raises ConfigError if the options do not fit the checkpoint or the directory holds something else, CheckpointError
+    if the checkpoint is damaged or the disk is full, ModelError if the model cannot be loaded.
+    """
+    source = find_source(path)
+    directory = (to or source.checkpoint.absolute().parent / "export").resolve()
+    exported = Export(source, form_of(source, merge, dtype), dtype or source.model.dtype, directory.name)
+    refuse_other_content(directory)
+    store.check(source.checkpoint)
+    unfinished = directory.with_name(f"unfinished-{directory.name}")
+    try:
+        with named_errors(directory):
+            store.begin(unfinished)
+            write_files(unfinished, exported)
+            store.put_in_place(unfinished, [unfinished / name for name in store.file_names(unfinished)])
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return exported, directory
+
+
+def form_of(source: Source, merge: bool, dtype: str | None) -> Form:
+    """Return the form of the export. Raises ConfigError for an option that has no effect on this checkpoint."""
+    if merge and not source.is_adapter:
+        raise ConfigError(f"--merge: {source.checkpoint} is no adapter, it has all weights already; leave it out")
+    if source.is_adapter and not merge and dtype:
+        raise ConfigError(f"--dtype {dtype}: an adapter stays in float32; leave it out, or add --merge for a model")
+    return "merged" if merge else "adapter" if source.is_adapter else "model"
+
+
+def refuse_other_content(directory: Path) -> None:
+    """Raise ConfigError unless the directory is absent, empty or an earlier export."""
+    is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if not is_free and not (directory / MARK).is_file():
+        raise ConfigError(f"{directory} exists and is no earlier export (no {MARK}): choose another with --to")
+
+
+def write_files(directory: Path, exported: Export) -> None:
+    """Write all files of an export to an empty directory."""
+    source = exported.source
+    write_adapter(directory, source) if exported.form == "adapter" else write_model(directory, exported)
+    load_processor(str(source.checkpoint), source.model, DataConfig()).save_pretrained(directory)
+    (directory / "README.md").write_text(model_card(exported), encoding="utf-8")
+    mark = {
+        "checkpoint": source.checkpoint.absolute().name,
+        "step": source.step,
+        "form": exported.form,
+        "rl_vlm": version("rl-vlm"),
+    }
+    (directory / MARK).write_text(json.dumps(mark, indent=2) + "\n")
+
+
+def write_adapter(directory: Path, source: Source) -> None:
+    """Copy an adapter, with the name of its base model as it is known here."""
+    weights = source.checkpoint / ADAPTER_WEIGHTS
+    store.check_space(directory, weights.stat().st_size + SMALL_FILES, "the export")
+    shutil.copyfile(weights, directory / ADAPTER_WEIGHTS)
+    config = read_json(source.checkpoint / ADAPTER_CONFIG) | {"base_model_name_or_path": source.base}
+    if source.model.model_revision != "main":
+        config["revision"] = source.model.model_revision
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def write_model(directory: Path, exported: Export) -> None:
+    """Write all weights of a model, with an adapter merged into them, as `save_pretrained` does."""
+    source, dtype = exported.source, getattr(torch, exported.dtype)
+    model: Any = load_plain_model(source.checkpoint, source.base if source.is_adapter else None, source.model)
+    model.to(dtype)
+    for part in model.config.sub_configs:
+        getattr(model.config, part).dtype = dtype  # `save_pretrained` changes that of the whole only
+    tensors = [*untied([*model.named_parameters(), *persistent_buffers(model)])]
+    num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+    store.check_space(directory, num_bytes + SMALL_FILES, "the export")
+    model.save_pretrained(directory)
+
+
+@contextmanager
+def named_errors(directory: Path) -> Iterator[None]:
+    """Raise errors of the disk in the block as CheckpointError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {directory}: {error}; nothing was exported") from error

@@ -1,0 +1,178 @@
+"""`report.html`: one file with everything, that opens offline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.config import yaml_text
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.secrets import without_secrets
+from rl_vlm.errors import shorten, text_of
+from rl_vlm.log.directory import REPORT
+from rl_vlm.log.files import output
+from rl_vlm.log.terminal import is_first_process
+from rl_vlm.run.instrument import Instrument
+from rl_vlm.tools.report.curves import charts_of
+from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
+from rl_vlm.tools.report.draw import HEIGHT, WIDTH, draw
+from rl_vlm.tools.report.read import Record, holds_results, place_of, read_records
+from rl_vlm.tools.report.rollouts import browser_data, faulty_rows
+from rl_vlm.tools.report.verdict import fault_counts, verdict_of
+
+logger = logging.getLogger(__name__)
+
+HERE = Path(__file__).parent
+NUMBER = re.compile(r"\d+")
+MOST_REASONS = 30
+"""Reasons of left out rows that are listed."""
+SHORTEST_PAUSE = 60.0
+"""Seconds between two reports of a run."""
+MOST_TIME = 0.02
+"""Share of a run's time that its reports take."""
+
+
+class LiveReport(Instrument):
+    """Writes the report of a run again from time to time. A failure is logged once and never ends the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.level = logging.WARNING
+        self.next = time.monotonic() + SHORTEST_PAUSE / 4
+
+    def after_step(self, is_last: bool) -> None:
+        self.refresh()
+
+    def end(self) -> None:
+        self.refresh(is_last=True)
+
+    def refresh(self, is_last: bool = False) -> None:
+        """Write the report if that is due: a build of t seconds is followed by a pause of 50 t, a minute at least."""
+        start = time.monotonic()
+        if not is_last and start < self.next:
+            return
+        if not write_folder_report(self.folder, self.level):
+            self.level = logging.DEBUG
+        end = time.monotonic()
+        self.next = end + max(SHORTEST_PAUSE, (end - start) / MOST_TIME)
+
+
+def write_folder_report(folder: Path, level: int = logging.WARNING) -> bool:
+    """Write the report of a run or an evaluation into its folder. If that fails, log it at `level` and return False."""
+    try:
+        write_report([folder], folder / REPORT)
+    except Exception as error:
+        logger.log(level, "the report was not written: %s; `rl-vlm report %s` tries again", text_of(error), folder)
+        return False
+    return True
+
+
+@contextmanager
+def evaluation_report(config: RunConfig) -> Iterator[None]:
+    """Write the report of the evaluation that the block runs in `train.output_dir`, also if its scoring failed.
+
+    The first process writes it, if `log.report` is set.
+    """
+    folder = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
+    try:
+        yield
+    finally:
+        if config.log.report and is_first_process() and holds_results(folder):
+            write_folder_report(folder)
+
+
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write the report of one run or evaluation, or the comparison of several.
+
+    Raises ConfigError if a folder holds neither, or if the file cannot be written.
+    """
+    page = build_page(read_records(folders)).encode("utf-8", "replace")
+    with output(path, "the report") as file:
+        file.write_bytes(page)
+
+
+def report_path(folders: Sequence[Path]) -> Path:
+    """Return where the report of one run or evaluation is, or where a comparison of several is written."""
+    return place_of(folders[0]) / REPORT if len(folders) == 1 else Path(REPORT)
+
+
+def build_page(records: Sequence[Record]) -> str:
+    """Build the page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True
+    )
+    script = (HERE / "page.js").read_text()
+    charts = [draw(chart) for chart in charts_of(records)]
+    return environment.get_template("page.html.jinja").render(
+        records=records,
+        title=" · ".join(record.name for record in records),
+        built=datetime.now(UTC).isoformat(timespec="seconds"),
+        verdicts=[verdict_of(record) for record in records],
+        charts=charts,
+        width=WIDTH,
+        height=HEIGHT,
+        data=script_json(browser_data(records)),
+        notes=[(record.name, note) for record in records for note in record.notes],
+        diversities=[diversity_of(record, function) for record in records for function in record.decisive],
+        resampled=[
+            record.name for record in records if record.settings.get("rollout", {}).get("max_resampling_rounds")
+        ],
+        most_listed=MOST_LISTED,
+        fault_counts=[(record.name, fault_counts(record)) for record in records],
+        faulty=faulty_rows(records),
+        dropped=[(record.name, reasons(record.dropped)) for record in records if record.dropped],
+        settings=[(record, without_secrets(yaml_text.dump(record.settings))) for record in records],
+        without_secrets=without_secrets,
+        different=different_settings(records),
+        style=(HERE / "page.css").read_text(),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def script_json(value: Any) -> Any:
+    """Return JSON that cannot end the script element that it stands in."""
+    from jinja2.utils import htmlsafe_json_dumps
+
+    return htmlsafe_json_dumps(value, dumps=partial(json.dumps, ensure_ascii=False, separators=(",", ":")))
+
+
+def reasons(dropped: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, list[str]]]:
+    """Return reasons why rows were left out, how many there are of each, and the first rows.
+
+    Numbers in a reason do not make it another one. All rarer reasons are one entry.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for record in dropped:
+        rows.setdefault(NUMBER.sub("#", str(record.get("reason", ""))), []).append(record)
+    ordered = sorted(rows.values(), key=len, reverse=True)
+    entries = [
+        (shorten(some[0].get("reason", ""), 200), len(some), [str(row.get("sample_id", "")) for row in some[:3]])
+        for some in ordered[:MOST_REASONS]
+    ]
+    rarer = ordered[MOST_REASONS:]
+    return [*entries, (f"{len(rarer)} other reasons", sum(map(len, rarer)), [])] if rarer else entries
+
+
+def different_settings(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
+    """Return the settings that differ between runs, with each run's value."""
+    names = dict.fromkeys(
+        (section, leaf) for record in records for section, leaves in record.settings.items() for leaf in leaves
+    )
+    rows = [
+        (f"{section}.{leaf}", [json.dumps(record.settings.get(section, {}).get(leaf)) for record in records])
+        for section, leaf in names
+    ]
+    return [(name, list(map(without_secrets, values))) for name, values in rows if len(set(values)) > 1]

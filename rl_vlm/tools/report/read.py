@@ -1,0 +1,270 @@
+"""What a report is made of: the files of a run or of an evaluation, as plain data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from rl_vlm.config import yaml_text
+from rl_vlm.errors import ConfigError, text_of
+from rl_vlm.log.completions import held_out_paths, window_paths, windows_of
+from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, SUMMARY
+from rl_vlm.log.files import METRICS
+from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.log.starts import STARTS, read_starts
+from rl_vlm.stages import is_column
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+MOST_ROWS = 50_000
+"""Completions of a run that are read. If there are more, windows at even distances are read."""
+MOST_HELD_OUT_ROWS = 20_000
+"""The same for held-out completions."""
+MOST_BYTES = 200_000_000
+"""The same in bytes of the columns, since completions can be long."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run, or the evaluation of one model."""
+
+    name: str
+    path: Path
+    kind: Literal["training", "evaluation"]
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of `metrics.jsonl`; an evaluation has none."""
+    rows: list[Row] = field(default_factory=list)
+    """A dict per completion that was read, in order of the steps."""
+    num_rows: int = 0
+    """Completions in all of their files."""
+    held_out: list[Row] = field(default_factory=list)
+    """A dict per completion of an evaluation within a training run that was read, in order of the steps."""
+    num_held_out: int = 0
+    names: list[str] = field(default_factory=list)
+    """Reward functions."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty while the run is not complete."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """By section."""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the data that were left out."""
+    notes: list[str] = field(default_factory=list)
+    """Files that could not be read."""
+
+    @property
+    def windows(self) -> dict[int, list[list[Row]]]:
+        """Return the groups of a training run by step; an evaluation has none."""
+        return windows_of(self.rows) if self.kind == "training" else {}
+
+    @property
+    def image_folder(self) -> Path:
+        """Return the folder that relative paths of images start from."""
+        return self.path / "completions" if self.kind == "training" else self.path
+
+    @property
+    def root(self) -> Path:
+        """Return the directory below which its images are: the evaluations of a comparison share that of all."""
+        return self.path if self.kind == "training" else started_in(self.path)
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        return self.settings.get("rewards", {}).get("reward_funcs", [])
+
+    @property
+    def decisive(self) -> list[str]:
+        """Return the functions with the largest weight, whose scores say whether a completion solves its prompt."""
+        return [name for name in self.names if self.weights[name] == max(self.weights.values())]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return the weights of the functions, 1 if they are not known."""
+        return self.by_name(self.settings.get("rewards", {}).get("reward_weights") or self.of_functions("weight"))
+
+    @property
+    def solved_from(self) -> dict[str, float]:
+        """Return the scores of the functions from which a completion is solved, 1 if they are not known."""
+        return self.by_name(self.of_functions("solved_from"))
+
+    def of_functions(self, key: str) -> list[float]:
+        """Return a number from each entry of `reward_funcs`, 1 by default."""
+        return [spec.get(key, 1.0) if isinstance(spec, dict) else 1.0 for spec in self.reward_funcs]
+
+    def by_name(self, values: Sequence[float]) -> dict[str, float]:
+        return dict(zip(self.names, values if len(values) == len(self.names) else [1.0] * len(self.names), strict=True))
+
+
+def read_records(folders: Sequence[Path]) -> list[Record]:
+    """Read runs and evaluations, each with a name of its own. Raises ConfigError if a folder holds neither."""
+    records = [record for folder in folders for record in read_folder(folder)]
+    names = own_names([record.name for record in records], [record.path.absolute() for record in records])
+    return [replace(record, name=name) for record, name in zip(records, names, strict=True)]
+
+
+def own_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """Return the names. Those that are the same become the last parts of their paths, as many as are needed."""
+    names = list(names)
+    for depth in range(2, max(len(path.parts) for path in paths) + 1):
+        names = [
+            "/".join(path.parts[-depth:]) if names.count(name) > 1 else name
+            for name, path in zip(names, paths, strict=True)
+        ]
+    return names
+
+
+def holds_results(folder: Path) -> bool:
+    """Return whether a folder holds an evaluation, or a comparison of several."""
+    return (folder / EVALUATED).is_file() or (folder / COMPARISON).is_file()
+
+
+def place_of(folder: Path) -> Path:
+    """Return the folder that holds a run or an evaluation: `folder`, or `evaluation` in it.
+
+    Raises ConfigError if there is neither.
+    """
+    if (folder / METRICS).is_file():
+        return folder
+    for place in (folder, folder / "evaluation"):
+        if holds_results(place):
+            return place
+    raise ConfigError(
+        f"{folder} holds neither a run ({METRICS}) nor an evaluation (evaluation/{EVALUATED}): name the "
+        "train.output_dir of a run, or the folder of an evaluation"
+    )
+
+
+def read_folder(folder: Path) -> list[Record]:
+    """Read a run, an evaluation, or the evaluations of several checkpoints. Raises ConfigError like `place_of`."""
+    place = place_of(folder)
+    if (place / METRICS).is_file():
+        return [read_run(place)]
+    if (place / COMPARISON).is_file():
+        names = readable(read_json, place / COMPARISON, {}, [])
+        found = [read_evaluation(place / name, name) for name in names if holds_results(place / name)]
+        if not found:
+            raise ConfigError(f"{place / COMPARISON} names no evaluation; run `rl-vlm eval` again")
+        return found
+    parent = place.absolute().parent
+    return [read_evaluation(place, parent.name if place.name == "evaluation" else place.name)]
+
+
+def read_run(folder: Path) -> Record:
+    """Read the directory of a training run, complete or not."""
+    notes: list[str] = []
+    rows, num_rows = read_windows(window_paths(folder), MOST_ROWS, notes)
+    held_out, num_held_out = read_windows(held_out_paths(folder), MOST_HELD_OUT_ROWS, notes)
+    return Record(
+        folder.absolute().name,
+        folder,
+        "training",
+        lines=MetricsLog(folder / METRICS).read(),
+        rows=rows,
+        num_rows=num_rows,
+        held_out=held_out,
+        num_held_out=num_held_out,
+        names=function_names(rows),
+        summary=readable(read_json, folder / SUMMARY, {}, notes),
+        settings=readable(read_settings, folder / CONFIG, {}, notes),
+        starts=readable(lambda _: read_starts(folder), folder / STARTS, [], notes),
+        dropped=readable(read_json_lines, folder / DROPPED, [], notes),
+        notes=notes,
+    )
+
+
+def read_evaluation(folder: Path, name: str) -> Record:
+    """Read the evaluation of one model."""
+    notes: list[str] = []
+    rows, num_rows = read_windows([folder / EVALUATED], MOST_ROWS, notes)
+    started = started_in(folder)
+    return Record(
+        name,
+        folder,
+        "evaluation",
+        rows=rows,
+        num_rows=num_rows,
+        names=function_names(rows),
+        summary=readable(read_json, folder / SUMMARY, {}, notes),
+        settings=readable(read_settings, folder / CONFIG, {}, notes),
+        starts=readable(lambda _: read_starts(started), started / STARTS, [], notes),
+        dropped=readable(read_json_lines, folder / DROPPED, [], notes),
+        notes=notes,
+    )
+
+
+def started_in(folder: Path) -> Path:
+    """Return the folder of the starts of an evaluation: of one in a comparison, the folder above."""
+    above = folder.parent
+    return above if not (folder / STARTS).is_file() and (above / STARTS).is_file() else folder
+
+
+def readable(read: Callable[[Path], T], path: Path, instead: T, notes: list[str]) -> T:
+    """Return what `read` makes of a file, or `instead` if there is none. Of a damaged one, `notes` gets a line.
+
+    A report is most needed for a run that went wrong, so no file may prevent it.
+    """
+    if not path.is_file():
+        return instead
+    try:
+        return read(path)
+    except Exception as error:
+        notes.append(f"{path.name}: {text_of(error)}")
+        return instead
+
+
+def read_windows(paths: Sequence[Path], most: int, notes: list[str]) -> tuple[list[Row], int]:
+    """Return the rows of completions files, and how many all have.
+
+    If these are more than `most` rows or `MOST_BYTES`, files at even distances are read, or such groups of one file.
+    """
+    from pyarrow.parquet import read_metadata
+
+    found = {path: data for path in paths if (data := readable(read_metadata, path, None, notes)) is not None}
+    num_rows = sum(data.num_rows for data in found.values())
+    size = sum(data.row_group(i).total_byte_size for data in found.values() for i in range(data.num_row_groups))
+    every = max(1, -(-num_rows // most), -(-size // MOST_BYTES))
+    chosen = [path for i, path in enumerate(found) if i % every == 0 or i == len(found) - 1]
+    of_file = every if len(found) == 1 else 1
+    rows = [row for path in chosen for row in readable(lambda p: list(read_groups(p, of_file)), path, [], notes)]
+    return rows, num_rows
+
+
+def read_groups(path: Path, every: int) -> Iterator[Row]:
+    """Yield the rows of each `every`-th group of a completions file."""
+    from pyarrow.parquet import ParquetFile
+
+    number, last = -1, None
+    for batch in ParquetFile(path).iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            if row["group_id"] != last:
+                number, last = number + 1, row["group_id"]
+            if number % every == 0:
+                yield row
+
+
+def function_names(rows: Sequence[Row]) -> list[str]:
+    """Return the reward functions of the first and the last row: columns before `reward` that the run did not write."""
+    names = [name for row in (*rows[:1], *rows[-1:]) for name in list(row)[: list(row).index("reward")]]
+    return [name for name in dict.fromkeys(names) if not is_column(name)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    return [dict(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings by section; a section without any is left out."""
+    return {section: dict(leaves) for section, leaves in dict(yaml_text.parse(path.read_text())).items() if leaves}
+
+
+def values_of(group: Sequence[Row], column: str) -> list[float]:
+    """Return the values of a column that are finite numbers."""
+    return [value for row in group if (value := row.get(column)) is not None and math.isfinite(value)]

@@ -1,0 +1,359 @@
+"""What the rollout browser of a report shows: groups with their completions, and each image once."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_vlm.log.completions import windows_of
+from rl_vlm.log.images import LONG_SIDE, QUALITY, small_copy
+from rl_vlm.reward.regions import Regions
+from rl_vlm.stages import COLUMN_PREFIX, is_column
+from rl_vlm.tools.report.read import Record, Row
+
+MOST_ROLLOUTS = 10_000
+"""Completions on the page."""
+HELD_OUT_SHARE = 5
+"""One of this many rollouts on the page is held out, at most."""
+MOST_IMAGES = 250
+"""Images on the page: a few more than a run keeps on average."""
+IMAGE_BYTES = 9_000_000
+"""Bytes of all images on the page, as text."""
+MOST_FILE_BYTES = 30_000_000
+MOST_PIXELS = 32_000_000
+"""Of an image file. A run itself writes small ones."""
+TEXT_BYTES = 3_500_000
+"""Bytes of all completions on the page. Longer ones lose their middle first."""
+PROMPT_BYTES = 1_500_000
+"""Bytes of all prompts on the page."""
+CELL_BYTES = 2_000_000
+"""Bytes of all values that reward functions logged, and of all columns of the data."""
+LONGEST_CELL = 300
+"""Characters of one of these values."""
+MOST_REGIONS = 50
+"""Boxes and points of a completion that are drawn."""
+ALL_REGIONS = 40_000
+"""Boxes and points on the page."""
+REGION_SECONDS = 3.0
+"""Time for reading boxes and points: text that is nearly JSON takes milliseconds each."""
+THOUGHT = re.compile(
+    r"(?s)<think(?:ing)?>(?P<closed>.*?)(?:</think(?:ing)?>|\Z)|\A(?P<begun>(?:(?!<think).)*?)</think(?:ing)?>"
+)
+"""Thinking: between its tags, or before the closing one if the prompt has the opening one."""
+
+Group = Sequence[Row]
+T = TypeVar("T")
+
+
+class Images:
+    """The images of the page, each once, as small JPEG files in data URIs."""
+
+    def __init__(self) -> None:
+        self.uris: list[str] = []
+        self.index: dict[str, int | None] = {}
+        self.num_left_out = 0
+        self.size = 0
+
+    def add(self, path: Path, root: Path) -> int | None:
+        """Return the number of an image on the page, or None if it is no file below `root` or the page has enough."""
+        key = str(path)
+        if key not in self.index:
+            self.index[key] = self.read(path) if is_file_below(root, path) else None
+        return self.index[key]
+
+    def read(self, path: Path) -> int | None:
+        if len(self.uris) >= MOST_IMAGES or self.size > IMAGE_BYTES:
+            self.num_left_out += 1
+            return None
+        try:
+            uri = data_uri(path)
+        except Exception:  # Pillow raises errors of many kinds for damaged and for huge files
+            return None
+        self.uris.append(uri)
+        self.size += len(uri)
+        return len(self.uris) - 1
+
+
+def is_file_below(root: Path, path: Path) -> bool:
+    """Return whether a path, whatever its links and dots, is a file below `root` that is not too large to be read.
+
+    The files of a run may come from someone else. They may name a device, which has no end, or a file of this machine.
+    """
+    try:
+        real = path.resolve()
+        return real.is_relative_to(root.resolve()) and real.is_file() and real.stat().st_size <= MOST_FILE_BYTES
+    except (OSError, ValueError):  # of a loop of links, a name that is too long, a null byte
+        return False
+
+
+def data_uri(path: Path) -> str:
+    """Return an image as a JPEG of at most `LONG_SIDE` pixels in a data URI. Raises ValueError if it has too many."""
+    from PIL import Image, ImageOps
+
+    content = path.read_bytes()
+    with Image.open(io.BytesIO(content), formats=["JPEG", "PNG"]) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{path} has {image.width} x {image.height} pixels")
+        if image.format != "JPEG" or max(image.size) > LONG_SIDE or image.getexif():
+            image.draft("RGB", (2 * LONG_SIDE, 2 * LONG_SIDE))
+            file = io.BytesIO()
+            small_copy(ImageOps.exif_transpose(image)).save(file, format="JPEG", quality=QUALITY)
+            content = file.getvalue()
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
+
+
+def browser_data(records: Sequence[Record]) -> dict[str, Any]:
+    """Return everything that the browser needs, as JSON. Its short keys are those that page.js reads."""
+    shown = [one for i, record in enumerate(records) for one in shown_groups(i, record, MOST_ROLLOUTS // len(records))]
+    rows = [row for one in shown for row in one.group]
+    prompts = list(dict.fromkeys(one.group[0]["prompt"] for one in shown))
+    prompt_limit = length_limit(list(map(num_bytes, prompts)), PROMPT_BYTES)
+    regions = AllRegions(records, shown)
+    page = Page(
+        images=Images(),
+        prompts={prompt: i for i, prompt in enumerate(prompts)},
+        regions=regions,
+        text_limit=length_limit([num_bytes(row["completion"]) for row in rows], TEXT_BYTES),
+        cell_limit=length_limit([cells_size(cells) for one in shown for cells in (one.data, *one.logged)], CELL_BYTES),
+    )
+    return {
+        "runs": [record.name for record in records],
+        "names": [record.names for record in records],
+        "training": [record.kind == "training" for record in records],
+        "groups": [describe_group(one, records[one.run], page) for one in shown],
+        "prompts": [cut(prompt, prompt_limit) for prompt in prompts],
+        "images": page.images.uris,
+        "numShown": len(rows),
+        "numAll": sum(record.num_rows + record.num_held_out for record in records),
+        "numImagesLeftOut": page.images.num_left_out,
+        "numUnread": regions.num_unread,
+    }
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A group on the page."""
+
+    group: Group
+    run: int
+    """Index of its record."""
+    is_held_out: bool
+    data: dict[str, str]
+    """Columns of its row of the data, as text."""
+    logged: list[dict[str, str]]
+    """What reward functions logged on each completion, as text."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What groups on the page share: images and prompts, each once, and limits of texts in bytes."""
+
+    images: Images
+    prompts: dict[str, int]
+    regions: AllRegions
+    text_limit: int
+    cell_limit: int
+
+
+def shown_groups(run: int, record: Record, most_rows: int) -> list[Shown]:
+    """Choose the groups of a record that the page shows, those of held-out rows first."""
+    held_out = choose_groups(record.held_out, most_rows // HELD_OUT_SHARE)
+    others = choose_groups(record.rows, most_rows - sum(map(len, held_out)))
+
+    def show(group: Group, is_held_out: bool) -> Shown:
+        return Shown(group, run, is_held_out, data_of(group[0]), [logged_on(row, record) for row in group])
+
+    return [show(group, True) for group in held_out] + [show(group, False) for group in others]
+
+
+class AllRegions:
+    """The boxes and points of the groups on the page, within limits of time and number."""
+
+    def __init__(self, records: Sequence[Record], shown: Sequence[Shown]) -> None:
+        """Read them. If there is not enough time for all, those of groups at even distances are read."""
+        self.readers = [Regions.of_rewards(record.reward_funcs) for record in records]
+        self.predicted: dict[int, list[Any]] = {}
+        self.num_unread = 0
+        end = time.monotonic() + REGION_SECONDS
+        for one in spread_out(shown):
+            if not (reader := self.readers[one.run]):
+                continue
+            if time.monotonic() > end:
+                self.num_unread += len(one.group)
+            else:
+                self.predicted |= {id(row): reader.predicted(row) for row in one.group}
+        self.most = min(MOST_REGIONS, length_limit(list(map(len, self.predicted.values())), ALL_REGIONS))
+
+    def gold(self, one: Shown) -> list[dict[str, Any]]:
+        """Describe the true regions of a group."""
+        reader = self.readers[one.run]
+        return describe_regions(reader.gold(one.group[0])[:MOST_REGIONS]) if reader else []
+
+    def of_row(self, row: Row) -> list[dict[str, Any]]:
+        """Describe the regions of a completion."""
+        return describe_regions(self.predicted.get(id(row), [])[: self.most])
+
+    def image_index(self, run: int) -> int:
+        """Return which image of a prompt the regions of a record lie on."""
+        reader = self.readers[run]
+        return reader.frames.image_index if reader else 0
+
+
+def spread_out(values: Sequence[T]) -> list[T]:
+    """Return values in an order in which each beginning is spread over all of them."""
+    order = sorted(range(len(values)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
+    return [values[i] for i in order]
+
+
+def choose_groups(rows: Sequence[Row], most_rows: int) -> list[Group]:
+    """Return groups of windows or evaluations, equally many of each, and of the first and the last one in any case.
+
+    Those whose images are kept come first, then others by their hash. So the same prompts are shown each time that they
+    are drawn.
+    """
+    windows = [sorted(groups, key=rank) for groups in windows_of(rows).values()]
+    if not windows:
+        return []
+    size = max(1, len(windows[0][0]))
+    every = max(1, -(-len(windows) * size // most_rows))
+    windows = [groups for i, groups in enumerate(windows) if i % every == 0 or i == len(windows) - 1]
+    each = max(1, most_rows // size // len(windows))
+    return [group for groups in windows for group in groups[:each]]
+
+
+def rank(group: Group) -> tuple[bool, str]:
+    """Return a sort key of groups: those with images come first."""
+    return not group[0].get("images"), hashlib.sha256(group[0]["sample_id"].encode()).hexdigest()
+
+
+def length_limit(lengths: Sequence[int], budget: int) -> int:
+    """Return the length to which texts are cut so that all together are at most `budget` long."""
+    left, limit = budget, 0
+    for i, length in enumerate(sorted(lengths)):
+        limit = left // (len(lengths) - i)
+        if length > limit:
+            return limit
+        left -= length
+    return max(lengths, default=0)
+
+
+def describe_group(one: Shown, record: Record, page: Page) -> dict[str, Any]:
+    """Describe a group and its completions."""
+    row = one.group[0]
+    numbers = [page.images.add(record.image_folder / name, record.root) for name in row.get("images") or []]
+    return {
+        "run": one.run,
+        "heldOut": one.is_held_out,
+        "prompt": page.prompts[row["prompt"]],
+        "step": row["step"],
+        "id": row["sample_id"],
+        "source": text_or_none(row.get(f"{COLUMN_PREFIX}data_source")),
+        "data": fitting(one.data, page.cell_limit),
+        "images": numbers,
+        "noImage": not any(number is not None for number in numbers) and bool(row.get("image_sizes")),
+        "sizes": row.get("image_sizes") or [],
+        "boxed": page.regions.image_index(one.run),
+        "gold": page.regions.gold(one),
+        "rows": [describe_row(row, logged, record, page) for row, logged in zip(one.group, one.logged, strict=True)],
+    }
+
+
+def describe_row(row: Row, logged: Mapping[str, str], record: Record, page: Page) -> dict[str, Any]:
+    """Describe one completion."""
+    return {
+        **described_text(row["completion"], page.text_limit),
+        "end": row["finish_reason"],
+        "tokens": row["completion_length"],
+        "reward": rounded(row["reward"]),
+        "advantage": rounded(row["advantage"]),
+        "scores": [rounded(row.get(name)) for name in record.names],
+        "logged": fitting(logged, page.cell_limit),
+        "fault": None if row.get("fault") is None else cut(row["fault"], LONGEST_CELL),
+        "regions": page.regions.of_row(row),
+    }
+
+
+def described_text(text: str, limit: int) -> dict[str, Any]:
+    """Split a completion into its thinking, which the page folds, and the rest. The rest is cut last."""
+    thought = THOUGHT.search(text)
+    if thought is None:
+        return {"text": cut(text, limit)}
+    before, after = (cut(part.strip(), limit) for part in (text[: thought.start()], text[thought.end() :]))
+    inner = (thought["closed"] if thought["begun"] is None else thought["begun"]).strip()
+    left = max(0, limit - num_bytes(before) - num_bytes(after))
+    return {"before": before, "thought": cut(inner, left), "thoughtLength": len(inner), "text": after}
+
+
+def data_of(row: Row) -> dict[str, str]:
+    """Return the columns of the data in a row, as text."""
+    return {
+        name.removeprefix(COLUMN_PREFIX): cut(str(value), LONGEST_CELL)
+        for name, value in row.items()
+        if name.startswith(COLUMN_PREFIX) and value is not None
+    }
+
+
+def logged_on(row: Row, record: Record) -> dict[str, str]:
+    """Return what reward functions logged on a completion, as text."""
+    return {
+        name: cut(str(value), LONGEST_CELL)
+        for name, value in row.items()
+        if value is not None and name not in record.names and not is_column(name)
+    }
+
+
+def cells_size(cells: Mapping[str, str]) -> int:
+    """Return the bytes of cells with their names."""
+    return sum(num_bytes(name) + num_bytes(value) for name, value in cells.items())
+
+
+def fitting(cells: Mapping[str, str], limit: int) -> dict[str, str]:
+    """Return the first cells that have at most `limit` bytes, and how many more there are."""
+    kept: dict[str, str] = {}
+    for name, value in cells.items():
+        limit -= num_bytes(name) + num_bytes(value)
+        if limit < 0:
+            return kept | {"…": f"{len(cells) - len(kept)} more left out"}
+        kept[name] = value
+    return kept
+
+
+def num_bytes(text: str) -> int:
+    """Return the length of a text in UTF-8."""
+    return len(text.encode("utf-8", "replace"))
+
+
+def describe_regions(regions: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"at": [round(number, 1) for number in region.numbers], "label": region.label} for region in regions]
+
+
+def cut(text: str, limit: int) -> str:
+    """Leave out the middle of a text that has more than `limit` bytes in UTF-8, and say how much that is."""
+    if len(text) * 4 <= limit or (size := num_bytes(text)) <= limit:
+        return text
+    half = max(20, limit * len(text) // size // 2)
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n[… {left_out:,} characters left out …]\n{text[-half:]}" if left_out > 0 else text
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)
+
+
+def text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def faulty_rows(records: Sequence[Record], most: int = 50) -> Sequence[Mapping[str, Any]]:
+    """Return the first completions that a reward function failed on, with their runs."""
+    found = (row | {"run": record.name} for record in records for row in record.rows if row.get("fault"))
+    return list(islice(found, most))

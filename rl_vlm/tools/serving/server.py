@@ -1,0 +1,181 @@
+"""The endpoint's HTTP server: routes, the API key, and answers as JSON or server-sent events."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.tools.serving.batches import Stopping
+from rl_vlm.tools.serving.protocol import APIError, read_request
+from rl_vlm.tools.serving.service import ChatService
+
+logger = logging.getLogger(__name__)
+
+API_KEY = "RL_VLM_API_KEY"
+"""Environment variable of the key that requests must have, if it is set."""
+MAX_BODY = 256 * 2**20
+"""Bytes of the largest request body."""
+CLOSE_SECONDS = 5.0
+"""Time that requests which are refused at the end have to be answered."""
+
+
+class ChatServer(ThreadingHTTPServer):
+    """Serves one model with a thread per request."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, host: str, port: int, key: str = "") -> None:
+        """Reserve `port`, where 0 is any that is free; connections are refused until `start`.
+
+        `key` is what requests must have as a bearer token, if it is not empty. Raises ConfigError if the port cannot be
+        used.
+        """
+        super().__init__((host, port), ChatHandler, bind_and_activate=False)
+        try:
+            self.server_bind()
+        except (OSError, OverflowError, UnicodeError) as error:
+            self.server_close()
+            raise ConfigError(
+                f"port {port} of {host} cannot be used ({error}); choose another --port or --host"
+            ) from error
+        self.key = key
+        self.thread = threading.Thread(target=self.serve_forever, name="endpoint", daemon=True)
+        self.idle = threading.Condition()
+        self.num_requests = 0
+
+    @property
+    def url(self) -> str:
+        """Return the base URL of clients."""
+        host = str(self.server_address[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/v1"
+
+    def count(self, change: int) -> None:
+        """Count a request that begins (1) or is answered (-1)."""
+        with self.idle:
+            self.num_requests += change
+            self.idle.notify_all()
+
+    def start(self, service: ChatService) -> None:
+        """Accept connections, in threads."""
+        self.service = service
+        self.server_activate()
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Answer the requests that wait with status 503, and accept no others."""
+        self.service.batches.close()
+        self.shutdown()
+        with self.idle:
+            self.idle.wait_for(lambda: not self.num_requests, CLOSE_SECONDS)
+
+
+class ChatHandler(BaseHTTPRequestHandler):
+    """One connection, which is closed after its request."""
+
+    server: ChatServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    """Seconds that a client may pause within its request."""
+
+    def do_GET(self) -> None:
+        self.respond(self.get)
+
+    def do_POST(self) -> None:
+        self.respond(self.post)
+
+    def get(self) -> None:
+        """Answer /health, which is open, and /v1/models."""
+        if self.path == "/health":
+            return self.send(200, {"status": "ok"})
+        self.check_key()
+        if self.path != "/v1/models":
+            raise self.unknown_route()
+        model = {"id": self.server.service.name, "object": "model", "created": 0, "owned_by": "rl-vlm"}
+        self.send(200, {"object": "list", "data": [model]})
+
+    def post(self) -> None:
+        """Answer /v1/chat/completions."""
+        content = self.body()  # first, since a client that still sends might not read an error
+        self.check_key()
+        if self.path != "/v1/chat/completions":
+            raise self.unknown_route()
+        request = read_request(content)
+        answer = self.server.service.answer(request)
+        if request.stream:
+            events = answer.events(request.stream_options.include_usage)
+            content = "".join(f"data: {event}\n\n" for event in events)
+            return self.write(200, content.encode(), "text/event-stream; charset=utf-8")
+        self.send(200, answer.body())
+
+    def respond(self, answer: Any) -> None:
+        """Call `answer`, and send its error, if it raises one, in OpenAI's form."""
+        self.server.count(1)
+        try:
+            answer()
+        except (ConnectionError, TimeoutError):
+            pass  # the client has gone, or does not go on
+        except Exception as error:
+            problem = api_error(error)
+            self.send(problem.status, problem.body)
+        finally:
+            self.close_connection = True
+            self.server.count(-1)
+
+    def check_key(self) -> None:
+        """Raise APIError unless the request has the key, if there is one. Compares in constant time."""
+        given = self.headers.get("Authorization", "").encode()
+        if self.server.key and not hmac.compare_digest(given, f"Bearer {self.server.key}".encode()):
+            raise APIError(
+                401, f"give the key in {API_KEY} as a header, Authorization: Bearer …", code="invalid_api_key"
+            )
+
+    def body(self) -> bytes:
+        """Read the body of a request. Raises APIError if its length is not given, or is above `MAX_BODY`."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise APIError(411, "the request has no Content-Length")
+        if int(length) > MAX_BODY:
+            raise APIError(413, f"the body has {length} bytes, and the endpoint takes at most {MAX_BODY}")
+        return self.rfile.read(int(length))
+
+    def unknown_route(self) -> APIError:
+        return APIError(
+            404, f"there is no {self.command} {self.path}; there are POST /v1/chat/completions, GET /v1/models and "
+            "GET /health", code="unknown_url",
+        )  # fmt: skip
+
+    def send(self, status: int, body: dict[str, Any]) -> None:
+        self.write(status, json.dumps(body).encode(), "application/json")
+
+    def write(self, status: int, content: bytes, kind: str) -> None:
+        """Send one whole answer."""
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(content)
+        except OSError as error:
+            logger.info("the client of %s has gone: %s", self.path, error)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing for each request."""
+
+
+def api_error(error: Exception) -> APIError:
+    """Return an exception as the error that the client gets. What the client cannot mend is logged as well."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, Stopping):
+        return APIError(503, "the endpoint is stopping", code="unavailable")
+    if isinstance(error, DataError):
+        return APIError(400, str(error), "messages")
+    logger.error("a request failed", exc_info=error)
+    return APIError(500, f"{type(error).__name__}: {error}")
