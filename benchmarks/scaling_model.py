@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "distributed.md"
 
 
 @dataclass(frozen=True)
-class Engine:
+class Sharding:
     """How ranks hold the model."""
 
     label: str
@@ -48,7 +48,7 @@ class Engine:
     is_lora: bool = False
 
 
-ENGINES = (Engine("DDP, LoRA", "ddp", True), Engine("ZeRO-3", "zero3_freed"), Engine("FSDP2", "fsdp2"))
+SHARDINGS = (Sharding("DDP, LoRA", "ddp", True), Sharding("ZeRO-3", "zero3_freed"), Sharding("FSDP2", "fsdp2"))
 
 
 @dataclass(frozen=True)
@@ -83,31 +83,31 @@ def measured_units(measured: dict[str, Any]) -> dict[str, tuple[float, float]]:
     for case in measured["steps"]:
         ring = 4 * case["num_parameters"] * (case["num_processes"] - 1) / case["num_processes"]
         one, three = (case["ranks"][0]["traffic"][number]["sent"] / ring for number in ("1", "3"))
-        units[case["engine"]] = (one - (three - one) / 2, (three - one) / 2)
+        units[case["sharding"]] = (one - (three - one) / 2, (three - one) / 2)
     return units
 
 
 def step_seconds(
-    engine: Engine, units: tuple[float, float], nodes: int, network: float, given: Assumptions, is_strong: bool
+    sharding: Sharding, units: tuple[float, float], nodes: int, network: float, given: Assumptions, is_strong: bool
 ) -> float:
     """Return the seconds of a step."""
     ranks = nodes * GPUS
     micro_batches = given.micro_batches / nodes if is_strong else float(given.micro_batches)
     per_token = (
-        6 if engine.is_lora else 8
+        6 if sharding.is_lora else 8
     ) * given.weights  # forward, recomputation, and a backward of 1 or 2 forwards
     computing = micro_batches * given.tokens * per_token / (given.flops * given.reached)
     computing *= 1 + given.variation * math.sqrt(2 * math.log(ranks))
-    trained = given.bytes_per_weight * (given.adapter if engine.is_lora else given.weights)
+    trained = given.bytes_per_weight * (given.adapter if sharding.is_lora else given.weights)
     sent = (units[0] + units[1] * max(1, math.ceil(micro_batches))) * trained * (ranks - 1) / ranks
     return computing + sent / (given.nvlink if nodes == 1 else min(given.nvlink, network))
 
 
 def efficiencies(
-    engine: Engine, units: tuple[float, float], network: float, given: Assumptions, is_strong: bool
+    sharding: Sharding, units: tuple[float, float], network: float, given: Assumptions, is_strong: bool
 ) -> list[tuple[float, float]]:
     """Return the seconds of a step and the efficiency relative to one machine, for each number of machines."""
-    seconds = [step_seconds(engine, units, nodes, network, given, is_strong) for nodes in NODES]
+    seconds = [step_seconds(sharding, units, nodes, network, given, is_strong) for nodes in NODES]
     ideal = [seconds[0] / nodes if is_strong else seconds[0] for nodes in NODES]
     return [(actual, best / actual) for actual, best in zip(seconds, ideal, strict=True)]
 
@@ -115,11 +115,11 @@ def efficiencies(
 def table(units: dict[str, tuple[float, float]], given: Assumptions, is_strong: bool) -> str:
     """Return the table of weak or strong scaling."""
     rows = []
-    for engine in ENGINES:
+    for sharding in SHARDINGS:
         for name, network in NETWORKS.items():
-            found = efficiencies(engine, units[engine.key], network, given, is_strong)
+            found = efficiencies(sharding, units[sharding.key], network, given, is_strong)
             lost = next((str(nodes) for nodes, (_, share) in zip(NODES, found, strict=True) if share < LINEAR), "not")
-            rows.append([engine.label, name, *(f"{seconds:.1f} s, {share:.2f}" for seconds, share in found), lost])
+            rows.append([sharding.label, name, *(f"{seconds:.1f} s, {share:.2f}" for seconds, share in found), lost])
     kind = "strong scaling" if is_strong else "weak scaling"
     return markdown_table([kind, "network of a machine", *map(str, NODES), f"below {LINEAR} from"], rows)
 

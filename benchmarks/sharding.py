@@ -1,8 +1,8 @@
 """Memory, traffic and time of each way to shard a model over processes, beside theory.
 
-    python benchmarks/sharding.py                          every engine on a model of 416 million parameters
+    python benchmarks/sharding.py                          every sharding on a model of 416 million parameters
     python benchmarks/sharding.py --small                  a tiny model on two processes, to check the benchmark itself
-    python benchmarks/sharding.py --engines fsdp2 --processes 2 4
+    python benchmarks/sharding.py --shardings fsdp2 --processes 2 4
 
 Each case is a run of benchmarks/sharded_rank.py under `accelerate launch`, on CPUs over gloo, in float32.
 """
@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from benchmarks.common import RETURN_FREED_MEMORY, ROOT, environment
 from benchmarks.report import finish, result_arguments
 from benchmarks.shapes import SHAPES, build_checkpoint
-from benchmarks.sharding_tables import ENGINES, sharding_tables
+from benchmarks.sharding_tables import SHARDINGS, sharding_tables
 from rl_vlm.distributed.zero_config import AUTO_SIZES
 
 LAUNCH_FILES = {"ddp": "cpu", "zero2": "zero2", "zero3": "zero3", "zero3_freed": "zero3", "fsdp2": "fsdp2"}
-"""The launcher's file of each engine. `zero3_freed` is ZeRO-3 as it runs on a model of billions of parameters."""
+"""The launcher's file of each sharding. `zero3_freed` is ZeRO-3 as it runs on a model of billions of parameters."""
 FREED = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 """DeepSpeed frees layers within a step if more weights than this are gathered: by default a billion."""
 LARGEST_DDP = 2
@@ -43,7 +43,7 @@ TOO_LARGE = {("zero2", 2), ("zero2", 4), ("zero3_freed", 4)}
 class Case:
     """One launch."""
 
-    engine: str
+    sharding: str
     num_processes: int
     shape: str
     beta: float = 0.0
@@ -53,12 +53,12 @@ class Case:
     @property
     def name(self) -> str:
         notes = [*(["reference"] if self.beta else []), *(["6 layers"] if self.shape == "quarter" else [])]
-        return ", ".join([f"{ENGINES[self.engine]} × {self.num_processes}", *notes])
+        return ", ".join([f"{SHARDINGS[self.sharding]} × {self.num_processes}", *notes])
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--shardings", nargs="+", choices=SHARDINGS, default=list(SHARDINGS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--shape", choices=SHAPES, default="medium", help="of most models whose memory is measured")
     parser.add_argument("--step-shape", choices=SHAPES, default="small", help="of the model whose steps are")
@@ -72,27 +72,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def memory_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Yield the cases whose memory is measured: with a reference on two processes, of engines that shard it."""
+    """Yield the cases whose memory is measured: with a reference on two processes, of shardings of it."""
     for num_processes in args.processes:
-        for engine in args.engines:
-            if (engine == "ddp" and num_processes > LARGEST_DDP) or engine == "zero3":
+        for sharding in args.shardings:
+            if (sharding == "ddp" and num_processes > LARGEST_DDP) or sharding == "zero3":
                 continue
-            yield Case(engine, num_processes, "quarter" if (engine, num_processes) in TOO_LARGE else args.shape)
-            if num_processes == 2 and engine in ("zero3_freed", "fsdp2"):
-                yield Case(engine, num_processes, "quarter", beta=0.04)
+            yield Case(sharding, num_processes, "quarter" if (sharding, num_processes) in TOO_LARGE else args.shape)
+            if num_processes == 2 and sharding in ("zero3_freed", "fsdp2"):
+                yield Case(sharding, num_processes, "quarter", beta=0.04)
 
 
 def step_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Yield the cases whose steps are timed and whose traffic is counted, on two processes."""
-    for engine in args.engines:
-        yield Case(engine, 2, args.step_shape, num_timed=args.num_timed)
+    for sharding in args.shardings:
+        yield Case(sharding, 2, args.step_shape, num_timed=args.num_timed)
 
 
 def launch(case: Case, checkpoint: Path, directory: Path) -> list[dict[str, Any]]:
     """Run a case in processes of its own and return the results of its ranks. Raises CalledProcessError if it fails."""
     work = {"checkpoint": str(checkpoint), **vars(case)}
-    file = ROOT / "launch" / "accelerate" / f"{LAUNCH_FILES[case.engine]}.yaml"
-    if case.engine == "zero3_freed":
+    file = ROOT / "launch" / "accelerate" / f"{LAUNCH_FILES[case.sharding]}.yaml"
+    if case.sharding == "zero3_freed":
         file = with_freed_layers(file, layer_size(checkpoint), directory)
     start = ["-m", "accelerate.commands.launch", *launcher_options(case, file)] if is_launched(case) else []
     output = Path(tempfile.mkdtemp(dir=directory))
@@ -107,8 +107,8 @@ def launch(case: Case, checkpoint: Path, directory: Path) -> list[dict[str, Any]
 
 
 def is_launched(case: Case) -> bool:
-    """Return whether a launcher is needed: not for one process without an engine."""
-    return case.engine != "ddp" or case.num_processes > 1
+    """Return whether a launcher is needed: not for one process without a sharding."""
+    return case.sharding != "ddp" or case.num_processes > 1
 
 
 def launcher_options(case: Case, file: Path) -> list[str]:

@@ -8,25 +8,25 @@ from typing import Any
 
 from benchmarks.common import markdown_table
 
-ENGINES = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_freed": "ZeRO-3, freed", "fsdp2": "FSDP2"}
+SHARDINGS = {"ddp": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_freed": "ZeRO-3, freed", "fsdp2": "FSDP2"}
 PARTS = ("weights", "copies", "reference", "gradients", "moments")
 COPIES_WEIGHTS = ("zero2", "zero3", "zero3_freed")
-"""Engines that update a float32 copy of this rank's weights, also if the weights are float32 themselves."""
+"""Shardings that update a float32 copy of this rank's weights, also if the weights are float32 themselves."""
 
 
-def theory(engine: str, num_processes: int, has_reference: bool) -> dict[str, float]:
+def theory(sharding: str, num_processes: int, has_reference: bool) -> dict[str, float]:
     """Return what each process should hold, in units of the weights."""
     share = 1 / num_processes
     return {
-        "weights": 1.0 if engine in ("ddp", "zero2") else share,
-        "copies": share if engine in COPIES_WEIGHTS else 0.0,
+        "weights": 1.0 if sharding in ("ddp", "zero2") else share,
+        "copies": share if sharding in COPIES_WEIGHTS else 0.0,
         "reference": share if has_reference else 0.0,
-        "gradients": 1.0 if engine == "ddp" else share,
-        "moments": 2.0 if engine == "ddp" else 2 * share,
+        "gradients": 1.0 if sharding == "ddp" else share,
+        "moments": 2.0 if sharding == "ddp" else 2 * share,
     }
 
 
-def theory_of_traffic(engine: str, num_micro_batches: int) -> int:
+def theory_of_traffic(sharding: str, num_micro_batches: int) -> int:
     """Return what each process should send in a step, in units of (N - 1) / N of the weights."""
     return {
         "ddp": 2,  # an all-reduce in the last micro-batch
@@ -34,7 +34,7 @@ def theory_of_traffic(engine: str, num_micro_batches: int) -> int:
         "zero3": 2 * num_micro_batches,  # an all-gather and a reduce-scatter
         "zero3_freed": 3 * num_micro_batches,  # all-gathers for forward and backward, and a reduce-scatter
         "fsdp2": 3 * num_micro_batches,
-    }[engine]
+    }[sharding]
 
 
 def held(case: dict[str, Any]) -> dict[str, float]:
@@ -66,7 +66,7 @@ def memory_table(result: dict[str, Any]) -> str:
     rows = []
     for case in result["memory"]:
         one, found = unit(case), held(case)
-        expected = theory(case["engine"], case["num_processes"], case["beta"] > 0)
+        expected = theory(case["sharding"], case["num_processes"], case["beta"] > 0)
         resident = mean(rank["after"]["backward"] for rank in case["ranks"]) / one
         peak = max(rank["peaks"][stage]["anonymous"] for rank in case["ranks"] for stage in ("backward", "update"))
         parts = [f"{found[part] / one:.2f}" if found[part] else "" for part in PARTS]
@@ -95,17 +95,17 @@ def files_table(result: dict[str, Any]) -> str:
 def traffic_table(result: dict[str, Any]) -> str:
     head = ["traffic, 2 processes", "1 micro-batch", "theory", "3 micro-batches", "theory", "within rollouts", "after"]
     clocks = ("passed", "computed")
-    seconds = {c["engine"]: [median(c["ranks"][0]["seconds"][k]) for k in clocks] for c in result["steps"]}
+    seconds = {c["sharding"]: [median(c["ranks"][0]["seconds"][k]) for k in clocks] for c in result["steps"]}
     rows = []
     for case in result["steps"]:
         one, num_processes, rank = unit(case), case["num_processes"], case["ranks"][0]
         ring = one * (num_processes - 1) / num_processes
-        row = [ENGINES[case["engine"]]]
+        row = [SHARDINGS[case["sharding"]]]
         for n in (1, 3):
-            row += [f"{rank['traffic'][str(n)]['sent'] / ring:.2f}", str(theory_of_traffic(case["engine"], n))]
+            row += [f"{rank['traffic'][str(n)]['sent'] / ring:.2f}", str(theory_of_traffic(case["sharding"], n))]
         gathered = rank["gathered"]
         row += [f"{(gathered[when] - gathered['before']) / one:+.2f}" for when in ("within", "after")]
-        pairs = zip(seconds[case["engine"]], seconds.get("ddp", []), strict=False)
+        pairs = zip(seconds[case["sharding"]], seconds.get("ddp", []), strict=False)
         rows.append([*row, *(f"{ours / ddp:.2f}" for ours, ddp in pairs)])
     return markdown_table([*head, *(["time / DDP", "CPU time / DDP"] if "ddp" in seconds else [])], rows)
 
@@ -119,7 +119,7 @@ def sharding_chart(results: Sequence[dict[str, Any]], pyplot: Any) -> Any:
         sizes = [held(case)[part] / unit(case) for case in cases]
         axes.barh(names, sizes, left=left, height=0.6, label=part)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    expected = [sum(theory(c["engine"], c["num_processes"], c["beta"] > 0).values()) for c in cases]
+    expected = [sum(theory(c["sharding"], c["num_processes"], c["beta"] > 0).values()) for c in cases]
     axes.plot(expected, names, "k|", markersize=12, label="theory")
     axes.invert_yaxis()
     axes.set_xlabel("bytes per process, in units of the weights")

@@ -36,6 +36,16 @@ def add_help(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--help-all", action=_Help, nargs=0, help="show every setting and exit")
 
 
+def add_sharding(parser: argparse.ArgumentParser, choices: Sequence[str], default: str) -> None:
+    """Add `--sharding`. `--engine`, as it was called before, is refused."""
+    parser.add_argument("--sharding", choices=choices, help=f"how ranks hold the model; default: {default}")
+    parser.add_argument("--engine", type=_refuse_engine, help=argparse.SUPPRESS)
+
+
+def _refuse_engine(name: str) -> None:
+    raise argparse.ArgumentTypeError(f"write --sharding {name}: an engine is what samples (rollout.engine)")
+
+
 class _Help(argparse.Action):
     """Print the help and exit."""
 

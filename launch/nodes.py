@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from launch.help import LAST_PORT, LOCAL_HOSTS, port
+from launch.help import LAST_PORT, LOCAL_HOSTS, add_sharding, port
 from launch.serve import joining_words
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import plan_batches
@@ -145,13 +145,13 @@ def launch_file(sharding: str) -> Path:
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Add the options for the machines."""
     parser.usage = (
-        f"{parser.usage} [--nodes N] [--gpus N] [--engine NAME] [--rollout-nodes N] [--hosts A,B,…] [--port PORT] "
+        f"{parser.usage} [--nodes N] [--gpus N] [--sharding NAME] [--rollout-nodes N] [--hosts A,B,…] [--port PORT] "
         "[--slurm] [--time TIME]"
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train; default: 1")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each machine; default: 8")
     with_file = listed_names(lambda sharding: launch_file(sharding.name).is_file())
-    parser.add_argument("--engine", choices=with_file, default="ddp", help="how ranks hold the model; default: ddp")
+    add_sharding(parser, with_file, "ddp")
     parser.add_argument(
         "--rollout-nodes",
         type=int,
@@ -191,7 +191,7 @@ def planned_job(config: RunConfig, options: argparse.Namespace) -> Job:
         check_hosts(options.hosts, num_hosts)
     plan_batches(config, options.nodes * options.gpus)  # refuses numbers for which the lists below would be long
     hosts = options.hosts or [Shell(f"${{hosts[{i}]}}") if options.slurm else f"node-{i}" for i in range(num_hosts)]
-    cluster = Cluster(hosts, options.nodes, options.gpus, options.engine, options.port)
+    cluster = Cluster(hosts, options.nodes, options.gpus, options.sharding or "ddp", options.port)
     path = options.config if not options.config.startswith("-") else f"./{options.config}"  # no option of a command
     job = Job(config, [path, *options.overrides], cluster, DAY if options.time is None else options.time)
     if options.slurm:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from launch.help import path
+from launch.help import add_sharding, path
 from rl_vlm.config import yaml_text
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Kind, Sharding, kinds, listed_names
@@ -20,7 +20,7 @@ from rl_vlm.errors import ConfigError
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan that are not settings of a run."""
     parser.usage = (
-        f"{parser.usage} [--gpus N] [--gpu-memory SIZE] [--nodes M] [--engine NAME] [--config_file FILE] [--suggest] "
+        f"{parser.usage} [--gpus N] [--gpu-memory SIZE] [--nodes M] [--sharding NAME] [--config_file FILE] [--suggest] "
         "[--json] [--picture FILE]"
     )
     parser.add_argument(
@@ -32,9 +32,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "machine's card",
     )  # fmt: skip
     parser.add_argument("--nodes", type=int, metavar="M", help="machines; default: those of --config_file, or 1")
-    parser.add_argument(
-        "--engine", choices=listed_names(), help="how ranks hold the model; default: that of --config_file, or ddp"
-    )
+    add_sharding(parser, listed_names(), "that of --config_file, or ddp")
     parser.add_argument("--config_file", type=path, metavar="FILE", help="the file for `accelerate launch`")
     parser.add_argument(
         "--suggest", action="store_true", help="find the fastest set-up that fits, and what each saving costs"
@@ -88,7 +86,7 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     if gpus < 1 or nodes < 1:
         raise ConfigError("--gpus and --nodes are numbers from 1")
     card = local_card() if options.gpu_memory is None else parse_card(options.gpu_memory)
-    sharding = SHARDINGS[options.engine] if options.engine else asked.get("sharding", UNSHARDED)
+    sharding = SHARDINGS[options.sharding] if options.sharding else asked.get("sharding", UNSHARDED)
     return Hardware(card, gpus, nodes, sharding)
 
 

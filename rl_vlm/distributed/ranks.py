@@ -14,7 +14,7 @@ import torch
 from torch.distributed import DistError
 
 from rl_vlm.config.schema import TrainConfig
-from rl_vlm.distributed.environment import kept_request, take_launch
+from rl_vlm.distributed.launch_variables import kept_request, take_launch
 from rl_vlm.distributed.launcher import check_variables, is_one_of_several
 from rl_vlm.distributed.meeting_point import connect, init_method
 from rl_vlm.distributed.progress import mark_progress

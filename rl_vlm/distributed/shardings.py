@@ -21,7 +21,7 @@ class Kind:
     """Values of `distributed_type` in a file for `accelerate launch`."""
     variable: str | None = None
     """Variable by which accelerate asks for it. None: it is what accelerate does if it is asked for nothing."""
-    launch: str = "rl_vlm.distributed.environment:plain_launch"
+    launch: str = "rl_vlm.distributed.launch_variables:plain_launch"
     """Function that returns the `Launch` that a kind's name and environment variables ask for."""
     section: str | None = None
     """Section with its options in a file for `accelerate launch`."""
@@ -91,7 +91,7 @@ DEEPSPEED = Kind(
     "rl_vlm.distributed.zero:ZeRO",
     distributed_types=("DEEPSPEED",),
     variable="ACCELERATE_USE_DEEPSPEED",
-    launch="rl_vlm.distributed.environment:deepspeed_launch",
+    launch="rl_vlm.distributed.launch_variables:deepspeed_launch",
     section="deepspeed_config",
     variable_of=deepspeed_variable,
     sharding="rl_vlm.distributed.zero_config:launched_sharding",
@@ -102,7 +102,7 @@ FSDP = Kind(
     "rl_vlm.distributed.fsdp2:FSDP2",
     distributed_types=("FSDP",),
     variable="ACCELERATE_USE_FSDP",
-    launch="rl_vlm.distributed.environment:fsdp2_launch",
+    launch="rl_vlm.distributed.launch_variables:fsdp2_launch",
     section="fsdp_config",
 )
 
@@ -127,7 +127,7 @@ SHARDINGS: dict[str, Sharding] = {
         replace(ZERO3, name="zero3_offload", offloads_state=True, offloads_weights=True),
     )
 }
-"""By the name in `--engine`. Of those that take the same time, `rl-vlm plan --suggest` shows the first one first."""
+"""By the name in `--sharding`. Of those that take the same time, `rl-vlm plan --suggest` shows the first one first."""
 
 
 def kinds() -> dict[str, Kind]:

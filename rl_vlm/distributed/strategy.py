@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.environment import Launch
+from rl_vlm.distributed.launch_variables import Launch
 from rl_vlm.distributed.optim import check_optim
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import LaunchError

@@ -17,7 +17,7 @@ from rl_vlm.distributed.shardings import DEEPSPEED, SHARDINGS, Sharding
 from rl_vlm.errors import ConfigError, LaunchError, did_you_mean, shorten
 
 if TYPE_CHECKING:
-    from rl_vlm.distributed.environment import Launch
+    from rl_vlm.distributed.launch_variables import Launch
 
 SET_BY_RUN = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16

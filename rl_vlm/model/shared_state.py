@@ -200,7 +200,7 @@ def delta_rule_of_row(
     return torch.cat([output.flatten(0, 1) for output in found])[place][None], None
 
 
-class Part(NamedTuple):
+class Segments(NamedTuple):
     """Prefixes or completions as arguments of the gated delta rule."""
 
     tensors: Sequence[Tensor]
@@ -208,28 +208,28 @@ class Part(NamedTuple):
     options: dict[str, Any]
 
 
-def padded_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Part, Part, Int[Tensor, " row"]]:
+def padded_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Segments, Segments, Int[Tensor, " row"]]:
     """Pad sequences. Return prefixes, completions, and where the tokens of the row are in the outputs of both."""
     layout = row.layout
 
-    def part(index: Tensor, valid: Tensor) -> Part:
+    def part(index: Tensor, valid: Tensor) -> Segments:
         *tensors, g, beta = (x[index] for x in inputs)
         # Without decay and update, padding leaves the state as it is.
         gates = {"g": g * valid[..., None], "beta": beta * valid[..., None]}
-        return Part(tensors, gates | {"chunk_size": chunk_size(index.shape[1])})
+        return Segments(tensors, gates | {"chunk_size": chunk_size(index.shape[1])})
 
     prefixes = part(layout.prefix_index, layout.prefix_valid)
     return prefixes, part(layout.completion_index, layout.completion_valid), layout.output_index
 
 
-def packed_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Part, Part, Int[Tensor, " row"]]:
+def packed_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Segments, Segments, Int[Tensor, " row"]]:
     """Put sequences one after the other, without padding. Return the same as `padded_parts`."""
     packing, end = row.packing(0), row.layout.num_prefix_tokens
     packed = [x[packing.source][None] for x in inputs]
 
-    def part(tokens: slice, bounds: Tensor) -> Part:
+    def part(tokens: slice, bounds: Tensor) -> Segments:
         *tensors, g, beta = (x[:, tokens] for x in packed)
-        return Part(tensors, {"g": g, "beta": beta, "cu_seqlens": bounds})
+        return Segments(tensors, {"g": g, "beta": beta, "cu_seqlens": bounds})
 
     prefixes = part(slice(0, end), packing.prefix_bounds)
     return prefixes, part(slice(end, None), packing.completion_bounds), packing.place

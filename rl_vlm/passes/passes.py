@@ -65,7 +65,7 @@ class Passes:
         def attempt() -> list[tuple[MicroBatch, PolicyOutput]]:
             outputs = []
             for work in self.schedule(list(filter(where, groups)), groups[0], model.vision, together):
-                with self.recovery.watch(work):
+                with self.recovery.running(work):
                     output = PolicyOutput(*map(to_host, model(work.forward)))
                 outputs.append((work.forward.batch, output))
             synchronize(self.ranks.device)
@@ -104,7 +104,7 @@ class Passes:
         step_loss, outputs, sums = torch.zeros((), device=self.ranks.device), [], []
         for work in self.training_schedule(objective):
             batch = work.forward.batch
-            with self.recovery.watch(work), strategy.accumulating(last=work.is_last):
+            with self.recovery.running(work), strategy.accumulating(last=work.is_last):
                 output = self.optimizer.policy(work.forward)
                 loss, found = objective.loss(batch, output)
                 strategy.backward(loss)

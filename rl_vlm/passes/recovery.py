@@ -94,7 +94,7 @@ class AttemptFailed(Exception):
 
 
 @contextmanager
-def watched(describe: Callable[[RuntimeError], Failure]) -> Iterator[None]:
+def described(describe: Callable[[RuntimeError], Failure]) -> Iterator[None]:
     """Raise AttemptFailed with a description if the block runs out of memory."""
     try:
         yield
@@ -142,9 +142,9 @@ class Recovery:
         self.events.clear()
 
     @contextmanager
-    def watch(self, work: Round) -> Iterator[None]:
+    def running(self, work: Round) -> Iterator[None]:
         """Run one round of a schedule in this context, which raises AttemptFailed if it runs out of memory."""
-        with watched(partial(self.failure, work.forward.batch)), self.stages.work(work):
+        with described(partial(self.failure, work.forward.batch)), self.stages.work(work):
             yield
 
     def failure(self, batch: MicroBatch, error: RuntimeError) -> Failure:

@@ -136,7 +136,7 @@ def setup_table(setups: Sequence[Setup]) -> str:
 def setup_data(setup: Setup) -> dict[str, Any]:
     """Return a set-up for `--json`."""
     return {
-        "engine": setup.hardware.sharding.name,
+        "sharding": setup.hardware.sharding.name,
         "settings": setup.changes,
         "gpus": setup.hardware.gpus,
         "nodes": setup.hardware.nodes,
@@ -179,7 +179,7 @@ def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryP
         "available_bytes": plan.available,
         "gpus": hardware.gpus,
         "nodes": hardware.nodes,
-        "engine": plan.sharding.name,
+        "sharding": plan.sharding.name,
         "phases": {phase.name: phase.parts for phase in plan.phases},
         "host_phases": {phase.name: phase.parts for phase in host_phases(config, plan, hardware.gpus)},
         "peak_phase": plan.peak.name,

@@ -32,7 +32,7 @@ from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.vision import VisionEncoder
-from rl_vlm.passes.recovery import Failure, repeated, watched
+from rl_vlm.passes.recovery import Failure, described, repeated
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
@@ -178,7 +178,7 @@ class HFEngine:
 
         def attempt() -> list[Group]:
             some = requests[: self.prompts_at_once(sampling)]
-            with watched(partial(self.failure, some, sampling)):
+            with described(partial(self.failure, some, sampling)):
                 return self.generate_batch(some, sampling)
 
         return repeated(attempt, self.lower)

@@ -120,7 +120,9 @@ def test_pages_have_the_rows_of_the_tables():
     files = {path.stem for path in (ROOT / "launch/accelerate").glob("*.yaml")} & {*SHARDINGS}
     assert first_column("docs/rollouts.md", "engine") == [*ENGINES]
     assert {name.removesuffix(".yaml") for name in first_column("docs/distributed.md", "file")} == files
-    option = next(line for line in (ROOT / "docs/memory.md").read_text().splitlines() if "| `--engine NAME` |" in line)
+    option = next(
+        line for line in (ROOT / "docs/memory.md").read_text().splitlines() if "| `--sharding NAME` |" in line
+    )
     assert set(re.findall(r"`(\w+)`", option)) == {*SHARDINGS}
     layout = next(line for line in (ROOT / "README.md").read_text().splitlines() if "`rl_vlm/rollout/`" in line)
     assert re.findall(r"`(\w+)`", layout) == [*ENGINES]
@@ -306,8 +308,8 @@ eight_bit = load_config("run.yaml", ["optim=adamw_8bit"])
 print(json.dumps({
     "plan help": printed("plan", "--help"),
     "file": accelerate_file(Path("launch/accelerate/halves.yaml"))["sharding"].name,
-    "launch": printed("launch", "run.yaml", "--engine", "halves"),
-    "data": plan_data(run, machines, planned_model(run), plan)["engine"],
+    "launch": printed("launch", "run.yaml", "--sharding", "halves"),
+    "data": plan_data(run, machines, planned_model(run), plan)["sharding"],
     "weights": {name: parts["weights"] // 2**20 for name, parts in
                 {"halves": plan.phases[0].parts, "ddp": plan_memory(run, hardware(40, gpus=2), planned_model(run))
                  .phases[0].parts}.items()},

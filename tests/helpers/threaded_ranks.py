@@ -12,7 +12,7 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from rl_vlm.distributed.environment import Launch
+from rl_vlm.distributed.launch_variables import Launch
 from rl_vlm.distributed.ranks import Ranks
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from launch import cli
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.weights import count_weights
 from rl_vlm.run.run import train
-from rl_vlm.tools.checks.environment import checkpoint_bytes
 from rl_vlm.tools.checks.examine import examine
 from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.machine import checkpoint_bytes
 from tests.helpers import tiny_run
 from tests.helpers.planted_rows import KINDS, MAX_PIXELS, MAX_TOKENS, REWARD, write_planted
 
@@ -165,7 +165,7 @@ def test_a_full_disk(tiny_checkpoint: Path, tmp_path: Path, monkeypatch):
     one = checkpoint_bytes(config, count_weights(config, str(tiny_checkpoint)))
     kinds = {}
     for free in (one - 1, one, 4 * one - 1, 4 * one):
-        monkeypatch.setattr("rl_vlm.tools.checks.environment.free_bytes", lambda path, free=free: free)
+        monkeypatch.setattr("rl_vlm.tools.checks.machine.free_bytes", lambda path, free=free: free)
         kinds[free] = found(examine(config, with_model=False))
     error, warning = [("error", "disk space")], [("warning", "disk space")]
     assert list(kinds.values()) == [error, warning, warning, []]

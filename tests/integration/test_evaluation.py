@@ -25,7 +25,7 @@ from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.run.run import train
 from rl_vlm.tools.report.build import build_page
-from rl_vlm.tools.report.read import read_records
+from rl_vlm.tools.report.read import read_runs
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import make_config, metric_lines
 
@@ -267,7 +267,7 @@ def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
         (image,) = {row["images"][0] for row in pyarrow.parquet.read_table(
             evaluation / name / "completions.parquet").to_pylist() if row["row"] == 0}  # fmt: skip
         assert (evaluation / name / image).resolve().parent == evaluation / "images"
-    page = build_page(read_records([tmp_path / "eval"]))
+    page = build_page(read_runs([tmp_path / "eval"]))
     differ = page.partition("Settings that differ")[2].partition("</table>")[0]
     assert all(flag.partition("=")[2] in differ for flag in flags)
     printed = capsys.readouterr().out.splitlines()

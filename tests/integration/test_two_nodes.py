@@ -51,7 +51,7 @@ def machines() -> Iterator[None]:
 
 def printed_commands(config: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Return what `rl-vlm launch` prints for each machine."""
-    options = ["--nodes", "2", "--gpus", "1", "--engine", "zero3", "--hosts", ",".join(HOSTS.values())]
+    options = ["--nodes", "2", "--gpus", "1", "--sharding", "zero3", "--hosts", ",".join(HOSTS.values())]
     assert cli.main(["launch", config, *options]) == 0
     return capsys.readouterr().out.split("\n# On ")[1:]
 

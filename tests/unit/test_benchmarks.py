@@ -184,13 +184,13 @@ def test_peak_growth_sees_what_was_freed_again():
 
 def test_the_model_of_scaling_adds_computing_and_sending():
     traffic = {"1": {"sent": 60.0}, "3": {"sent": 180.0}}
-    measured = {"steps": [{"engine": "e", "num_parameters": 10, "num_processes": 2, "ranks": [{"traffic": traffic}]}]}
+    measured = {"steps": [{"sharding": "e", "num_parameters": 10, "num_processes": 2, "ranks": [{"traffic": traffic}]}]}
     units = scaling_model.measured_units(measured)
     assert units == {"e": (0.0, 3.0)}  # 60 bytes are 3 times half of the weights' 40
     given = scaling_model.Assumptions(weights=1.0, tokens=1.0, micro_batches=2, flops=16.0, reached=0.5, variation=0.0)
-    engine = scaling_model.Engine("sharded", "e")
+    sharding = scaling_model.Sharding("sharded", "e")
     seconds = [
-        scaling_model.step_seconds(engine, units["e"], nodes, 10.0, given, is_strong)
+        scaling_model.step_seconds(sharding, units["e"], nodes, 10.0, given, is_strong)
         for nodes, is_strong in ((1, False), (2, False), (2, True))
     ]
     # 8 FLOPs a token at 8 FLOPs a second; 3 x 4 bytes for each micro-batch, 15/16 of them sent at 10 bytes a second
@@ -304,7 +304,7 @@ def test_memory_in_theory():
 def test_engines_hold_and_move_what_they_should():
     """Of a model with a few weights outside of layers, which FSDP2 gathers once, and small ones that ZeRO-3 keeps."""
     pytest.importorskip("deepspeed")
-    result = sharding.measure(sharding.parse(["--small", "--engines", "ddp", "zero3_freed", "fsdp2"]))
+    result = sharding.measure(sharding.parse(["--small", "--shardings", "ddp", "zero3_freed", "fsdp2"]))
     whole = 4 * result["steps"][0]["num_parameters"]
     (ddp, zero, fsdp) = [case["ranks"] for case in result["steps"]]
     for rank in ddp:

@@ -76,7 +76,7 @@ def calibrated(
         memory.now = memory.start  # gradients of the last step are dropped
         for tokens in batches:
             group = make_group(PROMPT, 1, tokens - 1)
-            with recovery.watch(Round(Forward(MicroBatch([SubGroup(group, [0])], shared=True)))):
+            with recovery.running(Round(Forward(MicroBatch([SubGroup(group, [0])], shared=True)))):
                 memory.run(tokens)
 
     for _ in range(4):

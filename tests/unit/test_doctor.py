@@ -16,7 +16,7 @@ from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import Stopped
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks import environment, smoke
+from rl_vlm.tools.checks import machine, smoke
 from rl_vlm.tools.checks.constant import check_constant_rewards
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
 from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
@@ -91,20 +91,20 @@ async def served(completions: list[str], solution: list[str]) -> list[float]:
 )
 def test_versions(installed: dict[str, str], expected: list[str]):
     required = ["torch>=2.11", "transformers>=5.17,<6", 'deepspeed>=0.19.8; extra == "deepspeed"']
-    assert [finding.what for finding in environment.wrong_versions(required, installed)] == expected
+    assert [finding.what for finding in machine.wrong_versions(required, installed)] == expected
 
 
 def test_this_environment_is_right():
-    assert environment.wrong_versions(["torch>=2.11"], environment.installed_versions()) == []
-    assert {"torch", "transformers", "accelerate"} <= environment.installed_versions().keys()
+    assert machine.wrong_versions(["torch>=2.11"], machine.installed_versions()) == []
+    assert {"torch", "transformers", "accelerate"} <= machine.installed_versions().keys()
 
 
 @pytest.mark.parametrize(("installed", "number"), [("5.17.0", 1), ("5.19.0", 0)])
 def test_a_family_that_needs_a_newer_transformers(installed: str, number: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rl_vlm.model.families.version", lambda name: installed)
-    found = environment.old_transformers("minicpmv4_6", installed)
+    found = machine.old_transformers("minicpmv4_6", installed)
     assert [finding.what for finding in found] == ["minicpmv4_6 needs transformers 5.19; 5.17.0 is installed"] * number
-    assert environment.old_transformers("qwen2_vl", installed) == []
+    assert machine.old_transformers("qwen2_vl", installed) == []
 
 
 @pytest.mark.parametrize(
@@ -118,23 +118,23 @@ def test_a_family_that_needs_a_newer_transformers(installed: str, number: int, m
     ],
 )
 def test_checkpoints_on_disk_at_once(settings: dict[str, Any], num_steps: int, expected: int, tmp_path: Path):
-    assert environment.num_kept(make_config("m", tmp_path, **settings), num_steps) == expected
+    assert machine.num_kept(make_config("m", tmp_path, **settings), num_steps) == expected
 
 
 def test_servers_to_join(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         config = make_config("m", tmp_path, engine="vllm_server", vllm_server_base_url=[url])
-        assert environment.unreachable_servers(config) == []
-    (finding,) = environment.unreachable_servers(config)
+        assert machine.unreachable_servers(config) == []
+    (finding,) = machine.unreachable_servers(config)
     assert url in finding.what
 
 
 def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(environment, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(environment, "free_bytes", lambda path: 64 * 2**20)
-    assert environment.small_shared_memory(make_config("m", tmp_path)) == []
-    (finding,) = environment.small_shared_memory(make_config("m", tmp_path, dataloader_num_workers=1))
+    monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(machine, "free_bytes", lambda path: 64 * 2**20)
+    assert machine.small_shared_memory(make_config("m", tmp_path)) == []
+    (finding,) = machine.small_shared_memory(make_config("m", tmp_path, dataloader_num_workers=1))
     assert "64 MiB free" in finding.what
 
 

@@ -21,7 +21,7 @@ from rl_vlm.tools.export import write
 from rl_vlm.tools.export.card import Export, model_card
 from rl_vlm.tools.export.source import Source, find_source
 from rl_vlm.tools.export.write import form_of, refuse_other_content
-from rl_vlm.tools.report.read import Record
+from rl_vlm.tools.report.read import RunResults
 from tests.helpers.run_directory import write_run
 
 HUB_BASE = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -243,8 +243,8 @@ def test_names_that_can_be_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local/data").mkdir(parents=True)
     (tmp_path / "started/rows/train").mkdir(parents=True)
-    record = Record("run", tmp_path, "training", starts=[{"folder": str(tmp_path / "started")}])
-    source = Source(tmp_path, {}, record)
+    run = RunResults("run", tmp_path, "training", starts=[{"folder": str(tmp_path / "started")}])
+    source = Source(tmp_path, {}, run)
     names = ["owner/data", "gsm8k", "local/data", "rows/train", "rows.jsonl", "/a/b", "a/b/c", "f.py:g", "m:g", "../x"]
     assert [name for name in names if source.is_on_hub(name)] == ["owner/data", "gsm8k"]
 

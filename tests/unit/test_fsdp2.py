@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.environment import Launch
 from rl_vlm.distributed.fsdp2 import FSDP2
+from rl_vlm.distributed.launch_variables import Launch
 from rl_vlm.distributed.ranks import Ranks
 from tests.helpers.threaded_ranks import on_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import trl
 import yaml
 
-from rl_vlm.distributed.environment import FSDP_KEYS, Launch, read_json, take_launch
+from rl_vlm.distributed.launch_variables import FSDP_KEYS, Launch, read_json, take_launch
 from rl_vlm.distributed.launcher import check_numbers, check_variables, is_one_of_several, note_short_grace
 from rl_vlm.distributed.meeting_point import init_method
 from rl_vlm.distributed.ranks import Ranks, check_devices, check_launch

@@ -45,7 +45,9 @@ def launched(text: str) -> list[list[str]]:
 
 
 def test_each_machine_gets_its_command(config, capsys):
-    text = printed(capsys, config, "seed=3", "--nodes", "2", "--gpus=4", "--engine=zero3", "--hosts=10.0.0.1,10.0.0.2")
+    text = printed(
+        capsys, config, "seed=3", "--nodes", "2", "--gpus=4", "--sharding=zero3", "--hosts=10.0.0.1,10.0.0.2"
+    )
     first, second = launched(text)
     words = (
         "accelerate launch --machine_rank 0 --config_file launch/accelerate/zero3.yaml --num_processes 8 "
@@ -107,7 +109,7 @@ def test_servers_have_machines_of_their_own_and_the_trainer_joins_them(config, c
         (["--slurm", "stop_grace_seconds=65480"], "asks for a signal 65540 s before the time limit"),
         (["--gpus=60000", "--rollout-nodes=1", "prompts_per_step=60000", "vllm_tensor_parallel_size=1"], "ports"),
         (["--gpus=1", "--rollout-nodes=1"], "`vllm_tensor_parallel_size` 2 is more than the 1 GPUs"),
-        (["--engine=zero3", "optim=adamw_8bit"], "adamw_8bit"),
+        (["--sharding=zero3", "optim=adamw_8bit"], "adamw_8bit"),
     ],
 )
 def test_what_the_run_would_refuse_is_not_printed(config, options, message, capsys):

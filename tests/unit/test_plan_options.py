@@ -21,7 +21,7 @@ def options(*given: str) -> argparse.Namespace:
     ("given", "gpus", "nodes", "sharding"),
     [
         ((), 1, 1, "ddp"),
-        (("--gpus", "4", "--nodes", "2", "--engine", "fsdp2"), 4, 2, "fsdp2"),
+        (("--gpus", "4", "--nodes", "2", "--sharding", "fsdp2"), 4, 2, "fsdp2"),
         (("--config_file", "zero3.yaml"), 8, 1, "zero3"),
         (("--config_file", "zero3_offload.yaml"), 8, 1, "zero3_offload"),
         (("--config_file", "zero2.yaml"), 8, 1, "zero2"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_vlm.distributed.environment import Launch
+from rl_vlm.distributed.launch_variables import Launch
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.distributed.zero_config import zero_sharding
 from rl_vlm.errors import ConfigError

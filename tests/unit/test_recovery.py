@@ -47,7 +47,7 @@ def test_tensors_of_failed_passes_are_free_when_they_are_repeated() -> None:
     def passes() -> list[bool]:
         if kept:
             return [tensor() is None for tensor in kept]
-        with recovery.watch(Round(Forward(batch))):
+        with recovery.running(Round(Forward(batch))):
             activations = torch.zeros(4)
             kept.append(weakref.ref(activations))
             raise torch.OutOfMemoryError("Tried to allocate 4 bytes")

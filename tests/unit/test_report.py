@@ -23,7 +23,7 @@ from rl_vlm.tools.report.build import LiveReport, build_page, different_settings
 from rl_vlm.tools.report.curves import T_95, Chart, Point, Series, charts_of, stages_chart, thinned, window_points
 from rl_vlm.tools.report.diversity import diversity_of
 from rl_vlm.tools.report.draw import draw, number, round_numbers
-from rl_vlm.tools.report.read import Record, own_names, read_records, read_windows
+from rl_vlm.tools.report.read import RunResults, own_names, read_runs, read_windows
 from rl_vlm.tools.report.rollouts import browser_data, choose_groups, cut, data_uri, described_text, length_limit
 from rl_vlm.tools.report.verdict import bootstrap_change, both_ends, changed, fault_counts, verdict_of
 from rl_vlm.types import Sample
@@ -39,8 +39,8 @@ def page_data(page: str) -> dict[str, Any]:
 
 
 def test_the_verdict_of_a_run_in_words(tmp_path: Path):
-    (record,) = read_records([write_run(tmp_path / "run")])
-    verdict = verdict_of(record)
+    (run,) = read_runs([write_run(tmp_path / "run")])
+    verdict = verdict_of(run)
     assert re.fullmatch(
         r"Reward, too few values to judge: 0\.25 → 0\.75 \(change \+0\.50, 2 values at an end\); "
         r"held out exact_match 0\.10 → 0\.90; 3 rows skipped; 1 reward fault\.",
@@ -66,11 +66,11 @@ def test_ends_of_a_run_are_widened_until_they_have_enough_values():
 
 def test_the_band_of_a_reward_is_the_interval_of_its_mean_over_prompts():
     rows = [completion_row(4, p, i, float(p)) for p in range(2) for i in range(3)]
-    (point,) = window_points(Record("run", Path(), "training", rows=rows), "reward")
+    (point,) = window_points(RunResults("run", Path(), "training", rows=rows), "reward")
     half = 12.706 * (0.5**0.5) / 2**0.5  # Student's t of one degree of freedom; deviation of (0, 1) is sqrt(1/2)
     assert (point.step, point.value) == (5, 0.5)
     assert (point.low, point.high) == pytest.approx((0.5 - half, 0.5 + half))
-    (alone,) = window_points(Record("run", Path(), "training", rows=rows[:3]), "reward")
+    (alone,) = window_points(RunResults("run", Path(), "training", rows=rows[:3]), "reward")
     assert (alone.low, alone.high) == (None, None)
 
 
@@ -79,8 +79,8 @@ def test_quantiles_of_students_t():
 
 
 def test_diversity_counts_answers_and_solved_prompts(tmp_path: Path):
-    (record,) = read_records([write_run(tmp_path / "run")])
-    found = diversity_of(record, "exact_match")
+    (run,) = read_runs([write_run(tmp_path / "run")])
+    found = diversity_of(run, "exact_match")
     assert (found.function, found.distinct, found.num_prompts) == ("exact_match", "2.00 → 2.00", 2)
     assert [passes.rates for passes in found.passes] == [{1: 0.25, 2: 0.5}, {1: 0.75, 2: 1.0}]
     assert (found.never, found.always) == ([], [])
@@ -92,10 +92,10 @@ def test_a_function_says_from_which_score_a_completion_is_solved(tmp_path: Path)
         completion_row(0, 0, i, None, {"exact_match": None}) | {"iou": iou, "giou": 0.9, "length": 1.0}
         for i, iou in enumerate((0.4, 0.5))
     ]
-    record = Record("run", tmp_path, "training", rows=rows, names=["iou", "giou", "length"],
+    run = RunResults("run", tmp_path, "training", rows=rows, names=["iou", "giou", "length"],
                     settings={"rewards": {"reward_funcs": rewards}})  # fmt: skip
-    assert record.decisive == ["iou", "giou"]
-    by_iou, by_giou = (diversity_of(record, name) for name in record.decisive)
+    assert run.decisive == ["iou", "giou"]
+    by_iou, by_giou = (diversity_of(run, name) for name in run.decisive)
     assert (by_iou.passes[0].rates, by_iou.never) == ({1: 0.5, 2: 1.0}, [])
     assert (by_giou.passes[0].rates, by_giou.never) == ({1: 0.0, 2: 0.0}, ["row-0"])
 
@@ -103,8 +103,8 @@ def test_a_function_says_from_which_score_a_completion_is_solved(tmp_path: Path)
 def test_pass_rates_of_an_evaluation_are_those_of_its_summary(tmp_path: Path):
     rows = [completion_row(0, 0, 0, 1.0)]
     summary = {"rewards/exact_match/pass@1": 0.25, "rewards/exact_match/pass@2": 0.5, "rewards/exact_match/mean": 0.2}
-    record = Record("eval", tmp_path, "evaluation", rows=rows, names=["exact_match"], summary=summary)
-    assert diversity_of(record, "exact_match").passes[0].rates == {1: 0.25, 2: 0.5}
+    run = RunResults("eval", tmp_path, "evaluation", rows=rows, names=["exact_match"], summary=summary)
+    assert diversity_of(run, "exact_match").passes[0].rates == {1: 0.25, 2: 0.5}
 
 
 def test_many_points_are_means_of_consecutive_ones():
@@ -126,11 +126,11 @@ def test_charts_of_a_run_that_has_no_completions(tmp_path: Path):
     folder = write_run(tmp_path / "run")
     for path in (folder / "completions").glob("*.parquet"):
         path.unlink()
-    (record,) = read_records([folder])
-    (reward, *_) = charts_of([record])
+    (run,) = read_runs([folder])
+    (reward, *_) = charts_of([run])
     assert [(s.label, [p.value for p in s.points]) for s in reward.series] == [("training", [0.25, 0.75])]
-    assert "The reward is the mean over the first and the last step;" in verdict_of(record).method
-    assert page_data(build_page([record]))["groups"] == []
+    assert "The reward is the mean over the first and the last step;" in verdict_of(run).method
+    assert page_data(build_page([run]))["groups"] == []
 
 
 def test_groups_of_all_windows_are_shown_the_same_prompts_each_time():
@@ -148,13 +148,13 @@ def test_of_many_windows_the_first_and_the_last_are_shown():
 
 def test_held_out_rollouts_of_a_run_are_apart_from_its_training(tmp_path: Path):
     folder = write_run(tmp_path / "run")
-    (before,) = read_records([folder])
+    (before,) = read_runs([folder])
     for step in (0, 2):
         write_rows(folder / f"completions/held_out_{step:05d}.parquet", [completion_row(step, 7, 0, 0.0, {})])
-    (record,) = read_records([folder])
-    assert diversity_of(record, "exact_match") == diversity_of(before, "exact_match")
-    assert verdict_of(record) == verdict_of(before)
-    data = browser_data([record])
+    (run,) = read_runs([folder])
+    assert diversity_of(run, "exact_match") == diversity_of(before, "exact_match")
+    assert verdict_of(run) == verdict_of(before)
+    data = browser_data([run])
     assert [(group["step"], group["id"]) for group in data["groups"] if group["heldOut"]] == [
         (0, "row-7"),
         (2, "row-7"),
@@ -179,19 +179,19 @@ def test_texts_share_a_budget_and_lose_their_middle():
 def test_boxes_are_in_pixels_of_the_original_image(tmp_path: Path):
     settings = SETTINGS | {"rewards": {"reward_funcs": [{"function": "iou"}]}}
     boxes = {"completion": "<answer>[20, 10, 60, 30]</answer>", "data/solution": "[10, 5, 30, 15]"}
-    records = read_records([write_run(tmp_path / "run", settings, boxes)])
+    records = read_runs([write_run(tmp_path / "run", settings, boxes)])
     group = browser_data(records)["groups"][0]
     assert group["gold"] == [{"at": [10.0, 5.0, 30.0, 15.0], "label": None}]  # `original`
     assert group["rows"][0]["regions"] == [{"at": [10.0, 5.0, 30.0, 15.0], "label": None}]  # `absolute`: twice as large
     per_mille = {"function": "iou", "kwargs": {"coordinates": "per_mille"}}
     settings = SETTINGS | {"rewards": {"reward_funcs": [per_mille]}}
     boxes = {"completion": "[250, 250, 750, 750]"}
-    group = browser_data(read_records([write_run(tmp_path / "other", settings, boxes)]))["groups"][0]
+    group = browser_data(read_runs([write_run(tmp_path / "other", settings, boxes)]))["groups"][0]
     assert group["rows"][0]["regions"] == [{"at": [10.0, 5.0, 30.0, 15.0], "label": None}]
 
 
 def test_each_image_is_on_the_page_once(tmp_path: Path):
-    data = browser_data(read_records([write_run(tmp_path / "run")]))
+    data = browser_data(read_runs([write_run(tmp_path / "run")]))
     assert len(data["images"]) == 2
     assert sorted(tuple(group["images"]) for group in data["groups"]) == [(0,), (0,), (1,), (1,)]
     assert all(uri.startswith("data:image/jpeg;base64,") for uri in data["images"])
@@ -201,7 +201,7 @@ def test_a_missing_or_damaged_image_is_left_out(tmp_path: Path):
     folder = write_run(tmp_path / "run")
     (folder / "completions" / "images" / "0.jpg").write_bytes(b"damaged")
     (folder / "completions" / "images" / "1.jpg").unlink()
-    data = browser_data(read_records([folder]))
+    data = browser_data(read_runs([folder]))
     assert data["images"] == []
     assert all(group["noImage"] for group in data["groups"])
 
@@ -210,22 +210,22 @@ def test_a_missing_or_damaged_image_is_left_out(tmp_path: Path):
     "where", ["completion", "prompt", "sample_id", "data/data_source", "fault", "finish_reason", "data/x", "f/logged"]
 )
 def test_markup_in_completions_files_is_inert(where: str, tmp_path: Path):
-    page = build_page(read_records([write_run(tmp_path / "run", more={where: ATTACK})]))
+    page = build_page(read_runs([write_run(tmp_path / "run", more={where: ATTACK})]))
     assert_inert(page)
     assert ATTACK in json.dumps(page_data(page), ensure_ascii=False)
 
 
 def test_markup_elsewhere_is_inert(tmp_path: Path):
     folder = write_run(tmp_path / "<script>alert(1)<", SETTINGS | {"log": {"run_name": ATTACK}})
-    record = json.dumps({"data": "d", "sample_id": ATTACK, "reason": ATTACK})
-    (folder / "dropped_prompts.jsonl").write_text(record + "\n")
+    run = json.dumps({"data": "d", "sample_id": ATTACK, "reason": ATTACK})
+    (folder / "dropped_prompts.jsonl").write_text(run + "\n")
     start = {"command": ATTACK, "folder": ATTACK, "started": "", "processes": 1, "device": ATTACK, "platform": ""}
     (folder / "starts.jsonl").write_text(json.dumps(start | {"python": "", "packages": {ATTACK: ATTACK}}) + "\n")
     function = ATTACK.replace("/", "")  # a function's name has no slash
     line = {"step": 3, f"rewards/{function}/mean": 1.0, f"reward_faults/{ATTACK}": 1.0, f"time/{ATTACK}": 1.0}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line | {"time/step": 1.0}) + "\n")
-    assert_inert(build_page(read_records([folder])))
+    assert_inert(build_page(read_runs([folder])))
 
 
 def assert_inert(page: str) -> None:
@@ -236,22 +236,22 @@ def assert_inert(page: str) -> None:
 
 
 def test_the_page_may_load_nothing(tmp_path: Path):
-    page = build_page(read_records([write_run(tmp_path / "run")]))
+    page = build_page(read_runs([write_run(tmp_path / "run")]))
     assert "default-src 'none'; img-src data:" in page
     assert "http" not in re.sub(r"http-equiv|http://www.w3.org/2000/svg", "", page)
 
 
 def test_values_that_json_does_not_have_are_none(tmp_path: Path):
     values = {"reward": float("inf"), "advantage": float("nan")}
-    page = build_page(read_records([write_run(tmp_path / "run", more=values)]))
+    page = build_page(read_runs([write_run(tmp_path / "run", more=values)]))
     assert page_data(page)["groups"][0]["rows"][0]["advantage"] is None
 
 
 def test_several_runs_are_compared(tmp_path: Path):
     other = SETTINGS | {"train": {"max_steps": 3}}
     folders = [write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", other)]
-    records = read_records(folders)
-    assert [record.name for record in records] == ["a/run", "b/run"]
+    records = read_runs(folders)
+    assert [run.name for run in records] == ["a/run", "b/run"]
     assert different_settings(records) == [("train.max_steps", ["2", "3"])]
     labels = [series.label for series in charts_of(records)[0].series]
     assert labels == ["a/run, training", "b/run, training"]
@@ -267,7 +267,7 @@ def test_the_command_writes_it_beside_the_run(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "holds neither a run (metrics.jsonl) nor an evaluation" in capsys.readouterr().err
     with pytest.raises(ConfigError):
-        read_records([tmp_path / "nothing"])
+        read_runs([tmp_path / "nothing"])
 
 
 def test_a_failure_is_logged_and_never_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -287,17 +287,17 @@ def test_a_failure_is_logged_and_never_raised(tmp_path: Path, caplog: pytest.Log
 def test_a_damaged_file_is_named_on_the_page(tmp_path: Path, name: str, content: bytes):
     folder = write_run(tmp_path / "run")
     (folder / name).write_bytes(content)
-    (record,) = read_records([folder])
-    page = build_page([record])
+    (run,) = read_runs([folder])
+    page = build_page([run])
     is_empty_list = content == b"" and name.endswith(".jsonl")
     assert is_empty_list or Path(name).name in page.partition("could not be read")[2].partition("</section>")[0]
-    assert len(record.rows) == (4 if "parquet" in name else 8)
+    assert len(run.rows) == (4 if "parquet" in name else 8)
 
 
 def test_starts_of_other_versions_may_have_fewer_entries(tmp_path: Path):
     folder = write_run(tmp_path / "run")
     (folder / "starts.jsonl").write_text('{"command": "rl-vlm train a.yaml"}\n')
-    assert "rl-vlm train a.yaml" in build_page(read_records([folder]))
+    assert "rl-vlm train a.yaml" in build_page(read_runs([folder]))
 
 
 @pytest.mark.parametrize("output", ["missing/report.html", "."])
@@ -336,7 +336,7 @@ def test_groups_at_even_distances_of_a_large_evaluation_are_read(tmp_path: Path,
 def test_stages_stand_on_each_other_without_what_runs_beside(tmp_path: Path):
     lines = [{"step": 1, "time/step": 10.0, "time/training": 4.0, "time/generation": 3.0,
               "time/ahead/generation": 9.0, "time/save": 5.0}]  # fmt: skip
-    chart = stages_chart(Record("run", tmp_path, "training", lines=lines), several=False)
+    chart = stages_chart(RunResults("run", tmp_path, "training", lines=lines), several=False)
     assert [(s.label, s.points[0].low, s.points[0].high) for s in chart.series] == [
         ("training", 0.0, 4.0), ("generation", 4.0, 7.0), ("other", 7.0, 10.0),
     ]  # fmt: skip
@@ -345,9 +345,9 @@ def test_stages_stand_on_each_other_without_what_runs_beside(tmp_path: Path):
 def test_runs_of_a_comparison_keep_their_colours_and_show_the_clipping_that_they_have(tmp_path: Path):
     lines = [{"step": 1, "reward": 0.5, "clip_ratio/low_mean": 0.0, "clip_ratio/region_mean": 0.3}]
     records = [
-        Record("eval", tmp_path, "evaluation", rows=[completion_row(0, 0, 0, 1.0)], names=["exact_match"]),
-        Record("a", tmp_path, "training", lines=lines),
-        Record("b", tmp_path, "training", lines=[{"step": 1, "reward": 0.1, "cispo_clip_ratio": 0.2}]),
+        RunResults("eval", tmp_path, "evaluation", rows=[completion_row(0, 0, 0, 1.0)], names=["exact_match"]),
+        RunResults("a", tmp_path, "training", lines=lines),
+        RunResults("b", tmp_path, "training", lines=[{"step": 1, "reward": 0.1, "cispo_clip_ratio": 0.2}]),
     ]
     charts = {chart.title: chart.series for chart in charts_of(records)}
     assert [(s.label, s.color) for s in charts["Reward"]] == [("a, training", 1), ("b, training", 2)]
@@ -359,9 +359,9 @@ def test_held_out_scores_are_those_of_the_model_that_the_run_ends_with(tmp_path:
     line = {"step": 3, "eval_num_samples": 4.0, "eval_rewards/exact_match/mean": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    assert "held out exact_match 0.10 → 0.50" in verdict_of(*read_records([folder])).sentence
+    assert "held out exact_match 0.10 → 0.50" in verdict_of(*read_runs([folder])).sentence
     (folder / "summary.json").write_text('{"checkpoint": "run/checkpoint-2"}')
-    verdict = verdict_of(*read_records([folder]))
+    verdict = verdict_of(*read_runs([folder]))
     assert "held out exact_match 0.10 → 0.90" in verdict.sentence
     (fact,) = (fact for fact in verdict.facts if fact.label == "held out exact_match")
     assert fact.note == "steps 0 and 2; the latter: 95% interval 0.00 to 0.50"
@@ -371,7 +371,7 @@ def test_a_run_that_began_elsewhere_says_from_which_step_it_is_judged(tmp_path: 
     folder = write_run(tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text(lines[2] + "\n")
-    verdict = verdict_of(*read_records([folder]))
+    verdict = verdict_of(*read_runs([folder]))
     assert verdict.sentence.startswith("From step 2 on: Reward")
     assert ("2", "complete; those before 2 are in another directory") in [(f.value, f.note) for f in verdict.facts]
 
@@ -408,7 +408,7 @@ def test_boxes_and_logged_values_have_budgets(tmp_path: Path, monkeypatch: pytes
     settings = {"rewards": {"reward_funcs": ["iou"]}}
     boxes = json.dumps([{"bbox_2d": [1, 2, 3, 4]}] * 4)
     more = {"completion": boxes, "note": "n" * 200, "other": "o" * 200}
-    records = read_records([write_run(tmp_path / "run", settings, more)])
+    records = read_runs([write_run(tmp_path / "run", settings, more)])
     rows = [row for group in browser_data(records)["groups"] for row in group["rows"]]
     assert [(len(row["regions"]), len(row["logged"])) for row in rows] == [(4, 2)] * 8
     monkeypatch.setattr("rl_vlm.tools.report.rollouts.ALL_REGIONS", 8)
@@ -422,13 +422,13 @@ def test_boxes_and_logged_values_have_budgets(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_image_that_is_too_large_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (record,) = read_records([write_run(tmp_path / "run")])
+    (run,) = read_runs([write_run(tmp_path / "run")])
     monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_PIXELS", 40 * 20 - 1)
-    assert browser_data([record])["images"] == []
+    assert browser_data([run])["images"] == []
     monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_PIXELS", 40 * 20)
-    assert len(browser_data([record])["images"]) == 2
+    assert len(browser_data([run])["images"]) == 2
     monkeypatch.setattr("rl_vlm.tools.report.rollouts.MOST_FILE_BYTES", 100)
-    assert browser_data([record])["images"] == []
+    assert browser_data([run])["images"] == []
 
 
 def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -440,7 +440,7 @@ def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
     os.mkfifo(folder / "completions" / "images" / "pipe.jpg")
     opened = []
     monkeypatch.setattr("rl_vlm.tools.report.rollouts.data_uri", lambda path: opened.append(path) or "data:")
-    (group, *_) = browser_data(read_records([folder]))["groups"]
+    (group, *_) = browser_data(read_runs([folder]))["groups"]
     assert [path.resolve() for path in opened] == [folder / "completions" / "images" / "0.jpg"]
     assert group["images"] == [None] * len(names) + [0, None]
 
@@ -509,7 +509,7 @@ def test_secrets_in_settings_and_commands_are_not_on_the_page(tmp_path: Path):
     start = {"command": "rl-vlm train c.yaml hub_token=hf_abcdefghijkl", "folder": "/work", "started": "now"}
     start |= {"processes": 1, "device": "cpu", "platform": "linux", "python": "3.11", "packages": {}}
     (folders[0] / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    page = build_page(read_records(folders))
+    page = build_page(read_runs(folders))
     assert not [secret for secret in ("abc123secret", "hunter2", "hunter3", "hf_abcdefghijkl") if secret in page]
     assert "tokens: 16384" in page and "rl-vlm train c.yaml hub_token=***" in page
 
@@ -519,15 +519,15 @@ def test_faults_of_evaluations_within_a_run_count_and_rows_that_no_function_scor
     more = {"step": 3, "eval_reward_faults/judge/timeout": 40.0, "reward_faults/all/not_applicable": 5.0}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(more) + "\n")
-    (record,) = read_records([folder])
+    (run,) = read_runs([folder])
     expected = {"exact_match/nan": 1.0, "all/not_applicable": 5.0, "judge/timeout (held out)": 40.0}
-    assert fault_counts(record) == expected
-    assert "41 reward faults" in verdict_of(record).sentence
+    assert fault_counts(run) == expected
+    assert "41 reward faults" in verdict_of(run).sentence
 
 
 def test_a_missing_image_does_not_move_the_boxes_to_another_one(tmp_path: Path):
     folder = write_run(tmp_path / "run", more={"images": ["images/gone.jpg", "images/1.jpg"]})
-    (group, *_) = browser_data(read_records([folder]))["groups"]
+    (group, *_) = browser_data(read_runs([folder]))["groups"]
     assert group["images"] == [None, 0] and not group["noImage"]
 
 

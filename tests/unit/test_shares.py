@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.shapes import TOY, build_checkpoint
 from rl_vlm.config.schema import ModelConfig, RunConfig
-from rl_vlm.distributed.environment import take_launch
+from rl_vlm.distributed.launch_variables import take_launch
 from rl_vlm.distributed.optimizer_files import choose_writers
 from rl_vlm.distributed.zero_config import zero_config
 from rl_vlm.model.loading import empty_transformer

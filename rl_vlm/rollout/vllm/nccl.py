@@ -67,7 +67,7 @@ class NCCLSender:
 
         sender = self
 
-        class Source(WeightSource):
+        class SentWeights(WeightSource):
             def metadata(self) -> list[ParamMeta]:
                 torch.cuda.synchronize()  # the transfer has streams of its own, and the update may still be running
                 return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in sender.weights()]
@@ -80,7 +80,7 @@ class NCCLSender:
         port = free_port(address)
         info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
         control = Control(self.client, failed=self.outcome.put)
-        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=Source())
+        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=SentWeights())
 
 
 class Control:

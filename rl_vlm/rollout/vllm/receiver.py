@@ -38,18 +38,18 @@ class NoInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Files(WeightTransferUpdateInfo):
+class WeightFiles(WeightTransferUpdateInfo):
     """The location of the weights."""
 
     directory: str | None = None
     """A folder of safetensors files. If None, the weights are `WeightReceiver.handed_over`."""
 
 
-class WeightReceiver(WeightTransferEngine[NoInitInfo, Files]):
+class WeightReceiver(WeightTransferEngine[NoInitInfo, WeightFiles]):
     """Loads weights by the model's own `load_weights`, layer by layer, so that layers are packed as at start-up."""
 
     init_info_cls = NoInitInfo
-    update_info_cls = Files
+    update_info_cls = WeightFiles
     handed_over: ClassVar[Iterable[tuple[str, Tensor]]] = ()
     """Weights of a trainer in this process."""
 
@@ -60,7 +60,7 @@ class WeightReceiver(WeightTransferEngine[NoInitInfo, Files]):
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
-    def receive_weights(self, update_info: Files) -> None:
+    def receive_weights(self, update_info: WeightFiles) -> None:
         source = self.handed_over if update_info.directory is None else read_weights(Path(update_info.directory))
         model: Any = self.model
         model.load_weights(source)

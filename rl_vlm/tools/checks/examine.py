@@ -16,9 +16,9 @@ from rl_vlm.plan.weights import Weights, count_weights
 from rl_vlm.reward.golds import gold_columns
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
-from rl_vlm.tools.checks.environment import check_disk, check_environment
 from rl_vlm.tools.checks.findings import Diagnosis
 from rl_vlm.tools.checks.golds import check_gold_lengths, check_golds
+from rl_vlm.tools.checks.machine import check_disk, check_machine
 from rl_vlm.tools.checks.model import check_budget, check_family, find_checkpoint, fitting, make_builder, too_large
 from rl_vlm.tools.checks.pixels import check_pixels
 from rl_vlm.tools.checks.rows import Split, load_split
@@ -34,7 +34,7 @@ def examine(config: RunConfig, with_model: bool = True, decode: bool = False) ->
     """
     diagnosis = Diagnosis()
     suites, plan = check_settings(config, diagnosis)
-    check_environment(config, diagnosis)
+    check_machine(config, diagnosis)
     try:
         train, held_out = examine_data(config, suites, decode, diagnosis)
     finally:

@@ -28,8 +28,8 @@ from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
 from rl_vlm.tools.checks.dry_run import cached_snapshot
-from rl_vlm.tools.checks.environment import gib, old_transformers
 from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+from rl_vlm.tools.checks.machine import gib, old_transformers
 from rl_vlm.tools.checks.rows import Split
 from rl_vlm.types import Progress
 

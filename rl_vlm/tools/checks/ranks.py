@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.errors import ConfigError, shorten
-from rl_vlm.tools.checks.environment import installed_versions, unreachable_servers
 from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+from rl_vlm.tools.checks.machine import installed_versions, unreachable_servers
 
 LIMIT = timedelta(seconds=60)
 """Time that a rank has for its report. Launchers on other machines may start later."""
@@ -158,8 +159,9 @@ def facts_of(config: RunConfig) -> Facts:
 
 def own_source() -> str:
     """Return a digest of the source of this project."""
-    root = Path(__file__).parents[2]
-    files = sorted(path for package in ("rl_vlm", "rewards", "launch") for path in (root / package).rglob("*.py"))
+    specs = filter(None, map(find_spec, ("rl_vlm", "rewards", "launch")))
+    folders = [Path(folder) for spec in specs for folder in spec.submodule_search_locations or []]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     return blake2b(b"".join(path.read_bytes() for path in files), digest_size=8).hexdigest()
 
 

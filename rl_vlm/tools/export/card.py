@@ -55,9 +55,9 @@ def model_card(export: Export) -> str:
         undefined=StrictUndefined, loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, finalize=public,
     )  # fmt: skip
-    source, record = export.source, export.source.record
-    start = record.starts[-1] if record and record.starts else {}
-    verdict = verdict_of(record) if record else None
+    source, run = export.source, export.source.run
+    start = run.starts[-1] if run and run.starts else {}
+    verdict = verdict_of(run) if run else None
     versions = start.get("packages", {})
     return environment.get_template(TEMPLATE).render(
         front_matter=yaml_text.dump(front_matter(export)),
@@ -109,7 +109,7 @@ def data_names(source: Source, setting: str) -> list[str]:
 
 def state_of(source: Source) -> str:
     """Say after which step of the run the weights are, and whether the run was complete."""
-    summary = source.record.summary if source.record else {}
+    summary = source.run.summary if source.run else {}
     after = f"These are the weights after optimizer step {source.step} of {source.max_steps}"
     if source.step == source.max_steps:
         return f"The run was complete: {after[0].lower()}{after[1:]}."
@@ -146,7 +146,7 @@ def reward_names(source: Source) -> list[str]:
 
 def held_out_method(source: Source) -> list[str]:
     """Return a sentence on how many rows held-out figures are over and after which steps, if there are any."""
-    lines = source.record.lines if source.record else []
+    lines = source.run.lines if source.run else []
     evaluated = [line for line in lines if "eval_num_samples" in line]
     if not evaluated:
         return []

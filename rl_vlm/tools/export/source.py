@@ -15,7 +15,7 @@ from rl_vlm.errors import CheckpointError, ConfigError
 from rl_vlm.log.directory import checkpoint_of_run
 from rl_vlm.log.files import METRICS
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json
-from rl_vlm.tools.report.read import Record, read_run
+from rl_vlm.tools.report.read import RunResults, read_run
 
 STATE = "trainer_state.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -28,7 +28,7 @@ class Source:
     checkpoint: Path
     state: dict[str, Any]
     """Content of `trainer_state.json`."""
-    record: Record | None
+    run: RunResults | None
     """The run up to the checkpoint, or None if the checkpoint is not in its run's directory."""
 
     @property
@@ -58,7 +58,7 @@ class Source:
     @property
     def folders(self) -> list[Path]:
         """Return where relative paths in the settings may start: the present folder, and that of the run."""
-        starts = self.record.starts if self.record else []
+        starts = self.run.starts if self.run else []
         return [Path(), *(Path(start["folder"]) for start in starts[-1:])]
 
     @property
@@ -95,10 +95,10 @@ def find_source(path: Path) -> Source:
             f"{path} holds neither a run ({METRICS}) nor a checkpoint ({store.MANIFEST}): name the "
             "train.output_dir of a run, or a checkpoint in it"
         )
-    state, run = read_json(complete(found) / STATE), found.absolute().parent
-    record = read_run(run) if (run / METRICS).is_file() else None
+    state, folder = read_json(complete(found) / STATE), found.absolute().parent
+    run = read_run(folder) if (folder / METRICS).is_file() else None
     step = state["progress"]["global_step"]
-    return Source(found, state, record and until(record, step))
+    return Source(found, state, run and until(run, step))
 
 
 def complete(found: Path) -> Path:
@@ -114,8 +114,8 @@ def complete(found: Path) -> Path:
     return found
 
 
-def until(record: Record, step: int) -> Record:
-    """Return the record without what came after `step`."""
-    lines = [line for line in record.lines if line["step"] <= step]
-    rows = [row for row in record.rows if row["step"] < step]  # those of step 0 are trained on in step 1
-    return replace(record, lines=lines, rows=rows)
+def until(run: RunResults, step: int) -> RunResults:
+    """Return the run without what came after `step`."""
+    lines = [line for line in run.lines if line["step"] <= step]
+    rows = [row for row in run.rows if row["step"] < step]  # those of step 0 are trained on in step 1
+    return replace(run, lines=lines, rows=rows)

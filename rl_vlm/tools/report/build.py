@@ -26,7 +26,7 @@ from rl_vlm.run.instrument import Instrument
 from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
 from rl_vlm.tools.report.draw import HEIGHT, WIDTH, draw
-from rl_vlm.tools.report.read import Record, holds_results, place_of, read_records
+from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_runs
 from rl_vlm.tools.report.rollouts import browser_data, faulty_rows
 from rl_vlm.tools.report.verdict import fault_counts, verdict_of
 
@@ -96,7 +96,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 
     Raises ConfigError if a folder holds neither, or if the file cannot be written.
     """
-    page = build_page(read_records(folders)).encode("utf-8", "replace")
+    page = build_page(read_runs(folders)).encode("utf-8", "replace")
     with output(path, "the report") as file:
         file.write_bytes(page)
 
@@ -106,7 +106,7 @@ def report_path(folders: Sequence[Path]) -> Path:
     return place_of(folders[0]) / REPORT if len(folders) == 1 else Path(REPORT)
 
 
-def build_page(records: Sequence[Record]) -> str:
+def build_page(runs: Sequence[RunResults]) -> str:
     """Build the page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -114,28 +114,26 @@ def build_page(records: Sequence[Record]) -> str:
         autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True
     )
     script = (HERE / "page.js").read_text()
-    charts = [draw(chart) for chart in charts_of(records)]
+    charts = [draw(chart) for chart in charts_of(runs)]
     return environment.get_template("page.html.jinja").render(
-        records=records,
-        title=" · ".join(record.name for record in records),
+        runs=runs,
+        title=" · ".join(run.name for run in runs),
         built=datetime.now(UTC).isoformat(timespec="seconds"),
-        verdicts=[verdict_of(record) for record in records],
+        verdicts=[verdict_of(run) for run in runs],
         charts=charts,
         width=WIDTH,
         height=HEIGHT,
-        data=script_json(browser_data(records)),
-        notes=[(record.name, note) for record in records for note in record.notes],
-        diversities=[diversity_of(record, function) for record in records for function in record.decisive],
-        resampled=[
-            record.name for record in records if record.settings.get("rollout", {}).get("max_resampling_rounds")
-        ],
+        data=script_json(browser_data(runs)),
+        notes=[(run.name, note) for run in runs for note in run.notes],
+        diversities=[diversity_of(run, function) for run in runs for function in run.decisive],
+        resampled=[run.name for run in runs if run.settings.get("rollout", {}).get("max_resampling_rounds")],
         most_listed=MOST_LISTED,
-        fault_counts=[(record.name, fault_counts(record)) for record in records],
-        faulty=faulty_rows(records),
-        dropped=[(record.name, reasons(record.dropped)) for record in records if record.dropped],
-        settings=[(record, without_secrets(yaml_text.dump(record.settings))) for record in records],
+        fault_counts=[(run.name, fault_counts(run)) for run in runs],
+        faulty=faulty_rows(runs),
+        dropped=[(run.name, reasons(run.dropped)) for run in runs if run.dropped],
+        settings=[(run, without_secrets(yaml_text.dump(run.settings))) for run in runs],
         without_secrets=without_secrets,
-        different=different_settings(records),
+        different=different_settings(runs),
         style=(HERE / "page.css").read_text(),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -155,8 +153,8 @@ def reasons(dropped: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, list[s
     Numbers in a reason do not make it another one. All rarer reasons are one entry.
     """
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    for record in dropped:
-        rows.setdefault(NUMBER.sub("#", str(record.get("reason", ""))), []).append(record)
+    for row in dropped:
+        rows.setdefault(NUMBER.sub("#", str(row.get("reason", ""))), []).append(row)
     ordered = sorted(rows.values(), key=len, reverse=True)
     entries = [
         (shorten(some[0].get("reason", ""), 200), len(some), [str(row.get("sample_id", "")) for row in some[:3]])
@@ -166,13 +164,13 @@ def reasons(dropped: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, list[s
     return [*entries, (f"{len(rarer)} other reasons", sum(map(len, rarer)), [])] if rarer else entries
 
 
-def different_settings(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
+def different_settings(runs: Sequence[RunResults]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between runs, with each run's value."""
     names = dict.fromkeys(
-        (section, leaf) for record in records for section, leaves in record.settings.items() for leaf in leaves
+        (section, leaf) for run in runs for section, leaves in run.settings.items() for leaf in leaves
     )
     rows = [
-        (f"{section}.{leaf}", [json.dumps(record.settings.get(section, {}).get(leaf)) for record in records])
+        (f"{section}.{leaf}", [json.dumps(run.settings.get(section, {}).get(leaf)) for run in runs])
         for section, leaf in names
     ]
     return [(name, list(map(without_secrets, values))) for name, values in rows if len(set(values)) > 1]

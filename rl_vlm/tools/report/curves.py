@@ -12,7 +12,7 @@ import numpy as np
 from rl_vlm.log.metrics import function_name, is_score, seconds_of
 from rl_vlm.stages import AHEAD, PARTS_OF_TRAINING, Stage
 from rl_vlm.tools.report.diversity import distinct_answers
-from rl_vlm.tools.report.read import Record, values_of
+from rl_vlm.tools.report.read import RunResults, values_of
 
 MOST_POINTS = 240
 """Points of a series that are drawn; of more, means of consecutive ones."""
@@ -62,7 +62,7 @@ class Chart:
     series: list[Series] = field(default_factory=list)
 
 
-def charts_of(runs: Sequence[Record]) -> list[Chart]:
+def charts_of(runs: Sequence[RunResults]) -> list[Chart]:
     """Return the charts of training runs; evaluations have none. Several runs are overlaid, each in its own colour."""
     charts = [reward_chart(runs, "reward", "Reward")]
     names = dict.fromkeys(function_name(m) for run in runs for line in run.lines for m in line if is_score(m))
@@ -88,7 +88,7 @@ def charts_of(runs: Sequence[Record]) -> list[Chart]:
     return [chart for chart in charts if chart.series]
 
 
-def reward_chart(runs: Sequence[Record], metric: str, title: str, column: str = "reward") -> Chart:
+def reward_chart(runs: Sequence[RunResults], metric: str, title: str, column: str = "reward") -> Chart:
     """Show a reward in training with the 95% interval of its mean over prompts, and on held-out rows with theirs."""
     series = []
     for i, run in enumerate(runs):
@@ -104,7 +104,7 @@ def reward_chart(runs: Sequence[Record], metric: str, title: str, column: str = 
     return Chart(title, note, [one for one in series if one.points])
 
 
-def window_points(run: Record, column: str) -> list[Point]:
+def window_points(run: RunResults, column: str) -> list[Point]:
     """Return the mean of a column over the prompts of each window, with its 95% interval by Student's t.
 
     The mean of one prompt has no interval.
@@ -127,7 +127,7 @@ def half_interval(values: Sequence[float]) -> float | None:
     return quantile * float(np.std(values, ddof=1)) / len(values) ** 0.5
 
 
-def held_out_points(run: Record, metric: str) -> list[Point]:
+def held_out_points(run: RunResults, metric: str) -> list[Point]:
     """Return a held-out score at each evaluation, with its interval if it has one."""
     name = f"eval_{metric}"
     prefix = name.removesuffix("mean")
@@ -138,7 +138,7 @@ def held_out_points(run: Record, metric: str) -> list[Point]:
     ]
 
 
-def metric_points(run: Record, metric: str) -> list[Point]:
+def metric_points(run: RunResults, metric: str) -> list[Point]:
     """Return a metric at the steps at which it was measured. Lengths have a band from shortest to longest."""
     bounds = [metric.replace("mean", bound) for bound in ("min", "max")] if metric.endswith("mean_length") else ["", ""]
     return [
@@ -152,7 +152,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def metric_chart(runs: Sequence[Record], title: str, note: str, metrics: Sequence[str]) -> Chart:
+def metric_chart(runs: Sequence[RunResults], title: str, note: str, metrics: Sequence[str]) -> Chart:
     """Show metrics, each in a colour of its own, or the first that a run has in a colour per run."""
     if len(runs) > 1:
         points = [next(filter(None, (metric_points(run, metric) for metric in metrics)), []) for run in runs]
@@ -164,7 +164,7 @@ def metric_chart(runs: Sequence[Record], title: str, note: str, metrics: Sequenc
     return Chart(title, note, [Series(label, thinned(points), i) for i, label, points in found if points])
 
 
-def answers_chart(runs: Sequence[Record]) -> Chart:
+def answers_chart(runs: Sequence[RunResults]) -> Chart:
     """Show how many distinct answers a group has."""
     series = [Series(run.name, thinned(answer_points(run)), i) for i, run in enumerate(runs)]
     if len(runs) == 1:
@@ -172,14 +172,14 @@ def answers_chart(runs: Sequence[Record]) -> Chart:
     return Chart("Distinct answers", "mean number per group", [one for one in series if one.points])
 
 
-def answer_points(run: Record) -> list[Point]:
+def answer_points(run: RunResults) -> list[Point]:
     return [
         Point(step + 1, float(np.mean([distinct_answers(group, run.decisive[0]) for group in groups])))
         for step, groups in run.windows.items()
     ]
 
 
-def stages_chart(run: Record, several: bool) -> Chart:
+def stages_chart(run: RunResults, several: bool) -> Chart:
     """Show where the seconds of a step go: the longest stages one by one, and all others together."""
     steps = [line for line in run.lines if seconds_of(Stage.STEP) in line]
     totals: dict[str, float] = {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_vlm.evaluation.figures import answer, pass_at
 from rl_vlm.log.completions import windows_of
-from rl_vlm.tools.report.read import Record, Row, values_of
+from rl_vlm.tools.report.read import Row, RunResults, values_of
 
 MOST_LISTED = 60
 """Prompts that are listed by id."""
@@ -47,17 +47,17 @@ class Diversity:
         return sorted({k for passes in self.passes for k in passes.rates})
 
 
-def diversity_of(record: Record, function: str) -> Diversity:
-    """Compute the figures of a record that has completions by one of its functions."""
-    solved_from = record.solved_from[function]
-    ends = ends_of(record)
+def diversity_of(run: RunResults, function: str) -> Diversity:
+    """Compute the figures of a run that has completions by one of its functions."""
+    solved_from = run.solved_from[function]
+    ends = ends_of(run)
     distinct = [f"{np.mean([distinct_answers(group, function) for group in groups]):.2f}" for groups in ends.values()]
     passes = [PassRates(label, pass_rates(groups, function, solved_from)) for label, groups in ends.items()]
-    if record.kind == "evaluation":  # of all its completions, also if not all were read
-        passes = [PassRates("all samples", recorded_pass_rates(record.summary, function))]
-    scores = scores_by_prompt(record.rows, function)
+    if run.kind == "evaluation":  # of all its completions, also if not all were read
+        passes = [PassRates("all samples", recorded_pass_rates(run.summary, function))]
+    scores = scores_by_prompt(run.rows, function)
     return Diversity(
-        record.name,
+        run.name,
         function,
         solved_from,
         len(scores),
@@ -68,11 +68,11 @@ def diversity_of(record: Record, function: str) -> Diversity:
     )
 
 
-def ends_of(record: Record) -> dict[str, list[list[Row]]]:
+def ends_of(run: RunResults) -> dict[str, list[list[Row]]]:
     """Return the groups of the first and the last tenth of the windows of a run, or all groups of an evaluation."""
-    windows = list(record.windows.values())
+    windows = list(run.windows.values())
     if len(windows) < 2:
-        return {"all samples": [group for window in windows_of(record.rows).values() for group in window]}
+        return {"all samples": [group for window in windows_of(run.rows).values() for group in window]}
     size = max(1, round(SHARE * len(windows)))
     parts = {"first windows": windows[:size], "last windows": windows[-size:]}
     return {label: [group for window in part for group in window] for label, part in parts.items()}

@@ -30,7 +30,7 @@ MOST_BYTES = 200_000_000
 
 
 @dataclass(frozen=True)
-class Record:
+class RunResults:
     """One run, or the evaluation of one model."""
 
     name: str
@@ -99,11 +99,11 @@ class Record:
         return dict(zip(self.names, values if len(values) == len(self.names) else [1.0] * len(self.names), strict=True))
 
 
-def read_records(folders: Sequence[Path]) -> list[Record]:
+def read_runs(folders: Sequence[Path]) -> list[RunResults]:
     """Read runs and evaluations, each with a name of its own. Raises ConfigError if a folder holds neither."""
-    records = [record for folder in folders for record in read_folder(folder)]
-    names = own_names([record.name for record in records], [record.path.absolute() for record in records])
-    return [replace(record, name=name) for record, name in zip(records, names, strict=True)]
+    runs = [run for folder in folders for run in read_folder(folder)]
+    names = own_names([run.name for run in runs], [run.path.absolute() for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def own_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
@@ -138,7 +138,7 @@ def place_of(folder: Path) -> Path:
     )
 
 
-def read_folder(folder: Path) -> list[Record]:
+def read_folder(folder: Path) -> list[RunResults]:
     """Read a run, an evaluation, or the evaluations of several checkpoints. Raises ConfigError like `place_of`."""
     place = place_of(folder)
     if (place / METRICS).is_file():
@@ -153,12 +153,12 @@ def read_folder(folder: Path) -> list[Record]:
     return [read_evaluation(place, parent.name if place.name == "evaluation" else place.name)]
 
 
-def read_run(folder: Path) -> Record:
+def read_run(folder: Path) -> RunResults:
     """Read the directory of a training run, complete or not."""
     notes: list[str] = []
     rows, num_rows = read_windows(window_paths(folder), MOST_ROWS, notes)
     held_out, num_held_out = read_windows(held_out_paths(folder), MOST_HELD_OUT_ROWS, notes)
-    return Record(
+    return RunResults(
         folder.absolute().name,
         folder,
         "training",
@@ -176,12 +176,12 @@ def read_run(folder: Path) -> Record:
     )
 
 
-def read_evaluation(folder: Path, name: str) -> Record:
+def read_evaluation(folder: Path, name: str) -> RunResults:
     """Read the evaluation of one model."""
     notes: list[str] = []
     rows, num_rows = read_windows([folder / EVALUATED], MOST_ROWS, notes)
     started = started_in(folder)
-    return Record(
+    return RunResults(
         name,
         folder,
         "evaluation",

@@ -18,7 +18,7 @@ from rl_vlm.log.completions import windows_of
 from rl_vlm.log.images import LONG_SIDE, QUALITY, small_copy
 from rl_vlm.reward.regions import Regions
 from rl_vlm.stages import COLUMN_PREFIX, is_column
-from rl_vlm.tools.report.read import Record, Row
+from rl_vlm.tools.report.read import Row, RunResults
 
 MOST_ROLLOUTS = 10_000
 """Completions on the page."""
@@ -111,13 +111,13 @@ def data_uri(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
 
 
-def browser_data(records: Sequence[Record]) -> dict[str, Any]:
+def browser_data(runs: Sequence[RunResults]) -> dict[str, Any]:
     """Return everything that the browser needs, as JSON. Its short keys are those that page.js reads."""
-    shown = [one for i, record in enumerate(records) for one in shown_groups(i, record, MOST_ROLLOUTS // len(records))]
+    shown = [one for i, run in enumerate(runs) for one in shown_groups(i, run, MOST_ROLLOUTS // len(runs))]
     rows = [row for one in shown for row in one.group]
     prompts = list(dict.fromkeys(one.group[0]["prompt"] for one in shown))
     prompt_limit = length_limit(list(map(num_bytes, prompts)), PROMPT_BYTES)
-    regions = AllRegions(records, shown)
+    regions = AllRegions(runs, shown)
     page = Page(
         images=Images(),
         prompts={prompt: i for i, prompt in enumerate(prompts)},
@@ -126,14 +126,14 @@ def browser_data(records: Sequence[Record]) -> dict[str, Any]:
         cell_limit=length_limit([cells_size(cells) for one in shown for cells in (one.data, *one.logged)], CELL_BYTES),
     )
     return {
-        "runs": [record.name for record in records],
-        "names": [record.names for record in records],
-        "training": [record.kind == "training" for record in records],
-        "groups": [describe_group(one, records[one.run], page) for one in shown],
+        "runs": [run.name for run in runs],
+        "names": [run.names for run in runs],
+        "training": [run.kind == "training" for run in runs],
+        "groups": [describe_group(one, runs[one.number], page) for one in shown],
         "prompts": [cut(prompt, prompt_limit) for prompt in prompts],
         "images": page.images.uris,
         "numShown": len(rows),
-        "numAll": sum(record.num_rows + record.num_held_out for record in records),
+        "numAll": sum(run.num_rows + run.num_held_out for run in runs),
         "numImagesLeftOut": page.images.num_left_out,
         "numUnread": regions.num_unread,
     }
@@ -144,8 +144,8 @@ class Shown:
     """A group on the page."""
 
     group: Group
-    run: int
-    """Index of its record."""
+    number: int
+    """Index of its run."""
     is_held_out: bool
     data: dict[str, str]
     """Columns of its row of the data, as text."""
@@ -164,13 +164,13 @@ class Page:
     cell_limit: int
 
 
-def shown_groups(run: int, record: Record, most_rows: int) -> list[Shown]:
-    """Choose the groups of a record that the page shows, those of held-out rows first."""
-    held_out = choose_groups(record.held_out, most_rows // HELD_OUT_SHARE)
-    others = choose_groups(record.rows, most_rows - sum(map(len, held_out)))
+def shown_groups(number: int, run: RunResults, most_rows: int) -> list[Shown]:
+    """Choose the groups of a run that the page shows, those of held-out rows first."""
+    held_out = choose_groups(run.held_out, most_rows // HELD_OUT_SHARE)
+    others = choose_groups(run.rows, most_rows - sum(map(len, held_out)))
 
     def show(group: Group, is_held_out: bool) -> Shown:
-        return Shown(group, run, is_held_out, data_of(group[0]), [logged_on(row, record) for row in group])
+        return Shown(group, number, is_held_out, data_of(group[0]), [logged_on(row, run) for row in group])
 
     return [show(group, True) for group in held_out] + [show(group, False) for group in others]
 
@@ -178,14 +178,14 @@ def shown_groups(run: int, record: Record, most_rows: int) -> list[Shown]:
 class AllRegions:
     """The boxes and points of the groups on the page, within limits of time and number."""
 
-    def __init__(self, records: Sequence[Record], shown: Sequence[Shown]) -> None:
+    def __init__(self, runs: Sequence[RunResults], shown: Sequence[Shown]) -> None:
         """Read them. If there is not enough time for all, those of groups at even distances are read."""
-        self.readers = [Regions.of_rewards(record.reward_funcs) for record in records]
+        self.readers = [Regions.of_rewards(run.reward_funcs) for run in runs]
         self.predicted: dict[int, list[Any]] = {}
         self.num_unread = 0
         end = time.monotonic() + REGION_SECONDS
         for one in spread_out(shown):
-            if not (reader := self.readers[one.run]):
+            if not (reader := self.readers[one.number]):
                 continue
             if time.monotonic() > end:
                 self.num_unread += len(one.group)
@@ -195,16 +195,16 @@ class AllRegions:
 
     def gold(self, one: Shown) -> list[dict[str, Any]]:
         """Describe the true regions of a group."""
-        reader = self.readers[one.run]
+        reader = self.readers[one.number]
         return describe_regions(reader.gold(one.group[0])[:MOST_REGIONS]) if reader else []
 
     def of_row(self, row: Row) -> list[dict[str, Any]]:
         """Describe the regions of a completion."""
         return describe_regions(self.predicted.get(id(row), [])[: self.most])
 
-    def image_index(self, run: int) -> int:
-        """Return which image of a prompt the regions of a record lie on."""
-        reader = self.readers[run]
+    def image_index(self, number: int) -> int:
+        """Return which image of a prompt the regions of a run lie on."""
+        reader = self.readers[number]
         return reader.frames.image_index if reader else 0
 
 
@@ -246,12 +246,12 @@ def length_limit(lengths: Sequence[int], budget: int) -> int:
     return max(lengths, default=0)
 
 
-def describe_group(one: Shown, record: Record, page: Page) -> dict[str, Any]:
+def describe_group(one: Shown, run: RunResults, page: Page) -> dict[str, Any]:
     """Describe a group and its completions."""
     row = one.group[0]
-    numbers = [page.images.add(record.image_folder / name, record.root) for name in row.get("images") or []]
+    numbers = [page.images.add(run.image_folder / name, run.root) for name in row.get("images") or []]
     return {
-        "run": one.run,
+        "run": one.number,
         "heldOut": one.is_held_out,
         "prompt": page.prompts[row["prompt"]],
         "step": row["step"],
@@ -261,13 +261,13 @@ def describe_group(one: Shown, record: Record, page: Page) -> dict[str, Any]:
         "images": numbers,
         "noImage": not any(number is not None for number in numbers) and bool(row.get("image_sizes")),
         "sizes": row.get("image_sizes") or [],
-        "boxed": page.regions.image_index(one.run),
+        "boxed": page.regions.image_index(one.number),
         "gold": page.regions.gold(one),
-        "rows": [describe_row(row, logged, record, page) for row, logged in zip(one.group, one.logged, strict=True)],
+        "rows": [describe_row(row, logged, run, page) for row, logged in zip(one.group, one.logged, strict=True)],
     }
 
 
-def describe_row(row: Row, logged: Mapping[str, str], record: Record, page: Page) -> dict[str, Any]:
+def describe_row(row: Row, logged: Mapping[str, str], run: RunResults, page: Page) -> dict[str, Any]:
     """Describe one completion."""
     return {
         **described_text(row["completion"], page.text_limit),
@@ -275,7 +275,7 @@ def describe_row(row: Row, logged: Mapping[str, str], record: Record, page: Page
         "tokens": row["completion_length"],
         "reward": rounded(row["reward"]),
         "advantage": rounded(row["advantage"]),
-        "scores": [rounded(row.get(name)) for name in record.names],
+        "scores": [rounded(row.get(name)) for name in run.names],
         "logged": fitting(logged, page.cell_limit),
         "fault": None if row.get("fault") is None else cut(row["fault"], LONGEST_CELL),
         "regions": page.regions.of_row(row),
@@ -302,12 +302,12 @@ def data_of(row: Row) -> dict[str, str]:
     }
 
 
-def logged_on(row: Row, record: Record) -> dict[str, str]:
+def logged_on(row: Row, run: RunResults) -> dict[str, str]:
     """Return what reward functions logged on a completion, as text."""
     return {
         name: cut(str(value), LONGEST_CELL)
         for name, value in row.items()
-        if value is not None and name not in record.names and not is_column(name)
+        if value is not None and name not in run.names and not is_column(name)
     }
 
 
@@ -353,7 +353,7 @@ def text_or_none(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def faulty_rows(records: Sequence[Record], most: int = 50) -> Sequence[Mapping[str, Any]]:
+def faulty_rows(runs: Sequence[RunResults], most: int = 50) -> Sequence[Mapping[str, Any]]:
     """Return the first completions that a reward function failed on, with their runs."""
-    found = (row | {"run": record.name} for record in records for row in record.rows if row.get("fault"))
+    found = (row | {"run": run.name} for run in runs for row in run.rows if row.get("fault"))
     return list(islice(found, most))

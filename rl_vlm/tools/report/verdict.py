@@ -14,7 +14,7 @@ import numpy as np
 from rl_vlm.evaluation.figures import BOOTSTRAP_RESAMPLES
 from rl_vlm.log.metrics import function_name, is_score, named_with, reward_faults, totals
 from rl_vlm.reward.suite import NOT_APPLICABLE
-from rl_vlm.tools.report.read import Record, values_of
+from rl_vlm.tools.report.read import RunResults, values_of
 
 SHARE = 0.1
 """Part of the windows that is compared at both ends of a run, one window at least."""
@@ -60,31 +60,31 @@ class Change:
         return "Reward " + ("rose" if self.low > 0 else "fell" if self.high < 0 else "did not change measurably")
 
 
-def verdict_of(record: Record) -> Verdict:
+def verdict_of(run: RunResults) -> Verdict:
     """Judge a run or an evaluation."""
-    faults, dropped = num_faults(record), len(record.dropped)
+    faults, dropped = num_faults(run), len(run.dropped)
     common = [
         Fact("rows skipped", str(dropped), "left out of the data"),
         Fact("reward faults", f"{faults:.0f}", "of functions on completions"),
     ]
     counted = f"{plural(dropped, 'row')} skipped; {plural(faults, 'reward fault')}"
-    if record.kind == "evaluation":
-        facts = [score_fact(record.summary, name, function_name(name)) for name in record.summary if is_score(name)]
+    if run.kind == "evaluation":
+        facts = [score_fact(run.summary, name, function_name(name)) for name in run.summary if is_score(name)]
         words = [f"{fact.label} {fact.value} ({fact.note})" for fact in facts] or ["no completion has a score"]
-        samples = f"{record.summary.get('num_samples', 0):.0f} samples"
-        return Verdict(record.name, f"{samples}: {'; '.join(words)}; {counted}.", [*facts, *common], OF_EVALUATION)
-    change, method = reward_change(record)
-    held_out = held_out_facts(record)
+        samples = f"{run.summary.get('num_samples', 0):.0f} samples"
+        return Verdict(run.name, f"{samples}: {'; '.join(words)}; {counted}.", [*facts, *common], OF_EVALUATION)
+    change, method = reward_change(run)
+    held_out = held_out_facts(run)
     sentence = "No completion has a reward yet" if change is None else f"{change.word}: {changed(change)}"
-    first, _ = steps_of(record)
+    first, _ = steps_of(run)
     if first > 1:
         sentence = f"From step {first:,} on: {sentence}"
     words = [f"held out {fact.label} {fact.value}" for fact in held_out]
     facts = [Fact("reward", arrow(change.before, change.after), interval(change))] if change else []
     return Verdict(
-        record.name,
+        run.name,
         "; ".join([sentence, *words, counted]) + ".",
-        [*facts, *(Fact(f"held out {f.label}", f.value, f.note) for f in held_out), *common, *progress_facts(record)],
+        [*facts, *(Fact(f"held out {f.label}", f.value, f.note) for f in held_out), *common, *progress_facts(run)],
         method,
     )
 
@@ -92,14 +92,14 @@ def verdict_of(record: Record) -> Verdict:
 OF_EVALUATION = "95% intervals are bootstrap intervals of the mean over samples (percentiles of 1,000 resamples)."
 
 
-def reward_change(record: Record) -> tuple[Change | None, str]:
+def reward_change(run: RunResults) -> tuple[Change | None, str]:
     """Compare the rewards of the first and the last tenth of a run, and say how."""
-    windows = record.windows.values()
+    windows = run.windows.values()
     if windows:
         size, before, after = both_ends([group_means(groups) for groups in windows])
         what = f"prompts of the first and the last {some(size, 'generation window')}"
     else:
-        size, before, after = both_ends([[x] for line in record.lines if (x := line.get("reward")) is not None])
+        size, before, after = both_ends([[x] for line in run.lines if (x := line.get("reward")) is not None])
         what = f"the first and the last {some(size, 'step')}"
     if not before or not after:
         return None, ""
@@ -163,15 +163,15 @@ def interval(change: Change) -> str:
     return f"{difference}, 95% interval {change.low:+.{digits}f} to {change.high:+.{digits}f}"
 
 
-def held_out_facts(record: Record) -> list[Fact]:
+def held_out_facts(run: RunResults) -> list[Fact]:
     """Return the first held-out score of each function and that of the model that the run ends with.
 
     Of one evaluation, return its scores.
     """
-    evaluated = {line["step"]: line for line in record.lines if "eval_num_samples" in line}
+    evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
     if not evaluated:
         return []
-    first, last = min(evaluated), result_step(record, evaluated)
+    first, last = min(evaluated), result_step(run, evaluated)
     facts = []
     for name in evaluated[last]:
         if not is_score(name) or not name.startswith("eval_"):
@@ -189,15 +189,15 @@ def held_out_facts(record: Record) -> list[Fact]:
     return facts
 
 
-def result_step(record: Record, evaluated: Collection[int]) -> int:
+def result_step(run: RunResults, evaluated: Collection[int]) -> int:
     """Return the step whose evaluation is that of the run's result: the best one if that is loaded, else the latest."""
-    best = Path(record.summary.get("checkpoint", "")).name.removeprefix("checkpoint-")
+    best = Path(run.summary.get("checkpoint", "")).name.removeprefix("checkpoint-")
     return int(best) if best.isdecimal() and int(best) in evaluated else max(evaluated)
 
 
-def steps_of(record: Record) -> tuple[int, int]:
+def steps_of(run: RunResults) -> tuple[int, int]:
     """Return the first and the last step in a run's metrics; a run resumed in another directory has no earlier ones."""
-    steps = [line["step"] for line in record.lines]
+    steps = [line["step"] for line in run.lines]
     return min((step for step in steps if step > 0), default=0), max(steps, default=0)
 
 
@@ -213,27 +213,27 @@ def score_fact(metrics: Mapping[str, Any], name: str, label: str) -> Fact:
     return Fact(label, f"{metrics[name]:.{digits_of(metrics[name])}f}", note)
 
 
-def fault_counts(record: Record) -> dict[str, float]:
+def fault_counts(run: RunResults) -> dict[str, float]:
     """Return the number of completions by the fault of a function, those of evaluations within a run apart."""
-    if record.kind == "evaluation":
-        return reward_faults(record.summary)
-    counts = Counter(totals(record.lines)["reward_faults"])
-    for line in record.lines:
+    if run.kind == "evaluation":
+        return reward_faults(run.summary)
+    counts = Counter(totals(run.lines)["reward_faults"])
+    for line in run.lines:
         counts.update({f"{name} (held out)": count for name, count in named_with("eval_reward_faults/", line).items()})
     return dict(counts)
 
 
-def num_faults(record: Record) -> float:
+def num_faults(run: RunResults) -> float:
     """Return the number of faults of reward functions; it is none if no function applies to a completion."""
-    return sum((count for name, count in fault_counts(record).items() if NOT_APPLICABLE not in name), 0.0)
+    return sum((count for name, count in fault_counts(run).items() if NOT_APPLICABLE not in name), 0.0)
 
 
-def progress_facts(record: Record) -> list[Fact]:
+def progress_facts(run: RunResults) -> list[Fact]:
     """Return how far a run is, and its skipped updates."""
-    first, last = steps_of(record)
-    skipped = totals(record.lines)["skipped_updates"]
-    total = record.settings.get("train", {}).get("max_steps")
-    state = "complete" if record.summary else f"of {total}, running or stopped" if total else "running or stopped"
+    first, last = steps_of(run)
+    skipped = totals(run.lines)["skipped_updates"]
+    total = run.settings.get("train", {}).get("max_steps")
+    state = "complete" if run.summary else f"of {total}, running or stopped" if total else "running or stopped"
     if first > 1:
         state = f"{state}; those before {first:,} are in another directory"
     reasons = ", ".join(f"{reason.replace('_', ' ')} {count:.0f}" for reason, count in skipped.items() if count)

@@ -28,7 +28,7 @@ class Stopping(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class Queued:
     """One request, and where its group goes."""
 
     request: RolloutRequest
@@ -43,14 +43,14 @@ class Batches:
         """`max_num_seqs` is the number of completions from which a batch waits for no further request."""
         self.engine = engine
         self.max_num_seqs = max_num_seqs
-        self.waiting: queue.Queue[Job] = queue.Queue()
+        self.waiting: queue.Queue[Queued] = queue.Queue()
         self.lock = threading.Lock()
-        self.unanswered: set[Job] = set()
+        self.unanswered: set[Queued] = set()
         self.is_closed = False
 
     def submit(self, request: RolloutRequest, sampling: Sampling) -> Future[Group]:
         """Queue a request from any thread, and return its group as a future. Raises Stopping after `close`."""
-        job = Job(request, sampling)
+        job = Queued(request, sampling)
         with self.lock:
             if self.is_closed:
                 raise Stopping
@@ -61,13 +61,13 @@ class Batches:
     def run(self) -> NoReturn:
         """Answer requests until an exception interrupts this thread, which alone uses the engine."""
         while True:
-            by_sampling: dict[Sampling, list[Job]] = {}
+            by_sampling: dict[Sampling, list[Queued]] = {}
             for job in self.take():
                 by_sampling.setdefault(job.sampling, []).append(job)
             for jobs in by_sampling.values():
                 self.generate(jobs)
 
-    def take(self) -> list[Job]:
+    def take(self) -> list[Queued]:
         """Wait for a request, and return it with all others of its batch, in order of arrival."""
         jobs = [self.waiting.get()]
         end = time.monotonic() + COLLECT_SECONDS
@@ -78,7 +78,7 @@ class Batches:
                 break
         return jobs
 
-    def generate(self, jobs: Sequence[Job]) -> None:
+    def generate(self, jobs: Sequence[Queued]) -> None:
         """Generate the groups of requests with equal sampling. If that fails, each is tried alone, and may fail."""
         try:
             groups = self.engine.generate([job.request for job in jobs], jobs[0].sampling)
@@ -93,7 +93,7 @@ class Batches:
         for job, group in zip(jobs, groups, strict=True):
             self.settle(job, group)
 
-    def settle(self, job: Job, outcome: Group | Exception) -> None:
+    def settle(self, job: Queued, outcome: Group | Exception) -> None:
         """Give a request its group or its exception, unless `close` has given it one."""
         with self.lock:
             if job not in self.unanswered:

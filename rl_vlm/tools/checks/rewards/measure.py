@@ -36,7 +36,7 @@ REPEATED = 20
 
 
 @dataclass
-class Row:
+class TriedRow:
     """One row with its made-up completions and their scores."""
 
     index: int
@@ -72,7 +72,7 @@ class Measured:
     num_rows: int
     empty_columns: list[str] = field(default_factory=list)
     """Columns that the function needs, or that it names and the data has, and that no row has a value in."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TriedRow] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Of each call, divided by its completions."""
     num_unequal: int = 0
@@ -103,7 +103,7 @@ def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], c
 
 def make_rows(
     indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str], reading: Reading
-) -> Iterator[Row]:
+) -> Iterator[TriedRow]:
     """Make up the completions of rows. `columns` are those of gold answers.
 
     A row's other answer is that of the next row whose gold answer differs.
@@ -115,7 +115,7 @@ def make_rows(
         gold = gold or MADE_UP
         texts = Texts(reading.answer(gold) or "", wrong or NO_ANSWER, question_of(sample), reading)
         completions = gold_completions(gold)
-        yield Row(
+        yield TriedRow(
             index, sample, reading.chosen(completions), completions, cheat_completions(texts),
             None if other is None else samples[other],
         )  # fmt: skip
@@ -127,7 +127,7 @@ def question_of(sample: Sample) -> str:
     return completion_text([message for message in sample.prompt if message["role"] == "user"][-1:] or sample.prompt)
 
 
-def measure_row(reward: Reward, row: Row, columns: Sequence[str], found: Measured) -> None:
+def measure_row(reward: Reward, row: TriedRow, columns: Sequence[str], found: Measured) -> None:
     """Score the completions of a row, and of the first rows again."""
     started = time.perf_counter()
     scores = scored(reward, row.sample, row, columns)
@@ -140,7 +140,7 @@ def measure_row(reward: Reward, row: Row, columns: Sequence[str], found: Measure
         found.reads_gold |= is_equal and follows_columns(reward, row, scores, columns)
 
 
-def score_low_golds(reward: Reward, rows: Sequence[Row], columns: Sequence[str]) -> None:
+def score_low_golds(reward: Reward, rows: Sequence[TriedRow], columns: Sequence[str]) -> None:
     """Score the gold answers that get less than others in the other forms, too: a function may read several."""
     highest = max((row.best_gold for row in rows if row.best_gold is not None), default=0.0)
     for row in rows:
@@ -150,7 +150,7 @@ def score_low_golds(reward: Reward, rows: Sequence[Row], columns: Sequence[str])
             row.scores |= zip(left, score_texts(reward, row.sample, list(left.values()), columns), strict=True)
 
 
-def follows_columns(reward: Reward, row: Row, scores: Sequence[Score], columns: Sequence[str]) -> bool:
+def follows_columns(reward: Reward, row: TriedRow, scores: Sequence[Score], columns: Sequence[str]) -> bool:
     """Return whether the completions of a row get other scores with the columns of another row."""
     if row.other is None:
         return False
@@ -158,6 +158,6 @@ def follows_columns(reward: Reward, row: Row, scores: Sequence[Score], columns: 
     return reward.applies(with_other.columns) and scored(reward, with_other, row, columns) != scores
 
 
-def scored(reward: Reward, sample: Sample, row: Row, columns: Sequence[str]) -> list[Score]:
+def scored(reward: Reward, sample: Sample, row: TriedRow, columns: Sequence[str]) -> list[Score]:
     """Return the scores of a row's completions as those of a sample."""
     return score_texts(reward, sample, list(row.texts.values()), columns)

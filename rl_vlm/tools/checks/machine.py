@@ -28,7 +28,7 @@ LEAST_SHARED = GIB
 """Shared memory below which workers and vLLM often fail. Docker gives a container 64 MiB if it is not told more."""
 
 
-def check_environment(config: RunConfig, diagnosis: Diagnosis) -> None:
+def check_machine(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Check packages, ports and shared memory."""
     installed = installed_versions()
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
