@@ -10,7 +10,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.files import check_output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
-from rl_vlm.tools.checks.findings import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:

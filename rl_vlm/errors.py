@@ -6,6 +6,8 @@ import re
 import signal
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 """As in `rewards.contract`, which imports nothing of this package."""
@@ -23,8 +25,22 @@ class ConfigError(RLVLMError):
     """A setting that cannot be used: unknown key, bad value, or a combination without a solution."""
 
 
+class RowProblem(NamedTuple):
+    """A kind of problem of a row, and its remedy."""
+
+    kind: str
+    remedy: str
+
+
+OTHER_PROBLEM = RowProblem("row that cannot be used", "Change the row as the message says, or leave it out.")
+
+
 class DataError(RLVLMError):
     """A dataset, row or image that cannot be used; the message names the row and the file."""
+
+    def __init__(self, message: str, problem: RowProblem = OTHER_PROBLEM) -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 class ModelError(RLVLMError):
@@ -73,6 +89,29 @@ class TrainingError(RLVLMError):
 
 class OutOfMemory(RLVLMError):
     """Something that does not fit in memory and cannot be split further."""
+
+
+Severity = Literal["error", "warning", "info"]
+"""error: the run stops, or trains on something else than is meant. warning: it runs, and its result is worse or
+misleading. info: worth knowing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check before a run has found. Findings of the same kind are shown together."""
+
+    severity: Severity
+    kind: str
+    what: str
+    remedy: str = ""
+    data: str | None = None
+    """The data that the row belongs to."""
+    row: int | None = None
+    """The row, if the finding is about one."""
+    function: str | None = None
+    """The reward function, if the finding is about one."""
+    rows: tuple[int, ...] = ()
+    """Rows that show it, if it is about a function."""
 
 
 def require_bitsandbytes(setting: str) -> None:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
-from rl_vlm.data.samples import FindGold, Rows, columns_to_check
+from rl_vlm.data.samples import FindGold, ParsedRow, Rows, columns_to_check
 from rl_vlm.data.tables import Row
 from rl_vlm.data.weighted import Share
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, Finding, Severity
 
 if TYPE_CHECKING:
     from rl_vlm.distributed.ranks import Ranks
@@ -45,11 +45,12 @@ def no_gold(row: Row, text: str) -> None:
     """Find no gold answer."""
 
 
-class Finding(NamedTuple):
+class RowNote(NamedTuple):
     """What the check notes of a row."""
 
     row: int
-    problem: str | None
+    finding: Finding | None
+    """Its problem. An error, unless `on_bad_row` drops the row."""
     num_bytes: int
     """Bytes of the prompt's text."""
     num_pixels: int
@@ -138,16 +139,16 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
     with ranks.agree():
         refuse_unread_images(rows.source, rows.config, rows.name, used)
         mine = list(find_problems(rows, share, find_gold))
-    findings = sorted(ranks.gather(mine))
+    notes = sorted(ranks.gather(mine), key=lambda note: note.row)
     if ranks.is_main:
-        warn_of_continued(rows, sum(finding.continues for finding in findings))
-    text_bytes = {finding.row: finding.num_bytes for finding in findings}
-    num_pixels = {finding.row: finding.num_pixels for finding in findings}
+        warn_of_continued(rows, sum(note.continues for note in notes))
+    text_bytes = {note.row: note.num_bytes for note in notes}
+    num_pixels = {note.row: note.num_pixels for note in notes}
     usable = UsableRows(rows, list(range(num)), [], text_bytes, num_pixels)
-    return without_bad(usable, [usable.record(finding.row, finding.problem) for finding in findings if finding.problem])
+    return without_bad(usable, [usable.record(note.row, note.finding.what) for note in notes if note.finding])
 
 
-def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[Finding]:
+def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[RowNote]:
     """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
     return filter(is_notable, over_rows(rows, share, partial(check_row, rows, find_gold)))
 
@@ -169,21 +170,28 @@ def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Ite
             start += len(batch)
 
 
-def is_notable(finding: Finding) -> bool:
+def is_notable(note: RowNote) -> bool:
     """Return whether the check notes anything of a row."""
-    is_large = finding.num_bytes > SHORT_TEXT or finding.num_pixels > SMALL_IMAGES
-    return is_large or finding.problem is not None or finding.continues
+    is_large = note.num_bytes > SHORT_TEXT or note.num_pixels > SMALL_IMAGES
+    return is_large or note.finding is not None or note.continues
 
 
-def check_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> Finding:
+def check_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowNote:
     """Read a row, and its images as far as their headers."""
+    return inspect_row(rows, find_gold, index, row)[0]
+
+
+def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[RowNote, ParsedRow | None]:
+    """Read a row, and its images as far as their headers. Return the parsed row, too, if it can be used."""
     try:
         parsed = rows.check(index, row)
         if parsed.continues:
             rows.refuse_answered(index, find_gold)
-        return Finding(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues)
+        return RowNote(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues), parsed
     except DataError as error:
-        return Finding(index, str(error), 0, 0, False)
+        severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
+        kind, remedy = error.problem
+        return RowNote(index, Finding(severity, kind, str(error), remedy, rows.name, index), 0, 0, False), None
 
 
 def warn_of_continued(rows: Rows, num_continued: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from rl_vlm.data.problems import LARGE_IMAGE, MISSING_IMAGE, UNREADABLE_IMAGE
 from rl_vlm.errors import DataError, shorten
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ FILE_TYPES = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }  # fmt: skip
+
+
+class TooManyPixels(ValueError):
+    """An image above `data.max_image_pixels`."""
 
 
 def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[Image.Image, bytes | None]:
@@ -91,9 +96,12 @@ def image_errors(value: Any, where: str) -> Iterator[None]:
     try:
         yield
     except UnidentifiedImageError as error:
-        raise DataError(f"{where}{_label(value)}: not an image in one of the formats {', '.join(FORMATS)}.") from error
+        message = f"not an image in one of the formats {', '.join(FORMATS)}."
+        raise DataError(f"{where}{_label(value)}: {message}", UNREADABLE_IMAGE) from error
     except Exception as error:  # a damaged file can make a decoder raise anything
-        raise DataError(f"{where}{_label(value)}: the image cannot be read: {shorten(error)}") from error
+        problems = ((FileNotFoundError, MISSING_IMAGE), (TooManyPixels, LARGE_IMAGE), (Exception, UNREADABLE_IMAGE))
+        problem = next(problem for kind, problem in problems if isinstance(error, kind))
+        raise DataError(f"{where}{_label(value)}: the image cannot be read: {shorten(error)}", problem) from error
 
 
 def image_content(value: Any) -> Any:
@@ -227,7 +235,7 @@ def pixel_limits(data: DataConfig) -> dict[str, int]:
 def _check_header(image: Image.Image, max_pixels: int) -> int:
     width, height = image.size
     if width * height > max_pixels:
-        raise ValueError(
+        raise TooManyPixels(
             f"{width} × {height} = {width * height} pixels are more than data.max_image_pixels = {max_pixels}. "
             "Shrink the file, or raise that limit."
         )

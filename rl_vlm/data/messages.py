@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from rl_vlm.data.images import BASE64
+from rl_vlm.data.problems import EMPTY_PROMPT, UNEQUAL_MARKS
 from rl_vlm.data.tables import Row
 from rl_vlm.errors import DataError, shorten
 
@@ -61,7 +62,9 @@ def to_messages(messages: list[Message], where: str) -> list[Message]:
     converted = [{"role": message["role"], "content": to_blocks(message.get("content"), where)} for message in messages]
     blocks = [block for message in converted if message["role"] != "system" for block in message["content"]]
     if not any(block.get("text", "image").strip() for block in blocks):
-        raise DataError(f"{where}: the prompt is empty: its messages have no text, and no block or mark of an image.")
+        raise DataError(
+            f"{where}: the prompt is empty: its messages have no text, and no block or mark of an image.", EMPTY_PROMPT
+        )
     return converted
 
 
@@ -124,6 +127,7 @@ def place_images(messages: list[Message], num_images: int, where: str) -> list[M
         raise DataError(
             f"{where}: the prompt has {num_blocks} image blocks and the row has {num_images} images. Pairing them "
             "anyway would train on answers about other images, and nothing later would notice. "
-            "Write one block (or <image> mark) per image, or none to have all images put first."
+            "Write one block (or <image> mark) per image, or none to have all images put first.",
+            UNEQUAL_MARKS,
         )
     return messages

@@ -26,6 +26,7 @@ from rl_vlm.data.images import check_image, read_image
 from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout
 from rl_vlm.data.messages import Message, place_images, to_messages
 from rl_vlm.data.mixture import SOURCE, MixedRows, mixed_ids
+from rl_vlm.data.problems import ANSWERED_PROMPT, EMPTY_PROMPT, UNFILLED_TEMPLATE
 from rl_vlm.data.sources import Source, open_source, unique_ids
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row, Table, is_filled
 from rl_vlm.errors import DataError, shorten, text_of
@@ -150,7 +151,8 @@ class Rows:
         raise DataError(
             f"{self.place(index)}: its prompt ends with its answer: the last message is the assistant's, "
             f"{shorten(repr(parsed.final_answer), 80)}, which is the gold answer {whose}, and completions would "
-            f"continue it. With {way} the last message is split off. Or leave the message out of the prompt."
+            f"continue it. With {way} the last message is split off. Or leave the message out of the prompt.",
+            ANSWERED_PROMPT,
         )
 
     def parse(self, index: int) -> ParsedRow:
@@ -294,7 +296,8 @@ def refuse_empty(text: str, where: str) -> str:
     if not text.strip():
         raise DataError(
             f"{where}: the prompt is {shorten(repr(text), 40)}, without any text. Write one, or <image> alone for an "
-            "image without a question."
+            "image without a question.",
+            EMPTY_PROMPT,
         )
     return text
 
@@ -322,7 +325,8 @@ def fill_template(template: str, row: Row, where: str) -> str:
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"{where}: data.prompt_template {template!r} cannot be filled: {type(error).__name__} {error}. "
-            f"The columns are {', '.join(row)}; a literal brace is written twice."
+            f"The columns are {', '.join(row)}; a literal brace is written twice.",
+            UNFILLED_TEMPLATE,
         ) from error
 
 

@@ -140,7 +140,7 @@ def test_a_row_that_raises_anything_is_a_finding(error, monkeypatch):
     monkeypatch.setattr("rl_vlm.data.samples.parse_row", parse)
     with pytest.raises(DataError, match=r"row 0: bad\. 5 more"):
         check(load({}))
-    found = {finding.row: finding.problem for finding in find_problems(load({}), range(6))}
+    found = {note.row: note.finding and note.finding.what for note in find_problems(load({}), range(6))}
     problem = {TypeError: "TypeError: unhashable", BaseException: "BaseException: a panic of Rust"}[type(error)]
     assert found[3] == f"rows.jsonl, row 3: it cannot be read: {problem}"
 

@@ -14,15 +14,15 @@ from PIL import Image
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
-from rl_vlm.errors import Stopped
+from rl_vlm.errors import Finding, Severity, Stopped
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks import machine, smoke
 from rl_vlm.tools.checks.constant import check_constant_rewards
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
-from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
 from rl_vlm.tools.checks.golds import check_gold_lengths, check_golds
 from rl_vlm.tools.checks.report import report_text
-from rl_vlm.tools.checks.rows import Split, inspect_rows, kind_of, row_findings, usable_rows
+from rl_vlm.tools.checks.rows import Split, inspect_rows, row_findings, usable_rows
 from rl_vlm.tools.checks.settings import high_learning_rate, unusual_temperature
 from tests.helpers.tiny_run import make_config
 
@@ -223,7 +223,7 @@ def test_every_column_of_a_layout_is_inspected(tmp_path: Path, monkeypatch: pyte
     row = {"messages": [{"role": "user", "content": "What is in <bbox>?"}], "objects": {"bbox": [[1, 2, 3]]}}
     Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
     (fact,) = inspect_rows(load_rows(DataConfig(dataset_name=str(tmp_path / "rows.parquet")), "train"))
-    assert "[[1, 2, 3]] for objects.bbox" in str(fact.problem)
+    assert "[[1, 2, 3]] for objects.bbox" in str(fact.note.finding)
 
 
 def test_duplicates_in_two_sources(tmp_path: Path):
@@ -311,8 +311,10 @@ def test_a_stop_is_no_finding_and_anything_else_that_ends_the_two_steps_is(endin
     assert found == ([] if is_stop else ["BaseException: a panic of Rust"])
 
 
-def test_a_problem_without_a_kind_of_its_own():
-    assert kind_of("rows, row 3: column tools is filled")[0] == "row that cannot be used"
+def test_a_problem_without_a_kind_of_its_own(tmp_path: Path):
+    split = split_of(tmp_path, [{"solution": "7", "tools": "[{}]"}])
+    (finding,) = row_findings(split.rows, split.facts)
+    assert (finding.kind, finding.row) == ("row that cannot be used", 0)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.findings import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.golds import check_golds
 from rl_vlm.tools.checks.rewards.check import check_rewards
 from rl_vlm.tools.checks.rows import Split, inspect_rows, usable_rows
@@ -85,7 +85,7 @@ def test_a_correct_public_function_has_no_finding(name: str, tmp_path: Path, mon
     path.write_text("\n".join(json.dumps(row(gold)) for gold in golds))
     data, rewards = DataConfig(dataset_name=str(path)), RewardsConfig.model_validate({"reward_funcs": [function]})
     found = check_rewards(data, rewards, 100)
-    assert [(finding.kind, finding.message) for finding in found.findings if finding.kind != "slow"] == []
+    assert [(finding.kind, finding.what) for finding in found.findings if finding.kind != "slow"] == []
     assert max(found.functions[0].numbers()) == 1.0
 
     rows, diagnosis = load_rows(data, "train"), Diagnosis()

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from rl_vlm.data.images import image_size
 from rl_vlm.data.samples import Rows
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, Finding
 from rl_vlm.reward.golds import Box, gold_boxes
-from rl_vlm.tools.checks.findings import Finding
 
 FEW = 0.1
 """Share of the rows below which lists of four numbers in a column are taken for something else than boxes."""

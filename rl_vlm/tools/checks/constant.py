@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.check import UsableRows
+from rl_vlm.errors import Finding, Severity
 from rl_vlm.log.completions import window_paths
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.golds import (
@@ -20,7 +21,7 @@ from rl_vlm.reward.golds import (
     why_not_scored,
 )
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 
 KIND = "constant reward"
 REMEDY = (

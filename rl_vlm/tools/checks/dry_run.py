@@ -1,6 +1,6 @@
 """What can be checked of a run in seconds: all but what needs its model.
 
-    rewards ─ data and the columns that rewards need ─ number of steps ─ output directory ─ model's files ─► Report
+    rewards ─ data and the columns that rewards need ─ number of steps ─ output directory ─ model's files ─► Diagnosis
 
 Neither torch nor transformers nor `datasets` is imported here. Functions of the user may import what they like.
 """
@@ -10,9 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,126 +25,113 @@ from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.peek import NotOpened, Peek, peek_rows
-from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RLVLMError, require_bitsandbytes
+from rl_vlm.errors import CheckpointError, ConfigError, Finding, ModelError, RLVLMError, require_bitsandbytes
 from rl_vlm.evaluation.options import EvaluationOptions, check_by, checkpoint_names, kept_range
 from rl_vlm.functions import load_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.tools.checks.diagnosis import Diagnosis
+
+KIND = "settings"
+REMEDY = "Change the setting that the message names."
 
 
-@dataclass
-class Report:
-    """What a dry run found."""
-
-    checked: list[str] = field(default_factory=list)
-    not_checked: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def problem(self) -> Iterator[None]:
-        """Note the RLVLMError that the block raises."""
-        try:
-            yield
-        except RLVLMError as error:
-            self.problems.append(str(error))
-
-
-def check_training(config: RunConfig, plan: BatchPlan | None) -> Report:
+def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
     """Check a training run. `plan` gives the number of steps, if the batch sizes have a solution."""
-    report = Report()
-    rewards = check_rewards(config.rewards, report)
-    check_loss(config, report)
-    peek = check_data(config, "train", rewards, report)
-    check_data(config, "eval", rewards, report)
+    diagnosis = Diagnosis()
+    rewards = check_rewards(config.rewards, diagnosis)
+    check_loss(config, diagnosis)
+    peek = check_data(config, "train", rewards, diagnosis)
+    check_data(config, "eval", rewards, diagnosis)
     if plan is not None and peek is not None:
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             num_steps = total_optimizer_steps(config, plan, peek.num_rows)
-            report.checked.append(f"length: {num_steps} optimizer steps")
-            report.warnings += filter(None, [endless_warmup(config.train, num_steps)])
-    check_around_data(config, report)
-    return report
+            diagnosis.checked.append(f"length: {num_steps} optimizer steps")
+            if warning := endless_warmup(config.train, num_steps):
+                diagnosis.findings.append(Finding("warning", KIND, warning, REMEDY))
+    check_around_data(config, diagnosis)
+    return diagnosis
 
 
-def check_around_data(config: RunConfig, report: Report) -> None:
+def check_around_data(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Check the output directory, the optimizer, the engine and the model of a training run."""
-    with report.problem():
+    with diagnosis.noting(KIND, REMEDY):
         check_output_dir(Path(config.train.output_dir))
         refuse_earlier_run(Path(config.train.output_dir), config.train)
         check_resumed(config)
-        report.checked.append(f"output directory {config.train.output_dir}")
-    check_optim(config, report)
-    check_engine(config, report)
-    check_model(config, report)
+        diagnosis.checked.append(f"output directory {config.train.output_dir}")
+    check_optim(config, diagnosis)
+    check_engine(config, diagnosis)
+    check_model(config, diagnosis)
 
 
-def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions) -> Report:
+def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions) -> Diagnosis:
     """Check an evaluation of each checkpoint."""
-    report = Report()
-    rewards = check_rewards(config.rewards, report)
-    peek = check_data(config, "eval", rewards, report)
-    with report.problem():
+    diagnosis = Diagnosis()
+    rewards = check_rewards(config.rewards, diagnosis)
+    peek = check_data(config, "eval", rewards, diagnosis)
+    with diagnosis.noting(KIND, REMEDY):
         checkpoint_names(checkpoints)
     if peek is not None:
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             check_by(options, peek.rows)
     elif options.by:
-        report.not_checked.append(f"--by {', '.join(options.by)}")
+        diagnosis.not_checked.append(f"--by {', '.join(options.by)}")
     is_kept = options.keep is not None or options.keep_by is not None
     if is_kept and rewards and len(rewards) == len(config.rewards.reward_funcs):
-        with report.problem(), RewardSuite(config.rewards) as suite:
+        with diagnosis.noting(KIND, REMEDY), RewardSuite(config.rewards) as suite:
             kept_range(options, suite, config.rollout.num_generations_eval)
-    with report.problem():
+    with diagnosis.noting(KIND, REMEDY):
         check_output_dir(Path(config.train.output_dir))
-        report.checked.append(f"output directory {config.train.output_dir}")
+        diagnosis.checked.append(f"output directory {config.train.output_dir}")
     if config.evaluation.endpoint_url is not None:
-        report.not_checked.append(f"model {', '.join(checkpoints)}, which {config.evaluation.endpoint_url} serves")
-        return report
-    check_engine(config, report)
+        diagnosis.not_checked.append(f"model {', '.join(checkpoints)}, which {config.evaluation.endpoint_url} serves")
+        return diagnosis
+    check_engine(config, diagnosis)
     for checkpoint in checkpoints:
         model = config.model.model_copy(update={"model_name_or_path": checkpoint})
-        check_model(config.model_copy(update={"model": model}), report)
-    return report
+        check_model(config.model_copy(update={"model": model}), diagnosis)
+    return diagnosis
 
 
-def check_serving(config: RunConfig) -> Report:
+def check_serving(config: RunConfig) -> Diagnosis:
     """Check servers to start."""
-    report = Report()
-    check_engine(config, report)
-    check_model(config, report)
-    return report
+    diagnosis = Diagnosis()
+    check_engine(config, diagnosis)
+    check_model(config, diagnosis)
+    return diagnosis
 
 
-def check_rewards(config: RewardsConfig, report: Report) -> list[RewardSuite]:
+def check_rewards(config: RewardsConfig, diagnosis: Diagnosis) -> list[RewardSuite]:
     """Load every function, and return those that load, each in a suite of its own."""
     suites: list[RewardSuite] = []
     for spec in config.reward_funcs:
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             suites.append(RewardSuite(RewardsConfig(reward_funcs=[spec])))
     if len(suites) == len(config.reward_funcs):
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             RewardSuite(config)  # names that occur twice
     if suites:
-        report.checked.append(f"reward functions {', '.join(name for suite in suites for name in suite.names)}")
+        diagnosis.checked.append(f"reward functions {', '.join(name for suite in suites for name in suite.names)}")
     if any(isinstance(spec, RewardSpec) and spec.timeout for spec in config.reward_funcs):
-        report.not_checked.append("reward functions with a timeout in a process of their own")
+        diagnosis.not_checked.append("reward functions with a timeout in a process of their own")
     return suites
 
 
-def check_loss(config: RunConfig, report: Report) -> None:
+def check_loss(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Load the user's token loss, if there is one."""
     name = config.algorithm.loss_type
     if config.algorithm.has_own_loss:
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             load_loss(name)
-            report.checked.append(f"token loss {name}")
-            report.not_checked.append("what the token loss returns")
+            diagnosis.checked.append(f"token loss {name}")
+            diagnosis.not_checked.append("what the token loss returns")
 
 
 def check_data(
-    config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], report: Report
+    config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], diagnosis: Diagnosis
 ) -> Peek | None:
     """Open the data, read the first row of each entry, and check that the columns that rewards need are there.
 
@@ -164,16 +149,16 @@ def check_data(
         if peek.is_whole:
             refuse_unread_images(rows.source, config.data, rows.name, {c for suite in rewards for c in suite.columns})
     except NotOpened as reason:
-        report.not_checked.append(f"{split} data: {reason}")
+        diagnosis.not_checked.append(f"{split} data: {reason}")
         return None
     except RLVLMError as error:
-        report.problems.append(str(error))
+        diagnosis.findings.append(Finding("error", KIND, str(error), REMEDY))
         return None
     for suite in rewards:
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             suite.check_columns(rows.columns)
     read = "the first was" if len(rows.parts) == 1 else "the first of each entry were"
-    report.checked.append(f"{split} data {rows.name}: {peek.num_rows} rows, of which {read} read")
+    diagnosis.checked.append(f"{split} data {rows.name}: {peek.num_rows} rows, of which {read} read")
     return peek
 
 
@@ -205,56 +190,57 @@ def check_resumed(config: RunConfig) -> None:
         raise CheckpointError(f"{newest} cannot be resumed with changed settings: {'; '.join(refused)}")
 
 
-def check_optim(config: RunConfig, report: Report) -> None:
+def check_optim(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Note a problem if the optimizer needs bitsandbytes and it is not installed."""
     if config.train.optim == "adamw_8bit":
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             require_bitsandbytes("train.optim: adamw_8bit")
 
 
-def check_engine(config: RunConfig, report: Report) -> None:
+def check_engine(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Note a problem if the engine's package has to be installed and is not."""
     engine, urls = config.rollout.facts, config.vllm.vllm_server_base_url
     if urls and engine.uses_servers:
-        report.not_checked.append(f"servers at {', '.join(urls)}")
+        diagnosis.not_checked.append(f"servers at {', '.join(urls)}")
     elif engine.package is not None and importlib.util.find_spec(engine.package) is None:
         others = " or ".join(engines_where(lambda other: other.package is None))
-        report.problems.append(
+        what = (
             f"rollout.engine is {config.rollout.engine}, and {engine.title} is not installed; install it, or use "
             f"{others}"
         )
+        diagnosis.findings.append(Finding("error", KIND, what, REMEDY))
 
 
-def check_model(config: RunConfig, report: Report) -> None:
+def check_model(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Check the function that writes the model, or the files of its checkpoint and of an adapter's base."""
     name = config.model.model_name_or_path
     if config.model.load_in_4bit:
-        with report.problem():
+        with diagnosis.noting(KIND, REMEDY):
             require_bitsandbytes("model.load_in_4bit")
-    with report.problem():
+    with diagnosis.noting(KIND, REMEDY):
         refuse_unread_revision(config.model)
         if names_function(name):
             load_function(name)
-            report.checked.append(f"model: the function {name} loads")
-            report.not_checked.append(f"model that {name} writes")
+            diagnosis.checked.append(f"model: the function {name} loads")
+            diagnosis.not_checked.append(f"model that {name} writes")
             return
-        check_source(name, config.model.model_revision, report)
+        check_source(name, config.model.model_revision, diagnosis)
 
 
-def check_source(name: str, revision: str, report: Report) -> None:
+def check_source(name: str, revision: str, diagnosis: Diagnosis) -> None:
     """Check a checkpoint directory, or a hub name if its config is in the local cache."""
     directory = Path(name) if Path(name).exists() else cached_snapshot(name, revision)
     if directory is None:
-        report.not_checked.append(f"model {name}, which is neither a directory here nor in the cache of the hub")
+        diagnosis.not_checked.append(f"model {name}, which is neither a directory here nor in the cache of the hub")
         return
     if not directory.is_dir():
         raise ModelError(f"model.model_name_or_path {name} is a file; name the directory of a checkpoint")
     base = check_checkpoint(directory)
     if directory == Path(name):
         check_weights(directory)
-    report.checked.append(f"model {name}: its config")
+    diagnosis.checked.append(f"model {name}: its config")
     if base is not None:
-        check_source(base, revision, report)
+        check_source(base, revision, diagnosis)
 
 
 def cached_snapshot(name: str, revision: str) -> Path | None:

@@ -21,8 +21,7 @@ from PIL.Image import Image
 from rl_vlm.data.check import NUM_THREADS
 from rl_vlm.data.images import image_content, open_image, read_image
 from rl_vlm.data.samples import Rows, image_values
-from rl_vlm.errors import DataError
-from rl_vlm.tools.checks.findings import Finding
+from rl_vlm.errors import DataError, Finding
 from rl_vlm.tools.checks.rows import RowFacts, Split
 
 Place = tuple[int, int]
@@ -34,7 +33,6 @@ ONE_PICTURE = "Look at the column of images: rows about different things have di
 NUM_DRAWN = 64
 FEWEST = 3
 """Rows with images below which a picture that most of them have is no finding."""
-DAMAGED = "Write the file again, or leave the row out."
 
 
 def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool) -> list[Finding]:
@@ -50,7 +48,8 @@ def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool)
         for (number, fact), content in zip(candidates, digests, strict=True):
             if isinstance(content, DataError):
                 name = splits[number].rows.name
-                findings.append(Finding("error", "unreadable image", str(content), DAMAGED, name, fact.row))
+                kind, remedy = content.problem
+                findings.append(Finding("error", kind, str(content), remedy, name, fact.row))
             else:
                 by_content[fact.text, *content].append((number, fact.row))
     for places in by_content.values():
@@ -63,7 +62,7 @@ def find_common_picture(split: Split) -> list[Finding]:
 
     A picture that common is in a quarter of some rows drawn at random, too; only then are all images read.
     """
-    facts = [(0, fact) for fact in split.facts if fact.problem is None and fact.num_images]
+    facts = [(0, fact) for fact in split.facts if fact.is_usable and fact.num_images]
     if len(facts) < FEWEST:
         return []
     drawn = random.Random(0).sample(facts, min(NUM_DRAWN, len(facts)))
@@ -94,8 +93,8 @@ def candidate_places(splits: Sequence[Split]) -> list[tuple[int, RowFacts]]:
     alike: dict[tuple[bytes, int, int], list[tuple[int, RowFacts]]] = defaultdict(list)
     for number, split in enumerate(splits):
         for fact in split.facts:
-            if fact.problem is None:
-                alike[fact.text, fact.num_images, fact.num_pixels].append((number, fact))
+            if fact.is_usable:
+                alike[fact.text, fact.num_images, fact.note.num_pixels].append((number, fact))
     return [place for places in alike.values() if len(places) > 1 for place in places]
 
 

@@ -15,14 +15,15 @@ from rl_vlm.model.loading import load_policy
 from rl_vlm.plan.weights import Weights, count_weights
 from rl_vlm.reward.golds import gold_columns
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.dry_run import REMEDY
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
-from rl_vlm.tools.checks.findings import Diagnosis
 from rl_vlm.tools.checks.golds import check_gold_lengths, check_golds
 from rl_vlm.tools.checks.machine import check_disk, check_machine
 from rl_vlm.tools.checks.model import check_budget, check_family, find_checkpoint, fitting, make_builder, too_large
 from rl_vlm.tools.checks.pixels import check_pixels
 from rl_vlm.tools.checks.rows import Split, load_split
-from rl_vlm.tools.checks.settings import REMEDY, check_settings, high_learning_rate
+from rl_vlm.tools.checks.settings import check_settings, high_learning_rate
 from rl_vlm.tools.checks.smoke import run_two_steps
 
 

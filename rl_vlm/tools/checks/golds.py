@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_vlm.data.samples import ParsedRow, Rows
-from rl_vlm.errors import listed, shorten
+from rl_vlm.errors import Finding, listed, shorten
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.golds import (
     PROBED,
@@ -26,7 +26,7 @@ from rl_vlm.reward.golds import (
 )  # fmt: skip
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.boxes import box_findings
-from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.rows import Split
 from rl_vlm.types import Sample
 

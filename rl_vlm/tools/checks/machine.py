@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import RolloutError
+from rl_vlm.errors import Finding, RolloutError
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.sharding import state_bytes
 from rl_vlm.plan.weights import Weights
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
-from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 
 SHOWN = ("torch", "transformers", "accelerate", "peft", "vllm", "deepspeed")
 SHARED_MEMORY = Path("/dev/shm")

@@ -18,7 +18,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, Finding, Severity
 from rl_vlm.model.files import read_json
 from rl_vlm.model.loading import base_of, initial_checkpoint, longest_prompt
 from rl_vlm.model.policy import Policy
@@ -27,8 +27,8 @@ from rl_vlm.passes.large_prompts import describe, exceeds
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.dry_run import cached_snapshot
-from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
 from rl_vlm.tools.checks.machine import gib, old_transformers
 from rl_vlm.tools.checks.rows import Split
 from rl_vlm.types import Progress

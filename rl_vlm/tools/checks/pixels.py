@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.errors import Finding
 from rl_vlm.model.policy import Policy
-from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.types import Completion, Forward, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 NUM_ROWS = 4

@@ -20,8 +20,8 @@ from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
-from rl_vlm.errors import ConfigError, shorten
-from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+from rl_vlm.errors import ConfigError, Finding, Severity, shorten
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.machine import installed_versions, unreachable_servers
 
 LIMIT = timedelta(seconds=60)

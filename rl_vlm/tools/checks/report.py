@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.errors import shorten
+from rl_vlm.errors import Finding, shorten
 from rl_vlm.log.files import output
-from rl_vlm.tools.checks.findings import STATUS, Diagnosis, Finding
+from rl_vlm.tools.checks.diagnosis import STATUS, Diagnosis
 
 NUM_SHOWN = 5
 """Rows of a group that the text names."""
@@ -57,7 +57,10 @@ def write_json(diagnosis: Diagnosis, path: Path) -> None:
         "status": diagnosis.status,
         "checked": diagnosis.checked,
         "not_checked": diagnosis.not_checked,
-        "findings": [vars(finding) for finding in diagnosis.findings],
+        "findings": [
+            {name: getattr(finding, name) for name in ("severity", "kind", "what", "remedy", "data", "row")}
+            for finding in diagnosis.findings
+        ],
     }
     with output(path, "--json") as file:
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every row and every image header of a split, and a kind for each problem.
+"""Every row and every image header of a split.
 
 Rows ─ inspect_rows: the checks of rl_vlm/data/check.py ─► RowFacts of each row ─► UsableRows
 """
@@ -6,55 +6,39 @@ Rows ─ inspect_rows: the checks of rl_vlm/data/check.py ─► RowFacts of eac
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.data.check import UsableRows, no_gold, over_rows
+from rl_vlm.data.check import RowNote, UsableRows, inspect_row, no_gold, over_rows
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.samples import FindGold, Rows, load_rows
 from rl_vlm.data.tables import Row
-from rl_vlm.errors import DataError
+from rl_vlm.errors import Finding
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.findings import Diagnosis, Finding, Severity
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 
-KINDS = (
-    (r"No such file", "missing image", "Put the file there, or set data.image_root to the folder of relative paths."),
-    (r"data\.max_image_pixels", "image above the pixel cap", "Shrink the file, or raise data.max_image_pixels."),
-    (r"not an image in one|image cannot be read", "unreadable image", "Write the file again, or leave the row out."),
-    (
-        r"image blocks and the row has",
-        "marks and images that differ in number",
-        "Write one <image> mark per image, or none to have all images put first.",
-    ),
-    (
-        r"without any text|prompt is empty",
-        "empty prompt",
-        "Write a prompt, or <image> alone for an image without a question.",
-    ),
-    (r"ends with its answer", "prompt that ends with its answer", "Split it off with data.columns, or leave it out."),
-    (r"cannot be filled", "template that cannot be filled", "Fill the columns of data.prompt_template."),
-)
-"""Kind and remedy of a problem, by what its message holds. The first that fits counts."""
-OTHER = ("row that cannot be used", "Change the row as the message says, or leave it out.")
 CONTINUED = "Leave the answer out of the prompt, unless completions are to continue it."
 
 
 class RowFacts(NamedTuple):
     """What is noted of a row."""
 
-    row: int
-    problem: str | None
-    text: bytes
+    note: RowNote
+    text: bytes = b""
     """A digest of the prompt's messages, with the places of images."""
-    num_images: int
-    num_pixels: int
-    num_bytes: int
-    continues: bool
+    num_images: int = 0
+
+    @property
+    def row(self) -> int:
+        return self.note.row
+
+    @property
+    def is_usable(self) -> bool:
+        return self.note.finding is None
 
 
 class Split(NamedTuple):
@@ -92,46 +76,32 @@ def load_split(
 
 def inspect_rows(rows: Rows, find_gold: FindGold = no_gold) -> Iterator[RowFacts]:
     """Yield what is noted of every row, in order. Images are read as far as their headers."""
-    return over_rows(rows, range(len(rows)), partial(inspect_row, rows, find_gold))
+    return over_rows(rows, range(len(rows)), partial(facts_of, rows, find_gold))
 
 
-def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
+def facts_of(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
     """Read a row, and its images as far as their headers."""
-    try:
-        parsed = rows.check(index, row)
-        if parsed.continues:
-            rows.refuse_answered(index, find_gold)
-    except DataError as error:
-        return RowFacts(index, str(error), b"", 0, 0, 0, False)
+    note, parsed = inspect_row(rows, find_gold, index, row)
+    if parsed is None:
+        return RowFacts(note)
     text = blake2b(json.dumps(parsed.messages).encode(), digest_size=16).digest()
-    return RowFacts(
-        index, None, text, len(parsed.images), parsed.num_pixels, parsed.num_bytes, parsed.continues
-    )  # fmt: skip
+    return RowFacts(note, text, len(parsed.images))
 
 
-def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> list[Finding]:
-    """Return a finding for each row that cannot be used, and for each prompt that ends with an answer."""
-    severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
-    findings = []
-    for fact in facts:
-        if fact.problem is not None:
-            kind, remedy = kind_of(fact.problem)
-            findings.append(Finding(severity, kind, fact.problem, remedy, rows.name, fact.row))
-        elif fact.continues:
-            what = f"{rows.place(fact.row)}: completions continue the message of the assistant that ends the prompt"
-            findings.append(Finding("warning", "prompt that ends with an answer", what, CONTINUED, rows.name, fact.row))
-    return findings
-
-
-def kind_of(problem: str) -> tuple[str, str]:
-    """Return kind and remedy of a problem, by its message."""
-    return next(((kind, remedy) for pattern, kind, remedy in KINDS if re.search(pattern, problem)), OTHER)
+def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> Iterator[Finding]:
+    """Yield a finding for each row that cannot be used, and for each prompt that ends with an answer."""
+    for note in (fact.note for fact in facts):
+        if note.finding is not None:
+            yield note.finding
+        elif note.continues:
+            what = f"{rows.place(note.row)}: completions continue the message of the assistant that ends the prompt"
+            yield Finding("warning", "prompt that ends with an answer", what, CONTINUED, rows.name, note.row)
 
 
 def usable_rows(rows: Rows, facts: Sequence[RowFacts]) -> UsableRows:
     """Return the rows without problems, as the run would use them with `on_bad_row: drop`. There may be none."""
-    kept = [fact for fact in facts if fact.problem is None]
+    kept = [fact.note for fact in facts if fact.is_usable]
     return UsableRows(
-        rows, [fact.row for fact in kept], [], {fact.row: fact.num_bytes for fact in kept},
-        {fact.row: fact.num_pixels for fact in kept},
+        rows, [note.row for note in kept], [], {note.row: note.num_bytes for note in kept},
+        {note.row: note.num_pixels for note in kept},
     )  # fmt: skip

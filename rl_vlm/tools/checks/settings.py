@@ -5,11 +5,11 @@ from __future__ import annotations
 from rl_vlm.config.batches import BatchPlan, plan_batches
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import Finding
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.dry_run import Report, check_around_data, check_rewards
-from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.dry_run import KIND, REMEDY, check_around_data, check_rewards
 
-REMEDY = "Change the setting that the message names."
 TEMPERATURES = (0.3, 1.5)
 """Below, the completions of a group are much alike; above, they are mostly noise."""
 LARGE_MODEL = 100_000_000
@@ -20,16 +20,15 @@ LARGEST_RATES = {False: 1e-4, True: 1e-3}
 
 def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[RewardSuite], BatchPlan | None]:
     """Check the settings. Returns a suite for each reward function that loads, and the batch if it has a solution."""
-    report, plan = Report(), None
-    with report.problem():
+    found, plan = Diagnosis(), None
+    with found.noting(KIND, REMEDY):
         check_trainable(config)
-    with report.problem():
+    with found.noting(KIND, REMEDY):
         plan = plan_batches(config, 1)
-    suites = check_rewards(config.rewards, report)
-    check_around_data(config, report)
-    diagnosis.findings += unusual_temperature(config)
-    diagnosis.checked += report.checked
-    diagnosis.findings += [Finding("error", "settings", problem, REMEDY) for problem in report.problems]
+    suites = check_rewards(config.rewards, found)
+    check_around_data(config, found)
+    diagnosis.findings += [*unusual_temperature(config), *found.findings]
+    diagnosis.checked += found.checked  # what a dry run cannot check is checked later
     return suites, plan
 
 

@@ -12,10 +12,10 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.images import image_path
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
-from rl_vlm.errors import RLVLMError, Stopped, shorten, text_of
+from rl_vlm.errors import Finding, RLVLMError, Stopped, shorten, text_of
 from rl_vlm.run.run import train
 from rl_vlm.tools.checks.constant import check_constant_rewards
-from rl_vlm.tools.checks.findings import Diagnosis, Finding
+from rl_vlm.tools.checks.diagnosis import Diagnosis
 
 NUM_LARGEST = 2
 NUM_ROWS = 8

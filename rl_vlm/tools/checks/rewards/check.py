@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import Rows, load_rows
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, Finding
 from rl_vlm.reward.golds import spread_over
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.rewards.findings import Finding, findings_of, unlike_scales
+from rl_vlm.tools.checks.rewards.findings import findings_of, unlike_scales
 from rl_vlm.tools.checks.rewards.measure import Measured, measure
 
 if TYPE_CHECKING:

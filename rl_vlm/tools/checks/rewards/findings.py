@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import mean
-from typing import Literal
 
 import numpy as np
 
 from rewards.contract import Fault
+from rl_vlm.errors import Finding
 from rl_vlm.tools.checks.rewards.cheats import HEDGES, HOLLOW, SILENT, cheat_score, cheats_to_try
 from rl_vlm.tools.checks.rewards.measure import Measured
-
-Severity = Literal["error", "warning"]
 
 SLOW_SECONDS = 0.1
 """Of one completion: 512 completions take the time of a training step."""
@@ -24,28 +21,15 @@ LARGER = 20.0
 """Ratio of two functions' weighted ranges above which the smaller one has little effect."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong with a function."""
-
-    function: str
-    kind: str
-    severity: Severity
-    message: str
-    """What was seen, and what to do about it."""
-    rows: tuple[int, ...] = ()
-    """Rows of the data that show it."""
-
-
 def findings_of(measured: Measured) -> list[Finding]:
     """Return what is wrong with one function."""
     if not measured.rows:
         message = "it applies to no row: look at applies_to, and at the columns that it reads"
-        return [Finding(measured.name, "never applies", "error", message)]
+        return [Finding("error", "never applies", message, function=measured.name)]
     found = [*faults(measured), *empty_columns(measured), *not_deterministic(measured), *slow(measured)]
     if not measured.numbers():
         message = "it gives no completion a number: it fails, or returns None, for all of them"
-        return [*found, Finding(measured.name, "no score", "error", message)]
+        return [*found, Finding("error", "no score", message, function=measured.name)]
     if len(set(measured.numbers())) == 1:
         return [*found, constant(measured)]
     return [*found, *inverted(measured), *low_golds(measured), *paying_cheats(measured)]
@@ -75,19 +59,19 @@ def fault_finding(measured: Measured, what: str, failed: Sequence[tuple[int, Fau
     """Build the finding about completions, each a row with its fault."""
     kind, _ = Counter(fault.kind for _, fault in failed).most_common(1)[0]
     message = f"{what}: {failed[0][1].message}. Return a low score instead, or None if it does not apply"
-    return Finding(measured.name, f"fault: {kind}", "error", message, tuple(row for row, _ in failed))
+    return Finding("error", f"fault: {kind}", message, function=measured.name, rows=tuple(row for row, _ in failed))
 
 
 def empty_columns(measured: Measured) -> Iterator[Finding]:
     for column in measured.empty_columns:
         message = f"it names the column {column!r}, and no row has a value in it: is the name right?"
-        yield Finding(measured.name, "empty column", "warning", message)
+        yield Finding("warning", "empty column", message, function=measured.name)
 
 
 def not_deterministic(measured: Measured) -> Iterator[Finding]:
     if measured.num_unequal:
         message = f"a second call gave other scores on {measured.num_unequal} rows: a resumed run would differ"
-        yield Finding(measured.name, "not deterministic", "warning", message)
+        yield Finding("warning", "not deterministic", message, function=measured.name)
 
 
 def slow(measured: Measured) -> Iterator[Finding]:
@@ -97,7 +81,7 @@ def slow(measured: Measured) -> Iterator[Finding]:
             f"it takes {p95:.2f} s per completion (95th percentile): 512 completions take {512 * p95:.0f} s. Give it a "
             "timeout, or make it async"
         )
-        yield Finding(measured.name, "slow", "warning", message)
+        yield Finding("warning", "slow", message, function=measured.name)
 
 
 def constant(measured: Measured) -> Finding:
@@ -107,7 +91,7 @@ def constant(measured: Measured) -> Finding:
         f"it gives {value:g} to every completion, gold answers and empty ones alike: no group has anything to learn "
         "from it. Look at the column that it compares with, and at how it finds the answer"
     )
-    return Finding(measured.name, "constant", "error" if value or measured.reads_gold else "warning", message)
+    return Finding("error" if value or measured.reads_gold else "warning", "constant", message, function=measured.name)
 
 
 def inverted(measured: Measured) -> Iterator[Finding]:
@@ -120,7 +104,7 @@ def inverted(measured: Measured) -> Iterator[Finding]:
             f"gold answers get {mean(golds):.3g} on average, and completions that say nothing {mean(worthless):.3g}: "
             "is its sign right?"
         )
-        yield Finding(measured.name, "inverted", "error", message)
+        yield Finding("error", "inverted", message, function=measured.name)
 
 
 def low_golds(measured: Measured) -> Iterator[Finding]:
@@ -133,7 +117,7 @@ def low_golds(measured: Measured) -> Iterator[Finding]:
             f"the gold answers of {len(low)} of {len(golds)} rows get less than the best, {best:g}: these rows can "
             "hardly be learned. Mend their gold answers, or how the function reads them"
         )
-        yield Finding(measured.name, "low gold", "warning", message, tuple(low))
+        yield Finding("warning", "low gold", message, function=measured.name, rows=tuple(low))
 
 
 def paying_cheats(measured: Measured) -> Iterator[Finding]:
@@ -157,7 +141,7 @@ def paying_cheats(measured: Measured) -> Iterator[Finding]:
                 "policy will find it. Compare the whole answer, and give nothing for text that is not it"
             )
             severity = "error" if name not in HEDGES and measured.reads_gold else "warning"
-            yield Finding(measured.name, f"cheat: {name}", severity, message, tuple(paid))
+            yield Finding(severity, f"cheat: {name}", message, function=measured.name, rows=tuple(paid))
 
 
 def unlike_scales(functions: Sequence[Measured]) -> Iterator[Finding]:
@@ -171,4 +155,4 @@ def unlike_scales(functions: Sequence[Measured]) -> Iterator[Finding]:
                 f"its weighted scores span {size:g}, more than {LARGER:g} times those of {', '.join(smaller)}, which "
                 "has little effect beside it: set `weight`"
             )
-            yield Finding(name, "scale", "warning", message)
+            yield Finding("warning", "scale", message, function=name)

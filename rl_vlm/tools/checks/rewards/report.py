@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rewards.contract import Fault
+from rl_vlm.errors import Finding
 from rl_vlm.tools.checks.rewards.cheats import cheat_score, cheats_to_try
-from rl_vlm.tools.checks.rewards.findings import Finding
 from rl_vlm.tools.checks.rewards.measure import Measured
 from rl_vlm.tools.checks.rewards.sampled import Sampled
 
@@ -73,7 +73,7 @@ def describe_function(measured: Measured, findings: Sequence[Finding]) -> str:
         f"  groups without spread  {found['groups_without_spread']:.1%}",
         f"  ms per completion      {seconds}",
     ]
-    lines += [f"  {f.severity}: {f.kind}: {f.message}{rows_of(f)}." for f in findings if f.function == measured.name]
+    lines += [f"  {f.severity}: {f.kind}: {f.what}{rows_of(f)}." for f in findings if f.function == measured.name]
     rows = oddest(measured)
     if rows:
         lines.append("  oddest rows: score of the gold answer, and of the completion that gets the most without it")
@@ -108,5 +108,8 @@ def report_data(functions: Sequence[Measured], findings: Sequence[Finding]) -> d
     """Return the report as plain values."""
     return {
         "functions": [figures(each) | {"oddest": oddest(each)} for each in functions],
-        "findings": [vars(finding) for finding in findings],
+        "findings": [
+            {"function": f.function, "kind": f.kind, "severity": f.severity, "message": f.what, "rows": f.rows}
+            for f in findings
+        ],
     }

@@ -9,11 +9,11 @@ from statistics import fmean
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import Finding
 from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.run import EvaluatedModel
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
-from rl_vlm.tools.checks.rewards.findings import Finding
 
 FEW_LEARN = 0.5
 """Share of groups without spread above which most of a rollout teaches nothing."""
@@ -40,7 +40,7 @@ class Sampled:
             f"{self.groups_without_spread:.0%} of the initial model's groups have equal rewards and teach nothing: "
             "choose easier rows with `rl-vlm eval --keep 0.1..0.9`, or add a reward that tells the completions apart"
         )
-        return [Finding("all", "no spread", "warning", message)]
+        return [Finding("warning", "no spread", message, function="all")]
 
 
 def sample_completions(config: RunConfig, num_rows: int) -> Sampled:

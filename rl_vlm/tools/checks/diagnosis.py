@@ -1,32 +1,15 @@
-"""What the doctor finds: findings with a severity, and what was checked or could not be."""
+"""What the checks before a run have found, and what they could not check."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
-from rl_vlm.errors import RLVLMError, Stopped
+from rl_vlm.errors import Finding, RLVLMError, Severity, Stopped
 
-Severity = Literal["error", "warning", "info"]
-"""error: the run stops, or trains on something else than is meant. warning: it runs, and its result is worse or
-misleading. info: worth knowing."""
 STATUS: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 """Exit status of the command, by the worst severity. 2 is the status of an error of the user in every command."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was found. Findings of the same kind are shown together."""
-
-    severity: Severity
-    kind: str
-    what: str
-    remedy: str
-    data: str | None = None
-    """The data that the row belongs to."""
-    row: int | None = None
 
 
 @dataclass
@@ -46,6 +29,10 @@ class Diagnosis:
             raise
         except RLVLMError as error:
             self.findings.append(Finding("error", kind, str(error), remedy))
+
+    def texts(self, severity: Severity) -> list[str]:
+        """Return what the findings of a severity say."""
+        return [finding.what for finding in self.findings if finding.severity == severity]
 
     @property
     def status(self) -> int:
