@@ -15,22 +15,22 @@ from rl_vlm.distributed.shardings import PLAIN, SHARDINGS, Kind, Sharding, kinds
 from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
-FSDP_KEYS = {
-    "fsdp_offload_params": (["false"], "to keep weights in host memory, use launch/accelerate/zero3_offload.yaml"),
-    "fsdp_auto_wrap_policy": (["TRANSFORMER_BASED_WRAP"], "the model is sharded layer by layer"),
-    "fsdp_min_num_params": (["100000000", "0"], "the model is sharded layer by layer"),
-    "fsdp_activation_checkpointing": (["false"], "set memory.gradient_checkpointing of the run instead"),
-    "fsdp_activation_checkpointing_offload": (["false"], "set memory.gradient_checkpointing of the run instead"),
-    "fsdp_cpu_ram_efficient_loading": (["true"], "rank 0 alone reads the weights, and sends each rank its part"),
-    "fsdp_sync_module_states": (["true"], "rank 0 alone reads the weights, and sends each rank its part"),
-    "fsdp_state_dict_type": (["FULL_STATE_DICT", "SHARDED_STATE_DICT"], "checkpoints hold unsharded tensors"),
-    "fsdp_sharding_strategy": (["FULL_SHARD", "1"], "fsdp_reshard_after_forward is the setting of FSDP2"),
-    "fsdp_forward_prefetch": (["false"], "FSDP2 decides what it prefetches"),
-    "fsdp_backward_prefetch": (["BACKWARD_PRE"], "FSDP2 decides what it prefetches"),
-    "fsdp_use_orig_params": (["true"], "FSDP2 always keeps the original parameters"),
-    "fsdp_ignored_modules": ([], "all modules are sharded"),
+FSDP_KEYS: dict[str, list[str]] = {
+    "fsdp_offload_params": ["false"],
+    "fsdp_auto_wrap_policy": ["TRANSFORMER_BASED_WRAP"],
+    "fsdp_min_num_params": ["100000000", "0"],
+    "fsdp_activation_checkpointing": ["false"],
+    "fsdp_activation_checkpointing_offload": ["false"],
+    "fsdp_cpu_ram_efficient_loading": ["true"],
+    "fsdp_sync_module_states": ["true"],
+    "fsdp_state_dict_type": ["FULL_STATE_DICT", "SHARDED_STATE_DICT"],
+    "fsdp_sharding_strategy": ["FULL_SHARD", "1"],
+    "fsdp_forward_prefetch": ["false"],
+    "fsdp_backward_prefetch": ["BACKWARD_PRE"],
+    "fsdp_use_orig_params": ["true"],
+    "fsdp_ignored_modules": [],
 }
-"""Keys of `fsdp_config` that are not read: the values that describe what happens anyway, and the reason."""
+"""Keys of `fsdp_config` that are not read, with the values that describe what happens anyway."""
 READ_BY_FSDP2 = "fsdp_version, fsdp_reshard_after_forward, fsdp_transformer_layer_cls_to_wrap"
 NOT_SUPPORTED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config (tensor, context or sequence parallelism)",
@@ -153,12 +153,12 @@ def check_fsdp(environment: Mapping[str, str]) -> None:
     reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true")
     if reshard.lower() not in ("true", "false"):
         raise LaunchError(f"fsdp_config.fsdp_reshard_after_forward is {reshard}: with FSDP2 it is true or false")
-    for key, (accepted, reason) in FSDP_KEYS.items():
+    for key, accepted in FSDP_KEYS.items():
         value = environment.get(key.upper(), "")
         if value and value.lower() not in map(str.lower, accepted):
-            expected = f"only {' or '.join(accepted)}: remove it" if accepted else "remove it"
+            others = f", only {' or '.join(accepted)}" if accepted else ""
             raise LaunchError(
-                f"fsdp_config.{key} {value} is not supported, {expected}; {reason}. Keys that are read: {READ_BY_FSDP2}"
+                f"fsdp_config.{key} {value} is not supported{others}: remove it. Keys that are read: {READ_BY_FSDP2}"
             )
 
 

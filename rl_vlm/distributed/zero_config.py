@@ -30,59 +30,16 @@ PASSED_ON = """
 """.split()
 """Keys that DeepSpeed gets unchanged."""
 SECTIONS = "bf16 fp16 flops_profiler comms_logger zero_optimization".split()
-OTHER_SHARDING = "if the model does not fit on one device, use ZeRO-3 or FSDP2"
 PRECISION = "the precision is model.dtype, with trained weights, their gradients and moments in float32"
-REPORTS = "metrics are in metrics.jsonl, and log.report_to sends them to trackers"
-REFUSED = {
-    "optimizer": "the optimizer is train.optim, with train.learning_rate, weight_decay and the adam_… settings",
-    "scheduler": "the schedule is train.lr_scheduler_type, with train.warmup_steps",
-    "tensor_parallel": OTHER_SHARDING,
-    "autotp_size": OTHER_SHARDING,
-    "pipeline": OTHER_SHARDING,
-    "expert_parallel": OTHER_SHARDING,
-    "sequence_parallel_size": OTHER_SHARDING,
-    "amp": PRECISION,
-    "torch_autocast": PRECISION,
-    "data_types": PRECISION,
-    "activation_checkpointing": "set memory.gradient_checkpointing instead",
-    "managed_gradient_accumulation": "the trainer decides which micro-batches make a step",
-    "gradient_allreduce_op": "gradients are averaged over ranks",
-    "data_efficiency": "the trainer draws the rows",
-    "dataloader_drop_last": "the trainer draws the rows",
-    "compression_training": "it changes the weights that are trained",
-    "weight_quantization": "it changes the weights that are trained",
-    "hybrid_engine": "rollouts are rollout.engine",
-    "compile": "the model is not compiled",
-    "checkpoint": "checkpoints are train.save_steps, and hold unsharded tensors",
-    "aio": "offloading to NVMe is not supported",
-    "elasticity": "a run resumes on any number of processes",
-    "autotuning": "memory.micro_batch_tokens sets how much a device holds",
-    "tensorboard": REPORTS,
-    "wandb": REPORTS,
-    "csv_monitor": REPORTS,
-    "comet": REPORTS,
-}
-"""Keys that contradict the run or have no effect, with what to use instead."""
-QUANTIZED = "it rounds what the ranks send each other, and the losses would not be those of one process"
-ZERO_REFUSED = {
-    "cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
-    "cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
-    "elastic_checkpoint": "checkpoints resume on any number of processes",
-    "leaf_module": "it does not work with gradient checkpointing",
-    "stage3_module_granularity_threshold": "it does not work with gradient checkpointing",
-    "zero_hpz_partition_size": "weights are sharded over all ranks",
-    "zero_quantized_weights": QUANTIZED,
-    "zero_quantized_nontrainable_weights": QUANTIZED,
-    "zero_quantized_gradients": QUANTIZED,
-    "zenflow": "it delays updates",
-    "save_muon_momentum_buffer_in_memory": "the optimizer is AdamW",
-}
-"""Keys of `zero_optimization` that are not supported, with the reason."""
-ZERO_NEEDED = {
-    "ignore_unused_parameters": "a batch of text alone leaves the vision tower without gradients",
-    "compute_grad_norm": "the norm of the gradients is a metric, and says whether they are finite",
-}
-"""Keys of `zero_optimization` that must not be false, with the reason."""
+ZERO_REFUSED = """
+    cpu_offload cpu_offload_param elastic_checkpoint leaf_module stage3_module_granularity_threshold
+    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zenflow
+    save_muon_momentum_buffer_in_memory
+""".split()
+"""Keys of `zero_optimization` that are not supported."""
+ZERO_NEEDED = ("ignore_unused_parameters", "compute_grad_norm")
+"""Keys of `zero_optimization` that must not be false: a batch of text alone leaves the vision tower without gradients,
+and the norm says whether gradients are finite."""
 
 REDUCE_BUCKET = 5 * 10**8
 """Values of gradients that DeepSpeed sends at once (`reduce_bucket_size`), its default."""
@@ -92,12 +49,14 @@ AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param
 
 def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
     """Raise LaunchError if a DeepSpeed config contradicts the run, or has a key that is not used."""
-    known = [*SET_BY_RUN, *PASSED_ON, *REFUSED]
+    known = [*SET_BY_RUN, *PASSED_ON]
     for name, value in asked.items():
-        if name in REFUSED and not asks_for_nothing(value):
-            raise LaunchError(f"the DeepSpeed config has {name}: remove it; {REFUSED[name]}")
-        if name not in known and value not in (False, {"enabled": False}):
-            raise LaunchError(f"the DeepSpeed config has the unknown key {name}{did_you_mean(name, known)}: remove it")
+        meant = did_you_mean(name, known)
+        if name not in known and (not asks_for_nothing(value) or (meant and value)):
+            raise LaunchError(
+                f"the DeepSpeed config has {name}{meant}, which a run does not read: remove it. The "
+                "optimizer, its schedule, the precision, checkpoints and trackers are settings of the run."
+            )
         if name in SECTIONS and not isinstance(value, Mapping | None):
             raise LaunchError(f'the DeepSpeed config sets {name} to {value!r}: write a section, {{"{name}": {{…}}}}')
     check_batches(asked, config, world_size)
@@ -171,12 +130,10 @@ def check_zero(zero: Mapping[str, Any]) -> None:
             f"ZeRO stage {stage} is not supported: 1, 2 and 3 are. Without sharding, use launch/accelerate/ddp.yaml"
         )
     check_zero_keys(zero)
-    for name, reason in ZERO_REFUSED.items():
-        if not asks_for_nothing(zero.get(name)):
-            raise LaunchError(f"zero_optimization.{name} is not supported, {reason}")
-    for name, reason in ZERO_NEEDED.items():
-        if zero.get(name) is False:
-            raise LaunchError(f"zero_optimization.{name} false is not supported: {reason}; remove it")
+    refused = [name for name in ZERO_REFUSED if not asks_for_nothing(zero.get(name))]
+    refused += [f"{name} false" for name in ZERO_NEEDED if zero.get(name) is False]
+    if refused:
+        raise LaunchError(f"zero_optimization.{refused[0]} is not supported: remove it")
     check_offload(zero)
 
 

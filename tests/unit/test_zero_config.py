@@ -8,7 +8,7 @@ import pytest
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.zero import import_deepspeed
-from rl_vlm.distributed.zero_config import PASSED_ON, REFUSED, asks_for_nothing, check_zero_config, zero_config
+from rl_vlm.distributed.zero_config import asks_for_nothing, check_zero_config, zero_config
 from rl_vlm.errors import ConfigError, LaunchError
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -192,21 +192,21 @@ def test_batches_that_cannot_be_shared_are_a_fault_of_the_settings():
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"optimizer": OPTIMIZER}, r"has optimizer: remove it; .* train.learning_rate"),
-        ({"scheduler": SCHEDULER}, r"has scheduler: remove it; the schedule is train.lr_scheduler_type"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "has tensor_parallel: remove it; .* use ZeRO-3 or FSDP2"),
-        ({"sequence_parallel_size": 2}, "has sequence_parallel_size: remove it"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "set memory.gradient_checkpointing"),
-        ({"managed_gradient_accumulation": True}, "the trainer decides"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "the precision is model.dtype"),
+        ({"optimizer": OPTIMIZER}, "has optimizer, which a run does not read: remove it"),
+        ({"scheduler": SCHEDULER}, "has scheduler, which"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "has tensor_parallel, which"),
+        ({"sequence_parallel_size": 2}, "has sequence_parallel_size, which"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "has activation_checkpointing, which"),
+        ({"managed_gradient_accumulation": True}, "has managed_gradient_accumulation"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "has torch_autocast, which"),
         (
             {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}},
             "sets bf16.bf16_master_weights_and_grads",
         ),
-        ({"tensorboard": {"enabled": True}}, "has tensorboard: remove it; .* log.report_to"),
-        ({"monitor_config": {"enabled": True}}, "has the unknown key monitor_config: remove it"),
-        ({"gradient_clippping": 1.0}, r"unknown key gradient_clippping \(did you mean 'gradient_clipping'\?\)"),
-        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+        ({"tensorboard": {"enabled": True}}, "has tensorboard, which"),
+        ({"monitor_config": {"enabled": True}}, "has monitor_config, which"),
+        ({"gradient_clippping": 1.0}, r"gradient_clippping \(did you mean 'gradient_clipping'\?\)"),
+        ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'"),
     ],
 )
 def test_sections_that_are_not_used_are_refused_by_name(section: dict[str, Any], message: str):
@@ -225,11 +225,11 @@ def test_sections_that_are_not_used_are_refused_by_name(section: dict[str, Any],
         ),
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device nvme is not supported"),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3, and the stage is 2"),
-        ({"stage": 2, "cpu_offload": True}, 'write "offload_optimizer": {"device": "cpu"}'),
+        ({"stage": 2, "cpu_offload": True}, "cpu_offload is not supported"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "remove ratio"),
-        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights is not supported, it rounds"),
+        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights is not supported: remove it"),
         ({"stage": 3, "zero_hpz_partition_size": 8}, "zero_hpz_partition_size is not supported"),
-        ({"stage": 2, "ignore_unused_parameters": False}, "ignore_unused_parameters false is not supported: a batch"),
+        ({"stage": 2, "ignore_unused_parameters": False}, "ignore_unused_parameters false is not supported"),
         ({"stage": 2, "compute_grad_norm": False}, "compute_grad_norm false is not supported"),
         (
             {"stage": 3, "stage3_max_live_paramters": 1e9},
@@ -243,10 +243,6 @@ def test_sections_that_are_not_used_are_refused_by_name(section: dict[str, Any],
 def test_what_zero_does_not_do_here_is_refused(zero: dict[str, Any], message: str):
     with pytest.raises(LaunchError, match=message):
         check({"zero_optimization": zero})
-
-
-def test_every_key_of_the_tables_has_one_role():
-    assert not set(PASSED_ON) & set(REFUSED)
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 1, {}, {"enabled": False, "size": 8}, {"autotp_size": 1}, "auto"])
