@@ -23,7 +23,7 @@ def measure(bench: Bench) -> Iterator[dict[str, Any]]:
 
     Raises subprocess.TimeoutExpired if they do not end before the deadline, and RuntimeError if pytest itself fails.
     """
-    selected = ["tests/gpu"] if bench.on_gpu else ["tests/unit/test_shared_prefix.py", "-k", "flex"]
+    selected = ["tests/gpu"] if bench.on_gpu else ["tests/unit/model/test_shared_prefix.py", "-k", "flex"]
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", *selected, f"--junit-xml={report}"]

@@ -19,7 +19,7 @@ from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
-from tests.unit.test_vision import make_encoder
+from tests.unit.model.test_vision import make_encoder
 
 FIGURES = {
     "correctness": {"passed"},

@@ -24,7 +24,7 @@ from rl_vlm.errors import DataError, TrainingError
 from rl_vlm.run.run import Run, train
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import completions, make_config, metric_lines, weights
-from tests.unit.test_loader import NUM_ROWS, facts, make_prefetcher, step
+from tests.unit.data.test_loader import NUM_ROWS, facts, make_prefetcher, step
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.schedule import Round, make_schedule
 from rl_vlm.types import Prompt
-from tests.unit.test_vision import make_batch, make_encoder, make_prompt
+from tests.unit.model.test_vision import make_batch, make_encoder, make_prompt
 
 A, B, C, TEXT = (make_prompt(name, tokens) for name, tokens in [("a", [1]), ("b", [1]), ("c", [1]), ("text", [])])
 IDLE = make_prompt("idle", [1])

@@ -450,7 +450,7 @@ def test_ranks_record_the_command_of_their_launcher(tmp_path: Path):
     launcher = tmp_path / "accelerate"
     launcher.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)")
     command = [sys.executable, str(launcher), "launch", "-m", "launch.train", "a b.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[4])
     assert done.stdout == "accelerate launch -m launch.train 'a b.yaml'\n"
 
 

@@ -23,7 +23,7 @@ from rl_vlm.plan.report import (
 from rl_vlm.plan.suggest import Setup
 from tests.helpers.planned_model import hardware, planned_model, run_config
 
-MEMORY = Path(__file__).parents[2] / "docs" / "memory.md"
+MEMORY = Path(__file__).parents[3] / "docs" / "memory.md"
 RUN = run_config(memory={"micro_batch_tokens": 1024})
 MODEL = planned_model(RUN)
 MACHINES = hardware(8, gpus=2)

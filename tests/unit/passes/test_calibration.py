@@ -15,7 +15,7 @@ from rl_vlm.passes.schedule import Round
 from rl_vlm.plan.tracing.groups import make_group
 from rl_vlm.stages import Stage, Stages
 from rl_vlm.types import Forward, MicroBatch, Progress, Prompt, Sample, SubGroup
-from tests.unit.test_vision import make_encoder
+from tests.unit.model.test_vision import make_encoder
 
 PROMPT = Prompt(Sample("s", [], [], {}, []), torch.ones(1, dtype=torch.int64), {}, {})
 OF_ENGINE = 5000

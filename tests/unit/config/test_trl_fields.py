@@ -7,7 +7,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.trl_fields import translate
 from rl_vlm.errors import ConfigError
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def changed(config: RunConfig) -> dict[str, object]:

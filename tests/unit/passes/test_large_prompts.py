@@ -11,7 +11,7 @@ from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.types import Progress, Prompt, Sample
-from tests.unit.test_vision import make_encoder
+from tests.unit.model.test_vision import make_encoder
 
 PIXELS_PER_PATCH, PATCHES_PER_TOKEN = 196, 4
 

@@ -8,7 +8,7 @@ import pytest
 from launch.plan import accelerate_file, add_plan_flags, planned_hardware
 from rl_vlm.errors import ConfigError
 
-LAUNCH = Path(__file__).parents[2] / "launch" / "accelerate"
+LAUNCH = Path(__file__).parents[3] / "launch" / "accelerate"
 
 
 def options(*given: str) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from rl_vlm.rollout.collector import Collector, NextWindow
 from rl_vlm.rollout.redistribute import redistributed
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Group, Progress, RolloutRequest, Sampling
-from tests.unit.test_collector import Script, make_collector
+from tests.unit.rollout.test_collector import Script, make_collector
 
 NOW = Progress(max_steps=10, global_step=7)
 

@@ -274,7 +274,7 @@ def test_a_package_that_shadows_ours_is_named_and_not_run(tmp_path, monkeypatch,
 
 
 def test_the_example_of_the_documentation(suite):
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     example = page.split("```python\n# my_reward.py\n")[1].split("```")[0]
     rewards = suite(example, "format_tags", "mine.py:short_answer")
     table = rewards.score([group(["<answer>7</answer>", "<answer>thirty characters</answer>", "x" * 50])], STATE)

@@ -22,7 +22,7 @@ from rl_vlm.reward.function import Reward
 from rl_vlm.reward.golds import why_not_scored
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import TrainerState
-from tests.unit.test_reward_suite import group, rounded
+from tests.unit.reward.test_suite import group, rounded
 
 TEXTS = ["<think>3 + 4</think><answer>7</answer>", "<answer>8</answer>", "seven", ""]
 CHAT = [[{"role": "assistant", "content": text}] for text in TEXTS]

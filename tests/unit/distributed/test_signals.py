@@ -25,7 +25,7 @@ from rl_vlm.errors import Stopped
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.vllm.in_process import before_steps
-from tests.unit.test_reward_suite import STATE, group
+from tests.unit.reward.test_suite import STATE, group
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from rl_vlm.tools.checks.golds import check_golds
 from rl_vlm.tools.checks.rewards.check import check_rewards
 from rl_vlm.tools.checks.rows import Split, inspect_rows, usable_rows
 
-FOLDER = Path(__file__).parents[1] / "data" / "public_rewards"
+FOLDER = Path(__file__).parents[3] / "data" / "public_rewards"
 NUM_ROWS = 8
 TEXTS = ["a red cup", "The dog", "12", "3.5", "B", "two", "left of it", "Paris"]
 MATHS = ["12", r"\frac{1}{2}", "3.5", r"2\sqrt{3}", "-7", "40", r"\frac{3}{4}", "100"]

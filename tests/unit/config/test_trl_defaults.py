@@ -161,7 +161,7 @@ def test_the_log_names_the_defaults_that_hold_and_those_that_cannot(load, caplog
 
 
 def test_the_page_on_migration_lists_the_defaults():
-    page = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| .* \| .* \|$", page.partition("**Converted")[0], re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     every = "report_to: wandb\nengine: vllm\neval_dataset_name: d\n"

@@ -7,7 +7,7 @@ from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.changes import BudgetChange, BudgetReason
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
-from tests.unit.test_vision import make_encoder
+from tests.unit.model.test_vision import make_encoder
 
 
 def recorded(step: int, tokens: int, reason: BudgetReason = "out_of_memory") -> BudgetChange:

@@ -16,8 +16,8 @@ from rl_vlm.passes.micro_batches import training_tokens
 from rl_vlm.rollout.balance import EVEN_ENOUGH, balance, deal, deal_surplus
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Prompt, Sample, ScoredGroup
-from tests.unit.test_collector import RankOfTwo
-from tests.unit.test_micro_batches import make_group
+from tests.unit.passes.test_micro_batches import make_group
+from tests.unit.rollout.test_collector import RankOfTwo
 
 
 @pytest.mark.parametrize(

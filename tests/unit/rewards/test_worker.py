@@ -265,7 +265,7 @@ if __name__ == "__main__":
 def test_no_worker_outlives_the_main_process(start, tmp_path, situation):
     """Nor a process that its function started: after a normal end, and killed while the worker waits or hangs."""
     (tmp_path / "main.py").write_text(textwrap.dedent(SCRIPT))
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     main = subprocess.Popen(
         [sys.executable, "main.py", situation],
         env={**os.environ, "PYTHONPATH": root},

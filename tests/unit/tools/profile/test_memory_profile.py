@@ -19,7 +19,7 @@ from rl_vlm.tools.profile.report import RankProfile, compared, largest_load, pea
 from rl_vlm.tools.profile.saved import Kept, SavedBytes, by_kind, by_layer
 from rl_vlm.types import Forward
 from tests.helpers.builders import make_groups, make_policy, noise_image, sharp_checkpoint, whole
-from tests.unit.test_peaks import Held
+from tests.unit.passes.test_peaks import Held
 
 MIB = 2**20
 
