@@ -49,7 +49,7 @@ def raises(completions):
 def test_an_exception_is_a_fault_that_names_the_line(function):
     scores = Call(function, {"completions": ["a", "b"]}, 2).answer().scores
     line = function.__code__.co_firstlineno + (1 if function is raises else 2)
-    message = f"raised ValueError: no luck (test_rewards_calling.py:{line} in {function.__name__})"
+    message = f"raised ValueError: no luck (test_calling.py:{line} in {function.__name__})"
     assert scores == [Fault("exception", message)] * 2
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_exception_is_a_fault_and_ends_nothing(how, error):
     assert isinstance(fault, Fault) and fault.kind == "exception"
     assert fault.message.startswith(f"raised {type(error).__name__}: {error}".rstrip())
     if how != "in a task of its own":
-        assert f"test_rewards_calling.py:{function.__code__.co_firstlineno + 1} in function" in fault.message
+        assert f"test_calling.py:{function.__code__.co_firstlineno + 1} in function" in fault.message
 
 
 class EndsOnLooking:
@@ -165,7 +165,7 @@ def test_an_exception_without_a_text_is_a_fault():
 
     (fault,) = Call(function, {"completions": ["a"]}, 1).answer().scores
     line = function.__code__.co_firstlineno + 1
-    place = f"(test_rewards_calling.py:{line} in function)"
+    place = f"(test_calling.py:{line} in function)"
     assert fault == Fault("exception", f"raised Unprintable: <exception str() failed> {place}")
 
 
