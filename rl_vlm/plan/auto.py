@@ -20,11 +20,11 @@ from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.types import Prompt
 
 CPU_TOKENS = 8192
-"""Largest budget on CPUs, which larger micro-batches do not make faster."""
+"""Largest budget on CPUs. Larger micro-batches are not faster there."""
 UNPLANNED_TOKENS = 8192
 """Budget if no plan can be made."""
 CPU_SHARE = 0.5
-"""Fraction of the machine's memory that the processes of a run may plan with on CPUs."""
+"""Fraction of the machine's memory that all processes of a run on CPUs may use together."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ def start_budget(
 ) -> tuple[PlannedBudget, MemoryPlan | None]:
     """Return the budget that a run starts with, and the memory plan, if one was made.
 
-    The budget is that of the settings, or that of the plan, which does not depend on the memory that is free. It is
-    equal on all ranks. `prompts` are some of the run's own, of which the longest is planned with. For a memory profile,
-    a budget of the settings is planned as well.
+    The settings give the budget, or with `auto` the plan, which ignores how much memory is free. All ranks get the same
+    budget. `prompts` are some prompts of the run; the plan is made for the longest. A memory profile needs a plan even
+    if the settings give the budget.
     """
     tokens = config.memory.micro_batch_tokens
     if tokens != "auto" and not config.log.memory_profile:
@@ -52,8 +52,8 @@ def planned_budget(
 ) -> tuple[PlannedBudget, MemoryPlan | None]:
     """Make the memory plan of a run on this device, and return its budget and the plan.
 
-    A model whose steps cannot be traced can still be trained: its budget is `UNPLANNED_TOKENS`. So is that of a run
-    without prompts, whose rows the first step may leave out or refuse.
+    If the model's steps cannot be traced, return `UNPLANNED_TOKENS` and no plan: the model can still be trained. Do the
+    same if there are no prompts: the first step may leave out or refuse the rows.
     """
     on_gpu = ranks.device.type != "cpu"
     hardware = Hardware(this_card(ranks.device), ranks.world_size, 1, ranks.launch.sharding)
@@ -63,7 +63,7 @@ def planned_budget(
     before = random_states()
     try:
         model = traced_model(config, initial, read_config(config, initial), longest, on_gpu)
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # of the model's own code
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # from the model's own code
         return unplanned(shorten(repr(error), 200))
     finally:
         restore_random_states(before)
@@ -87,7 +87,7 @@ def planned_budget(
 
 
 def unplanned(reason: str) -> tuple[PlannedBudget, None]:
-    """Return the budget of a run without a plan, and log why there is none."""
+    """Return the budget of a run without a plan, and log the reason."""
     logger.warning(
         "no memory plan can be made (%s): memory.micro_batch_tokens is %d. Set it if that is too many or too few",
         reason, UNPLANNED_TOKENS,
@@ -96,7 +96,7 @@ def unplanned(reason: str) -> tuple[PlannedBudget, None]:
 
 
 def this_card(device: torch.device) -> Card:
-    """Return the device of this rank; of a CPU, its share of half of the machine's memory."""
+    """Return the device of this rank. A CPU has this process's share of half of the machine's memory."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return Card(found.name, found.total_memory)

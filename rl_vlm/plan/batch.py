@@ -1,4 +1,4 @@
-"""The global batch of a run as `rl-vlm plan` prints it, and what a change of G or of the number of GPUs does to it."""
+"""The global batch of a run as `rl-vlm plan` prints it, and the batches with other G and other numbers of GPUs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rl_vlm.errors import ConfigError
 
 
 def global_batch(plan: BatchPlan, num_nodes: int = 1) -> str:
-    """Return one line: completions of an optimizer step as per-device × accumulation × ranks."""
+    """Return one line with the completions of an optimizer step as per-device × accumulation × ranks."""
     ranks = f"{plan.world_size} ranks"
     if num_nodes > 1:
         ranks = f"{plan.world_size // num_nodes} ranks × {num_nodes} nodes"
@@ -27,7 +27,7 @@ class BatchChange:
     num_generations: int
     world_size: int
     prompts_per_step: int | None
-    """None if the settings have no solution; `refusal` then says why."""
+    """None if the settings have no solution. Then `refusal` has the reason."""
     prompts_per_rank: int | None
     refusal: str = ""
 
@@ -37,7 +37,9 @@ class BatchChange:
 
 
 def batch_changes(settings: BatchSettings) -> list[BatchChange]:
-    """Return the batch as it is, with half and twice G, and with half, one less, one more and twice as many ranks."""
+    """Return the batch of the settings, then with half and twice G, then with half, one less, one more and twice the
+    ranks.
+    """
     group, ranks = settings.num_generations, settings.world_size
     groups = sorted({group // 2, 2 * group} - {0, 1})
     counts = sorted({ranks // 2, ranks - 1, ranks + 1, 2 * ranks} - {0})

@@ -1,4 +1,4 @@
-"""Make the memory plan of a run from its settings, for hardware that need not be here."""
+"""Make the memory plan of a run from its settings. The planned hardware need not be present."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLANNED_STAGES = (
     Stage.WEIGHT_SYNC, Stage.SAVE,
 )  # fmt: skip
 MOST_TOKENS = 2**15
-"""Largest `micro_batch_tokens` that `auto` chooses, which leaves the rest to what the plan does not know."""
+"""Largest `micro_batch_tokens` that `auto` chooses. It leaves memory free for usage that the plan does not count."""
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""
 
@@ -59,7 +59,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Model:
-    """The model to plan for, with what was counted and traced of it."""
+    """The model to plan for, with its counted weights and traced activations."""
 
     config: Any
     """Its transformers config."""
@@ -75,15 +75,16 @@ class Model:
 
     @property
     def image_price(self) -> int:
-        """Return the tokens that the image counts as in the budget: those of a trained vision tower."""
+        """Return the tokens that the image takes from the budget; 0 if the vision tower is frozen."""
         return round(self.activations.patch_price * self.patches) if self.weights.trains_vision else 0
 
 
 @contextmanager
 def config_directory(config: RunConfig) -> Iterator[str]:
-    """Yield a directory with the model's config.json: a local one, a packaged one, or that of a function.
+    """Yield a directory with the model's config.json, or a name to look up on the hub.
 
-    Raises ConfigError if there is none. A name that is nothing of these is looked up on the hub.
+    If the model is named by a function, it is made in a temporary directory. Otherwise a local directory comes first,
+    then a packaged config, then the hub. Raises ModelError if the function cannot be loaded.
     """
     name = config.model.model_name_or_path
     if names_function(name):
@@ -99,9 +100,10 @@ def config_directory(config: RunConfig) -> Iterator[str]:
 
 
 def inspect_model(config: RunConfig) -> Model:
-    """Count the weights of the configured model, and trace its steps on a GPU with the largest prompts of the settings.
+    """Count the weights of the configured model, and trace its steps as on a GPU.
 
-    Raises ConfigError if its config.json cannot be found, or if images of its family are not known.
+    Prompts have the largest size that the settings admit. Raises ConfigError if config.json cannot be found, or if the
+    shapes of the family's images are unknown.
     """
     with config_directory(config) as directory:
         found = read_config(config, directory)
@@ -109,7 +111,7 @@ def inspect_model(config: RunConfig) -> Model:
 
 
 def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: Prompt, on_gpu: bool) -> Model:
-    """Count the weights of a checkpoint's model, and trace its steps with this prompt."""
+    """Count the weights of a checkpoint's model, and trace its steps on this prompt."""
     weights = count_weights(config, directory)
     activations = trace_activations(with_built_in_loss(in_16_bits(config)), model_config, prompt, on_gpu)
     activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
@@ -117,7 +119,10 @@ def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: P
 
 
 def with_built_in_loss(config: RunConfig) -> RunConfig:
-    """Return the settings without a loss of the user, which may read values. A loss per token holds next to nothing."""
+    """Replace a user's loss by a built-in one.
+
+    The user's loss may read values, which fake tensors lack. Any loss per token holds little memory.
+    """
     algorithm = config.algorithm
     return config.model_copy(
         update={"algorithm": algorithm.model_copy(update={"loss_type": "dapo"} if algorithm.has_own_loss else {})}
@@ -125,7 +130,7 @@ def with_built_in_loss(config: RunConfig) -> RunConfig:
 
 
 def with_weights(config: RunConfig, model: Model) -> Model:
-    """Return a traced model with the weights that `config` holds, whose activations are the same."""
+    """Recount the weights of a traced model for `config`. Its activations change only by the dequantized tensor."""
     with config_directory(config) as directory:
         weights = count_weights(config, directory)
     fixed = model.activations.fixed - model.weights.dequantized_bytes + weights.dequantized_bytes
@@ -146,7 +151,11 @@ def read_config(config: RunConfig, directory: str) -> Any:
 
 
 def prompt_size(config: RunConfig, model_config: Any) -> PromptSize:
-    """Return the largest prompt that the settings admit, with one image; what they leave open is assumed."""
+    """Return the size of the largest prompt that the settings admit, with one image.
+
+    If a limit is not set, `ASSUMED_PIXELS` or `ASSUMED_TEXT_TOKENS` takes its place. Raises ConfigError if the image
+    leaves no room for text.
+    """
     pixels = config.data.max_pixels or ASSUMED_PIXELS
     image_tokens, _ = image_inputs(model_config, pixels)
     longest = config.data.max_prompt_length
@@ -160,10 +169,10 @@ def prompt_size(config: RunConfig, model_config: Any) -> PromptSize:
 
 
 def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPlan:
-    """Combine what was traced of a model with how a sharding holds it.
+    """Combine a traced model and the run's sharding into a memory plan.
 
-    With `micro_batch_tokens: auto` it is the plan with the largest micro-batches that fit, up to `MOST_TOKENS`, or with
-    one completion if that does not fit.
+    With `micro_batch_tokens: auto`, the plan has the largest micro-batches that fit, up to `MOST_TOKENS`. They hold at
+    least one completion, even if that does not fit.
     """
     least = single_completion(config, model)
     tokens = config.memory.micro_batch_tokens
@@ -191,7 +200,8 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
 def micro_batch_load(config: RunConfig, model: Model, tokens: int) -> Load:
     """Return the largest micro-batch under the budget, or one completion if that is larger.
 
-    A frozen vision tower is not in the budget: as many prompts as fit, with short completions, run through it at once.
+    The budget ignores a frozen vision tower. Its largest load is a budget full of prompts with short completions: the
+    tower runs on all of their images at once.
     """
     budget = max(tokens, single_completion(config, model))
     if not model.weights.trains_vision:
@@ -200,17 +210,17 @@ def micro_batch_load(config: RunConfig, model: Model, tokens: int) -> Load:
 
 
 def frozen_patches_per_token(model: Model) -> float:
-    """Return the most patches per token of the budget that are not counted as tokens: those of a frozen tower."""
+    """Return the most patches per token of the budget if the vision tower is frozen; 0 if it is trained."""
     return 0.0 if model.weights.trains_vision else model.patches / (model.prompt_tokens + 1)
 
 
 def single_completion(config: RunConfig, model: Model) -> int:
-    """Return the tokens of a prompt with one completion of the longest length, its image included."""
+    """Return the tokens of a prompt with its image and one completion of the longest length."""
     return model.image_price + model.prompt_tokens + config.rollout.max_completion_length
 
 
 def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
-    """Return the stages of the run that hold memory of their own, in their order.
+    """Return the planned stages that the run has, in order.
 
     Raises ConfigError if the batch settings have no solution on this number of ranks.
     """
@@ -225,19 +235,19 @@ def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
 
 
 def gathered_block(hardware: Hardware, model: Model) -> int:
-    """Return the bytes of the largest block that is gathered to be sent or saved."""
+    """Return the bytes of the largest block of weights that ranks gather to send or save; 0 if they gather none."""
     gathers = hardware.sharding.gathers(hardware.num_ranks)
     return max(model.weights.layer_bytes, model.weights.rest_bytes) if gathers else 0
 
 
 def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
-    """Return what the rollout engine holds on a rank's device."""
+    """Return the memory of the rollout engine on a rank's device."""
     memory = config.rollout.facts.memory
     return Rollouts({}, 0) if memory is None else resolve_name(memory)(config, hardware, model)
 
 
 def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
-    """Return what the trained model itself holds to sample: caches, logits, and its gathered weights."""
+    """Return the memory of sampling from the trained model itself: caches, logits, and gathered weights."""
     sampled = config.rollout
     parts = {
         "KV cache": hf_cache_bytes(
@@ -258,21 +268,24 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
 
 
 def vllm_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
-    """Return what vLLM holds beside the trainer: its fraction of the card, or what it keeps there while it sleeps."""
+    """Return the memory of vLLM on a card that it shares with the trainer.
+
+    vLLM holds its fraction of the card. If it sleeps during training, it then keeps only its CUDA graphs on the card.
+    """
     needed, utilization = vllm_needs(config, model, hardware.card), config.vllm.vllm_gpu_memory_utilization
     held = round(utilization * hardware.card.memory)
     sleeps = config.vllm.vllm_enable_sleep_mode
     cache = needed.cache(hardware.card, utilization)
     return Rollouts(
         {"vLLM": held - cache, "KV cache": cache},
-        CUDA_GRAPHS if sleeps else held,  # which sleep mode does not free
+        CUDA_GRAPHS if sleeps else held,  # sleep mode does not free CUDA graphs
         needed.weights if sleeps else 0,
         can_start=needed.num_sequences(hardware.card, utilization) > 0,
     )
 
 
 def vllm_needs(config: RunConfig, model: Model, card: Card) -> VLLMMemory:
-    """Return what vLLM needs on one GPU of this kind. Raises ConfigError if it cannot divide the model."""
+    """Return the memory that vLLM needs on one GPU of this kind. Raises ConfigError if it cannot divide the model."""
     return vllm_memory(
         model.config,
         model.weights.num,

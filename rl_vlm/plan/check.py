@@ -1,4 +1,4 @@
-"""What a run refuses on some hardware, before anything is traced or planned."""
+"""Check a run's settings for some hardware, before anything is traced or planned."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rl_vlm.rollout.vllm.build import beside_ranks
 
 
 def check_setup(config: RunConfig, sharding: Sharding, num_ranks: int) -> None:
-    """Raise the error with which a run ends if its settings cannot be used with this sharding and number of ranks.
+    """Raise the error of the run if its settings do not work with this sharding and number of ranks.
 
-    Whether packages are installed here does not matter.
+    Packages need not be installed.
     """
     plan_batches(config, num_ranks)
     if config.rollout.facts.spans_ranks:

@@ -1,7 +1,7 @@
 """Graphics cards: the memory that each offers to a process, and its speed.
 
 A size such as `80GB` names a class of cards. A card's memory is its `torch.cuda.get_device_properties().total_memory`,
-which is less than the label says. The figures are those of "total capacity of … GiB" in public out-of-memory reports,
+which is less than the label says. The figures come from "total capacity of … GiB" in public out-of-memory reports,
 rounded down:
 
     24 GB  RTX 3090 and 4090 23.61 to 23.70, A10 and L4 (ECC) 22.03 to 22.15
@@ -14,7 +14,7 @@ rounded down:
     141 GB H200 139.72 to 139.81
     180 GB B200 178.35 to 178.36
 
-Speeds are the dense bfloat16 peaks and links of NVIDIA's data sheets; a peak is not what training reaches.
+Speeds are the dense bfloat16 peaks and links of NVIDIA's data sheets. Training does not reach these peaks.
 """
 
 import re
@@ -28,8 +28,8 @@ CUDA_CONTEXT = round(0.6 * GIB)
 """Bytes of the CUDA context of a process. Public reports: 471 MiB on an RTX 4090, 612 to 614 MiB on A100 and H200."""
 
 NCCL_BUFFERS = GIB // 2
-"""Bytes of NCCL's buffers on one of several ranks, an assumption: 32 channels of `NCCL_BUFFSIZE` (4 MiB) to send and to
-receive, with as much again for its other protocols."""
+"""Bytes of a rank's NCCL buffers if there are several ranks, an assumption: 32 channels of `NCCL_BUFFSIZE` (4 MiB) to
+send and to receive, doubled for NCCL's other protocols."""
 
 FRAGMENTATION_RESERVE = 0.05
 """Fraction of a card to leave free, an assumption. Out-of-memory reports show 0.5% to 8% of a card "reserved by PyTorch
@@ -42,7 +42,7 @@ class Card:
 
     name: str
     memory: int
-    """Bytes that the card offers in all, before the CUDA context."""
+    """All bytes that the card offers, CUDA context included."""
     flops: float | None = None
     """Dense bfloat16 peak, in operations per second."""
     link: float | None = None
@@ -87,14 +87,14 @@ CARD_OF_SIZE = {
     24: "rtx-4090", 32: "rtx-5090", 40: "a100-40gb", 48: "l40s", 80: "h100", 94: "h100-nvl", 96: "rtx-pro-6000",
     141: "h200", 180: "b200", 192: "b200",
 }  # fmt: skip
-"""The card that a size stands for, by the gigabytes in its name. B200 is sold under both of its sizes."""
+"""The card to assume for a size in gigabytes. B200 is sold under two sizes."""
 
 
 def parse_card(text: str) -> Card:
     """Return the card that `--gpu-memory` names.
 
-    `h100` is a card by its name, and `80GB` or `80` a card by its size. Any other size, and a size in `GiB`, is the
-    memory itself in GiB. Raises ConfigError with the known cards if the text is none of these.
+    `h100` is the name of a card. `80GB` or `80` stands for the card of that size. Any other size, and any size in
+    `GiB`, is the memory in GiB. Raises ConfigError with the known cards for any other text.
     """
     name = text.strip().lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-")
     if name in CARDS:

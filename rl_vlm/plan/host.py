@@ -17,7 +17,7 @@ WORKER = GIB
 
 
 def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
-    """Return the bytes of one node with `gpus` ranks. Of several nodes, it is the one with rank 0."""
+    """Return the bytes of one node with `gpus` ranks. If there are several nodes, it is the node of rank 0."""
     workers = gpus * config.data.dataloader_num_workers * WORKER
     running = {
         "processes": gpus * PROCESS,
@@ -25,7 +25,7 @@ def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
         "offloaded": offloaded(plan.sharding, plan.weights, plan.optim) * gpus // plan.num_ranks,
         "sleeping vLLM": plan.rollouts.in_host_memory * gpus,
     }
-    # Ranks that do not share weights each read the whole checkpoint; otherwise rank 0 alone does.
+    # If weights are sharded, rank 0 alone reads the checkpoint. Otherwise every rank reads all of it.
     readers = 1 if plan.sharding.shards_weights else gpus
     return [
         Phase(Stage.LOAD.value, running | {"offloaded": 0, "checkpoint": readers * loaded(plan.weights)}),
@@ -35,7 +35,7 @@ def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
 
 
 def loaded(weights: Weights) -> int:
-    """Return the bytes of a model while it is loaded: in float32, or with weights that are quantized one by one."""
+    """Return the bytes of a model while it is loaded in float32. 4-bit weights are quantized one by one on loading."""
     return weights.bytes if weights.dequantized_bytes else TRAINED_BYTES * weights.num
 
 
@@ -47,8 +47,8 @@ def offloaded(sharding: Sharding, weights: Weights, optim: str) -> int:
 
 
 def saved(plan: MemoryPlan, gpus: int) -> int:
-    """Return the bytes of a checkpoint that a node's ranks hold until it is written. The main process holds what ranks
-    do not shard.
+    """Return the bytes of a checkpoint that a node's ranks hold until it is written. The main process holds all parts
+    that are not sharded.
     """
     share = gpus / plan.num_ranks
     model = plan.weights.trained_bytes * (share if plan.sharding.shards_weights else 1)

@@ -1,4 +1,4 @@
-"""The memory plan of a run: what each rank holds in each stage, and what fits."""
+"""The memory plan of a run: bytes of each rank in each stage, and the largest micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the rollout engine holds on a rank's device."""
+    """Memory of the rollout engine on a rank's device."""
 
     while_sampling: dict[str, int]
     """Bytes by part during a rollout."""
@@ -38,12 +38,12 @@ class Rollouts:
     in_host_memory: int = 0
     """Bytes of sleeping weights."""
     can_start: bool = True
-    """Whether vLLM's fraction of the card holds its weights and one sequence, without which it does not start."""
+    """Whether vLLM's fraction of the card holds its weights and one sequence. Otherwise vLLM does not start."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A micro-batch: what `micro_batch_tokens` admits."""
+    """The size of a micro-batch."""
 
     tokens: int
     """Language tokens."""
@@ -53,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One rank of a run: all have the same plan."""
+    """The plan of one rank. All ranks have the same plan."""
 
     card: Card
     num_ranks: int
@@ -65,23 +65,23 @@ class MemoryPlan:
     micro_batch_tokens: int
     load: Load
     patches_per_token: float
-    """Patches of images for each token of the budget if the vision tower is frozen. Those of a trained one count as
-    tokens: 0."""
+    """Patches per token of the budget if the vision tower is frozen. If it is trained, patches count as tokens, and
+    this is 0."""
     buffers: int
     """Bytes of buffers from which gradients are sent."""
     largest_block: int
     """Bytes of the largest block of weights that is gathered at once for weight syncs and checkpoints."""
     stages: tuple[Stage, ...]
-    """Stages of the run that are planned, in their order."""
+    """Planned stages of the run, in order."""
 
     @property
     def available(self) -> int:
-        """Return the bytes for what the plan counts: the card's less CUDA context, NCCL buffers and the reserve."""
+        """Return the bytes that the plan may use: the card's memory less CUDA context, NCCL buffers and reserve."""
         return self.card.budget(self.num_ranks)
 
     @cached_property
     def held(self) -> dict[str, int]:
-        """Return the bytes that are held in every phase from the first update on."""
+        """Return the bytes that every phase holds from the first update on."""
         held = {
             "weights": held_weights(self.sharding, self.weights, self.num_ranks),
             "reference": held_reference(self.sharding, self.weights, self.num_ranks),
@@ -96,7 +96,7 @@ class MemoryPlan:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Return what is held in each of the stages, in their order."""
+        """Return the bytes of each planned stage, in order."""
         training = self.held | {"vLLM": self.rollouts.while_training}
         gathered = {"gathered weights": gathered_bytes(self.sharding, self.weights, self.num_ranks)}
         block = {"gathered weights": self.largest_block}
@@ -125,7 +125,7 @@ class MemoryPlan:
         return {"language activations": language, "LM head and copies": round(found.logprobs_fixed)}
 
     def training_parts(self) -> dict[str, int]:
-        """Return the bytes of a forward and backward pass beside weights and gradients."""
+        """Return the bytes that a forward and backward pass adds to weights and gradients."""
         load, found = self.load, self.activations
         kept, running = round(found.per_patch * load.patches), round(found.vision(load.patches))
         language = {
@@ -143,7 +143,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> Phase:
-        """Return the phase that holds most."""
+        """Return the phase that holds the most bytes."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -152,12 +152,12 @@ class MemoryPlan:
 
     @property
     def free_for_vllm(self) -> int:
-        """Return the bytes that are left for vLLM while it is awake, if it sleeps during training."""
+        """Return the bytes left for vLLM while it is awake, if it sleeps during training."""
         return self.available - sum(self.held.values()) - self.largest_block
 
     @property
     def beside_micro_batch(self) -> int:
-        """Return the bytes that are held in a forward and backward pass whatever the size of its micro-batch."""
+        """Return the bytes of a forward and backward pass that do not depend on the micro-batch."""
         return self.training.total - sum(self.training_parts().values())
 
     @property

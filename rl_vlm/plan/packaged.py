@@ -3,7 +3,7 @@
 `model_configs/` has a folder per model with its `config.json`, and with the `preprocessor_config.json` that decides the
 tokens of an image. Only the `config.json` of Qwen2.5-VL-7B is copied from a whole public copy of the checkpoint's own
 file. The others are put together from partial public sources. All of them give the exact parameter counts that the hub
-shows, and those of Gemma 3 were checked by these counts alone.
+shows. The configs of Gemma 3 were checked by these counts alone.
 """
 
 from importlib.resources import files
@@ -23,7 +23,7 @@ def packaged_models() -> list[str]:
 def packaged_config(model_name: str) -> Path | None:
     """Return the folder with the config of a hub name such as `Qwen/Qwen2.5-VL-7B-Instruct`, or None if there is none.
 
-    Upper and lower case are the same.
+    Case is ignored.
     """
     name = model_name.strip().lower()
     return MODEL_CONFIGS / name.partition("/")[2] if name in packaged_models() else None

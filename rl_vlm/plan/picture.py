@@ -1,4 +1,4 @@
-"""The memory plan as a picture: one stacked bar per phase, and the line that the card offers."""
+"""The memory plan as a picture: one stacked bar per phase, and a line at the memory that the card offers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTION = "--picture"
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError if no picture can be at `path`, before the plan that it shows is made."""
+    """Raise ConfigError if no picture can be written to `path`. Call this before making the plan."""
     check_output(path, OPTION)
     if format_of(path) not in FORMATS:
         raise ConfigError(f"{OPTION} {path} has no ending of a picture: .{', .'.join(FORMATS)}")
@@ -25,7 +25,7 @@ def format_of(path: Path) -> str:
 
 
 def draw_plan(plan: MemoryPlan, path: Path) -> None:
-    """Write a picture in the format that the ending of `path` names. Raises ConfigError if that fails."""
+    """Draw the plan to `path`, in the format of its ending. Raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5), layout="constrained")

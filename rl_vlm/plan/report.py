@@ -21,7 +21,7 @@ LOGITS_COPIES = 2
 
 
 def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> str:
-    """Return the plan for people: the set-up, the table, the phase that peaks, and what fits."""
+    """Return the plan as text: the set-up, the table, the peak phase, and the sizes that fit."""
     weights = plan.weights
     nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
     lines = [
@@ -65,13 +65,13 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
 
 
 def completions_together(config: RunConfig, model: Model, plan: MemoryPlan) -> int:
-    """Return the completions of the longest length that a micro-batch holds with their prompt, at most a group."""
+    """Return how many completions of the longest length fit in a micro-batch with their prompt, up to one group."""
     tokens = min(plan.largest_tokens, plan.micro_batch_tokens) - model.prompt_tokens - model.image_price
     return min(config.rollout.num_generations, max(1, tokens // config.rollout.max_completion_length))
 
 
 def vllm_limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:
-    """Yield the sequences that vLLM's cache holds, and the range of its fraction of the card."""
+    """Yield the number of sequences in vLLM's cache, and the range of vLLM's fraction of the card."""
     needed, utilization = vllm_needs(config, model, plan.card), config.vllm.vllm_gpu_memory_utilization
     least, enough, most = Utilization.of(config, model, plan)
     yield (
@@ -83,7 +83,7 @@ def vllm_limits(config: RunConfig, hardware: Hardware, model: Model, plan: Memor
 
 
 def padded_rows(config: RunConfig, model: Model, plan: MemoryPlan, rows: int) -> int:
-    """Return the peak of a trainer of one padded row per completion that computes all logits of its rows at once."""
+    """Return the peak of a trainer that pads each completion to a row and computes all logits of its rows at once."""
     length, found = config.rollout.max_completion_length, plan.activations
     logits = LOGITS_COPIES * 4 * rows * length * model.config.get_text_config().vocab_size
     activations = rows * ((model.prompt_tokens + length) * found.per_token + model.patches * found.per_patch)
@@ -91,19 +91,19 @@ def padded_rows(config: RunConfig, model: Model, plan: MemoryPlan, rows: int) ->
 
 
 def batch_lines(config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """Yield the global batch, and what a change of G or of the number of GPUs does to it."""
+    """Yield the global batch, and a table of batches with other G and other numbers of GPUs."""
     yield global_batch(plan_batches(config, hardware.num_ranks), hardware.nodes)
     yield from batch_table(batch_settings(config, hardware.num_ranks))
 
 
 def not_planned(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of a card that are not for what the plan counts, in all phases."""
+    """Return the bytes of a card that the plan may not use. They are the same in all phases."""
     fixed = {"CUDA context": CUDA_CONTEXT, "NCCL buffers": NCCL_BUFFERS if plan.num_ranks > 1 else 0}
     return fixed | {"reserve": plan.card.memory - plan.available - sum(fixed.values())}
 
 
 def phase_table(title: str, phases: Sequence[Phase], beside: Mapping[str, int] = {}) -> str:
-    """Return a table of GiB: one row per part, one column per phase. Below the sum is what is the same in all."""
+    """Return a table of GiB: one row per part, one column per phase. Rows below the sum are the same in all phases."""
     rows = [[name, *(gib(phase.parts.get(name, 0)) for phase in phases)] for name in part_names(phases)]
     rows.append(["sum", *(gib(phase.total) for phase in phases)])
     rows += [[name, *[gib(size)] * len(phases)] for name, size in beside.items() if size]
@@ -148,12 +148,12 @@ def setup_data(setup: Setup) -> dict[str, Any]:
 
 
 def vllm_data(config: RunConfig, model: Model, plan: MemoryPlan) -> dict[str, float] | None:
-    """Return the range of vLLM's fraction of the card for `--json`; None if the run has no vLLM beside it."""
+    """Return the range of vLLM's fraction of the card for `--json`; None if vLLM does not share the run's cards."""
     return Utilization.of(config, model, plan)._asdict() if config.rollout.facts.reserves_memory else None
 
 
 def gib(size: int) -> str:
-    """Return bytes in GiB with one digit, or nothing for 0."""
+    """Format bytes as GiB with one decimal. Returns an empty text for 0."""
     if size == 0:
         return ""
     return f"{size / GIB:,.1f}" if size >= GIB / 20 else "<0.1"

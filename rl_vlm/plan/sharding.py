@@ -1,4 +1,4 @@
-"""What each sharding keeps on a rank, and gathers or exchanges, by arithmetic on the weights.
+"""Bytes that each sharding keeps, gathers and exchanges on a rank, computed from the weights.
 
 docs/benchmarks.md#sharding compares these figures with measured ones.
 """
@@ -29,7 +29,7 @@ def held_reference(sharding: Sharding, weights: Weights, num_ranks: int) -> int:
 
 
 def held_gradients(sharding: Sharding, weights: Weights, num_ranks: int) -> int:
-    """Return the bytes of gradients on a rank's device. ZeRO-1 offloads them after the last backward pass."""
+    """Return the bytes of gradients on a rank's device. ZeRO-1 offloads them only after the last backward pass."""
     if sharding.offloads_state and sharding.shards_gradients:
         return 0
     return TRAINED_BYTES * weights.num_trained // (num_ranks if sharding.shards_gradients else 1)
@@ -42,13 +42,13 @@ def held_state(sharding: Sharding, weights: Weights, num_ranks: int, optim: str)
 
 
 def gathered_bytes(sharding: Sharding, weights: Weights, num_ranks: int) -> int:
-    """Return the bytes of whole weights, and of gradients before they are reduced, in a pass with gradients.
+    """Return the bytes of gathered weights and of unreduced gradients in a pass with gradients.
 
-    ZeRO-2 makes this rank's part of a micro-batch's gradients beside the sum of the earlier ones.
+    ZeRO-2 holds this rank's part of a micro-batch's gradients in addition to the sum over earlier micro-batches.
     """
     gradients = 0
     if sharding.shards_gradients and num_ranks > 1:
-        # The gradient of a tensor of its own, such as the LM head, can be larger than those of a layer.
+        # The gradient of a tensor outside of layers, such as the LM head, can be larger than a layer's gradients.
         gradients = TRAINED_BYTES * max(weights.layer_trained, weights.largest_trained)
         if not sharding.shards_weights:
             gradients += held_gradients(sharding, weights, num_ranks)
@@ -61,10 +61,10 @@ def gathered_bytes(sharding: Sharding, weights: Weights, num_ranks: int) -> int:
 
 
 def update_bytes(sharding: Sharding, weights: Weights, num_ranks: int, optim: str) -> int:
-    """Return the bytes of temporary tensors of the update. The kernels of AdamW need none.
+    """Return the bytes of temporary tensors in the update. AdamW's kernels need none.
 
-    DeepSpeed makes its gradients one tensor. ZeRO-1 copies this rank's part beside the whole gradients, and drops
-    these before it does, so that both take the same.
+    DeepSpeed flattens its gradients into one tensor. ZeRO-1 first copies this rank's part of the whole gradients. It
+    frees the whole gradients before it flattens, so it needs no more.
     """
     if optim == "adafactor":
         return 3 * TRAINED_BYTES * weights.largest_trained
@@ -74,9 +74,9 @@ def update_bytes(sharding: Sharding, weights: Weights, num_ranks: int, optim: st
 
 
 def buffer_bytes(sharding: Sharding, weights: Weights, num_ranks: int, width: int) -> int:
-    """Return the bytes of buffers from which gradients are sent, for a model of this width.
+    """Return the bytes of the buffers from which gradients are sent. `width` is the model's hidden size.
 
-    ZeRO-1 and 2 allocate theirs in each backward pass. They are counted in all phases, as the others.
+    ZeRO-1 and 2 allocate these buffers in each backward pass. They are counted in all phases, like the other buffers.
     """
     if sharding.sums_in_update:
         return TRAINED_BYTES * BUCKET_ELEMENTS if num_ranks > 1 else 0

@@ -1,7 +1,7 @@
 """Estimated time of an optimizer step on a set-up, to compare set-ups with each other.
 
-Compute and communication overlap. The figures are peaks of data sheets, of which a run reaches a part: only ratios mean
-something. docs/distributed.md has measured ratios.
+Compute and communication overlap. Speeds are peaks of data sheets, which a run does not reach. So only ratios of times
+are meaningful. docs/distributed.md has measured ratios.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NETWORK = 50e9
 HOST_LINK = 25e9
 """Bytes per second between a GPU and host memory: PCIe 4 with 16 lanes."""
 ASSUMED_FLOPS, ASSUMED_LINK = 312e12, 64e9
-"""Speeds of a card of which only the memory is known: those of an A100 without NVLink."""
+"""Speeds to assume if only a card's memory is known: an A100 without NVLink."""
 MEMORY_BANDWIDTH = 2e12
-"""Bytes per second of a card's own memory: that of an A100, an assumption."""
+"""Bytes per second of a card's own memory, an assumption: an A100's."""
 UPDATE_BYTES = {"adamw_torch": 7 * 4, "adamw_8bit": 3 * 4 + 2 * EIGHT_BIT, "adafactor": (3 + 2 * 3) * 4}
 """Bytes that the update of a weight reads and writes: the weight twice, its gradient, and the moments twice. Adafactor
 writes and reads three temporary tensors."""
@@ -35,7 +35,7 @@ class Step:
     """Unique tokens of prompts and completions."""
     micro_batches: int
     copied: int = 0
-    """Bytes from and to host memory beside those of a sharding: activations, and weights of a sleeping vLLM."""
+    """Bytes of activations and of a sleeping vLLM's weights, from and to host memory. `host_bytes` counts the rest."""
 
 
 def step_seconds(plan: MemoryPlan, step: Step, nodes: int, checkpointing: bool) -> float:
@@ -50,10 +50,10 @@ def step_seconds(plan: MemoryPlan, step: Step, nodes: int, checkpointing: bool) 
 
 
 def step_flops(weights: Weights, tokens: int, checkpointing: bool) -> float:
-    """Return the operations of a forward and backward pass, two for each weight that a token uses, per product.
+    """Return the operations of a forward and backward pass: two per token, weight and product.
 
-    Every weight has a product in the forward, one for the gradient of its input, and one in a recomputed forward. A
-    trained weight has another for its own gradient.
+    Each weight that a token uses has a product in the forward, one for the gradient of its input, and one in a
+    recomputed forward. A trained weight has one more for its own gradient.
     """
     products = (3 if checkpointing else 2) * weights.num_active + min(weights.num_trained, weights.num_active)
     return 2.0 * products * tokens

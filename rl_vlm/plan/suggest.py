@@ -40,7 +40,7 @@ class Setup:
     hardware: Hardware
     plan: MemoryPlan
     seconds: float
-    """Estimated, of an optimizer step without the time in which vLLM or the model samples."""
+    """Estimated time of an optimizer step without sampling, by vLLM or by the model."""
 
     @property
     def name(self) -> str:
@@ -49,10 +49,10 @@ class Setup:
 
 
 class Models:
-    """The models of changed settings. Those whose activations are the same are traced once."""
+    """The models of changed settings. Settings with the same activations share one trace."""
 
     def __init__(self, config: RunConfig, model: Model) -> None:
-        """`model` is that of `config`."""
+        """Start with `model`, which was traced for `config`."""
         self.offloads = config.memory.activation_offloading
         self.traced = {traced_settings(config): model}
         self.counted = {config.model.model_dump_json() + traced_settings(config): model}
@@ -72,16 +72,19 @@ class Models:
 
 
 def traced_settings(config: RunConfig) -> str:
-    """Return the settings that decide the activations of a step, among the changes that are suggested.
+    """Return a key of the settings that decide a step's activations, among the suggested changes.
 
-    Weights are traced in 16 bits.
+    Quantization is ignored, since weights are traced in 16 bits.
     """
     quantization = {"load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
     return config.model.model_dump_json(exclude=quantization) + str(config.memory.gradient_checkpointing)
 
 
 def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return every sharding with one saving more or less: those that fit, the fastest first, then the least memory."""
+    """Return every sharding with each of the savings.
+
+    Set-ups that fit come first, the fastest at the top. The others follow, the one with the least memory first.
+    """
     found = [each for changes in savings(config) for each in with_shardings(config, changes, hardware, models)]
     return sorted(
         found, key=lambda each: (not each.plan.fits, each.seconds if each.plan.fits else each.plan.peak.total)
@@ -89,7 +92,7 @@ def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]
 
 
 def savings(config: RunConfig) -> Iterator[Changes]:
-    """Yield no change, and then changes of one setting that costs time or saves memory."""
+    """Yield no change, then changes of one setting each that trade time for memory."""
     model, memory = config.model, config.memory
     yield {}
     yield {"memory.gradient_checkpointing": not memory.gradient_checkpointing}
@@ -105,7 +108,7 @@ def savings(config: RunConfig) -> Iterator[Changes]:
 
 
 def with_shardings(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return the changed run with every sharding that does not refuse it. One GPU has no use for shards."""
+    """Plan the changed run with every sharding that accepts it. On one GPU, shards are of use only if offloaded."""
     is_one = hardware.num_ranks == 1
     tried = [each for each in SHARDINGS.values() if not (is_one and each.shards_state) or each.offloads]
     found = [setup(config, changes, replace(hardware, sharding=sharding), models) for sharding in tried]
@@ -113,7 +116,7 @@ def with_shardings(config: RunConfig, changes: Changes, hardware: Hardware, mode
 
 
 def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> Setup | None:
-    """Plan a run with other settings, adapted if that makes it fit. Returns None if the run refuses them."""
+    """Plan a run with changed settings. Adapt them if that makes it fit. Returns None if the run refuses them."""
     try:
         check_setup(with_changes(config, changes), hardware.sharding, hardware.num_ranks)
     except (ValidationError, RLVLMError):
@@ -147,7 +150,7 @@ def adapted(
 
 
 def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
-    """Return the settings with some of them changed, and without those that then have no effect."""
+    """Apply changes to the settings, and drop the settings that then have no effect."""
     data = config.model_dump(exclude_unset=True)
     for key, value in changes.items():
         section, name = key.split(".")
@@ -163,12 +166,12 @@ def with_changes(config: RunConfig, changes: Changes) -> RunConfig:
 
 
 def without(data: dict[str, Any], section: str, *prefixes: str) -> None:
-    """Leave out the settings of a section whose names begin with one of the prefixes."""
+    """Remove the settings of a section whose names begin with one of the prefixes."""
     data[section] = {name: value for name, value in data.get(section, {}).items() if not name.startswith(prefixes)}
 
 
 def seconds_of_step(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model: Model) -> float:
-    """Estimate the time of a step, if completions have half of their longest length."""
+    """Estimate the time of a step whose completions have half of their longest length."""
     prompts = plan_batches(config, plan.num_ranks).prompts_per_rank_step
     completions = config.rollout.num_generations * config.rollout.max_completion_length // 2
     tokens = prompts * (model.prompt_tokens + completions)
@@ -184,10 +187,10 @@ def seconds_of_step(config: RunConfig, hardware: Hardware, plan: MemoryPlan, mod
 
 
 def smallest(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return the set-ups with the fewest GPUs that fit, the one with fewest first; none if nothing fits.
+    """Return the smallest set-ups that fit, fewest GPUs first; an empty list if none fits.
 
-    The hardware itself is tried, then more of its GPUs, twice as many at a time. There is one set-up for each way to
-    train of `weaker` that needs fewer GPUs than the ways before it. The fastest sharding is preferred.
+    Each way to train of `weaker` is tried on the hardware itself, then on twice as many GPUs at a time. It adds a
+    set-up only if it needs fewer GPUs than the ways before it. The fastest sharding is chosen.
     """
     found: list[Setup] = []
     for changes in weaker(config):
@@ -200,7 +203,7 @@ def smallest(config: RunConfig, hardware: Hardware, models: Models) -> list[Setu
 
 
 def weaker(config: RunConfig) -> Iterator[Changes]:
-    """Yield changes that save memory: none of what is trained first, then LoRA, then QLoRA."""
+    """Yield changes that save memory: first gradient checkpointing alone, then LoRA as well, then QLoRA."""
     changes: Changes = {"memory.gradient_checkpointing": True}
     yield changes
     if not config.model.use_peft:
@@ -212,7 +215,7 @@ def weaker(config: RunConfig) -> Iterator[Changes]:
 
 
 def more_gpus(hardware: Hardware, below: int | None) -> Iterator[Hardware]:
-    """Yield the hardware, then up to 8 GPUs per node, then up to 64 nodes, if they are fewer GPUs than `below`."""
+    """Yield the hardware, then more GPUs up to 8 per node, then more nodes up to 64. Skip `below` GPUs and more."""
     sizes = [(hardware.gpus, hardware.nodes)]
     while sizes[-1][0] < GPUS_OF_NODE:
         sizes.append((min(2 * sizes[-1][0], GPUS_OF_NODE), hardware.nodes))
@@ -224,6 +227,6 @@ def more_gpus(hardware: Hardware, below: int | None) -> Iterator[Hardware]:
 
 
 def more_prompts(config: RunConfig, hardware: Hardware) -> Changes:
-    """Return the change that gives every rank whole prompts, if they are too few or cannot be shared."""
+    """Return the change that raises `prompts_per_step` to a multiple of the ranks, if it is none."""
     prompts, ranks = config.train.prompts_per_step, hardware.num_ranks
     return {"train.prompts_per_step": math.ceil(prompts / ranks) * ranks} if prompts and prompts % ranks else {}

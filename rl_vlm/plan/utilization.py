@@ -1,4 +1,4 @@
-"""The fractions of a card that vLLM can have beside the trainer."""
+"""The range of `vllm_gpu_memory_utilization` if vLLM and the trainer share a card."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Utilization(NamedTuple):
     """Values of `vllm_gpu_memory_utilization`."""
 
     least: float
-    """With which vLLM's cache holds one sequence of full length."""
+    """Smallest value for which vLLM's cache holds one sequence of full length."""
     enough: float
-    """With which it holds `max_num_seqs` of them."""
+    """Smallest value for which the cache holds `max_num_seqs` such sequences."""
     most: float
-    """Beside which the trainer fits; below 0 if it does not fit without vLLM."""
+    """Largest value for which the trainer still fits; below 0 if it does not fit even without vLLM."""
 
     @staticmethod
     def of(config: RunConfig, model: Model, plan: MemoryPlan) -> Utilization:

@@ -1,12 +1,12 @@
 """Memory of rollouts per GPU, from a model's config: vLLM's weights and KV cache, and the cache of engine `hf`.
 
-vLLM divides the attention heads, the MLPs, the experts and the vocabulary over tensor-parallel GPUs, and repeats norms,
-biases of row-parallel layers and patch embeddings, which are below 0.1% of a model and counted as divided. If there are
-more GPUs than KV heads, every GPU holds one whole KV head. A vision tower is divided as well if the GPUs divide its
-heads, and repeated otherwise.
+vLLM divides the attention heads, the MLPs, the experts and the vocabulary over tensor-parallel GPUs. It repeats norms,
+biases of row-parallel layers and patch embeddings. These are below 0.1% of a model, and counted as divided. If there
+are more GPUs than KV heads, every GPU holds one whole KV head. A vision tower is divided if the number of GPUs divides
+its heads, and repeated otherwise.
 
 Example: Qwen2.5-VL-7B has 28 layers, 4 KV heads of 128 values and 2 bytes per value. A token's keys and values take
-2 × 28 × 4 × 128 × 2 = 57,344 bytes, on 2 GPUs half of it each, on 8 GPUs a quarter.
+2 × 28 × 4 × 128 × 2 = 57,344 bytes. Each of 2 GPUs holds half of it, and each of 8 GPUs a quarter.
 """
 
 import math
@@ -22,7 +22,7 @@ BLOCK_TOKENS = 16
 """Tokens in a block of vLLM's KV cache on CUDA; a sequence takes whole blocks."""
 
 LARGE_CARD = 70 * GIB
-"""Memory from which vLLM's profiling pass is larger."""
+"""Least memory of cards for which vLLM's profiling pass is larger."""
 
 CUDA_GRAPHS = GIB // 2
 """Bytes of vLLM's CUDA graphs, an assumption; sleep mode keeps them. vLLM measures them at start and prints "CUDA graph
@@ -40,7 +40,7 @@ class VLLMMemory:
     """KV cache of one prompt with its completion."""
 
     def utilization(self, card: Card, num_sequences: int) -> float:
-        """Return the smallest `vllm_gpu_memory_utilization` that holds this many sequences, to two decimals up.
+        """Return the smallest `vllm_gpu_memory_utilization` that holds this many sequences, rounded up to two decimals.
 
         A value above 1 does not fit.
         """
@@ -67,8 +67,8 @@ def vllm_memory(
 ) -> VLLMMemory:  # fmt: skip
     """Compute vLLM's memory for a transformers config in bfloat16.
 
-    `tokens_per_sequence` is the prompt, images included, and the completion. Raises ConfigError if
-    `tensor_parallel_size` does not divide the attention heads.
+    `tokens_per_sequence` counts prompt, images and completion. Raises ConfigError if `tensor_parallel_size` does not
+    divide the attention heads.
     """
     text = config.get_text_config()
     check_tensor_parallel(text, tensor_parallel_size)
@@ -98,7 +98,7 @@ def check_tensor_parallel(text: Any, tensor_parallel_size: int) -> None:
 def kv_bytes_per_token(config: Any, tensor_parallel_size: int = 1) -> int:
     """Return the bytes of one token's keys and values in all layers on one GPU, in bfloat16.
 
-    Layers with sliding-window attention are counted as full ones, which is their cost up to the window.
+    Layers with sliding-window attention are counted as full ones, which is exact up to the window.
     """
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -115,8 +115,8 @@ def vision_heads(config: Any) -> int:
 def profile_peak(text: Any, max_num_batched_tokens: int, tensor_parallel_size: int = 1) -> int:
     """Estimate the activations of vLLM's profiling pass for one GPU: the widest layer of one forward in bfloat16.
 
-    That is the MLP, with its two projections and their product at once beside two hidden states. The logits of the pass
-    are those of `max_num_seqs` rows, which are smaller.
+    The widest layer is the MLP. It holds two projections, their product and two hidden states at once. The pass
+    computes logits for `max_num_seqs` rows only, which take less.
     """
     experts_per_token = getattr(text, "num_experts_per_tok", None) or 0
     intermediate = experts_per_token * text.moe_intermediate_size if experts_per_token else text.intermediate_size
@@ -129,8 +129,8 @@ def hf_cache_bytes(
 ) -> int:
     """Return the bytes of the KV caches that engine `hf` holds at the end of its longest batch.
 
-    The prefilled prompts are kept while their completions are decoded, and every completion has a copy of its own
-    prompt: no memory is shared within a group. Appending a token copies one layer's cache, which is counted too.
+    The caches of prefilled prompts stay while completions are decoded. Every completion also has a copy of its prompt's
+    cache: a group shares no memory. Appending a token copies one layer's cache, which is counted too.
     """
     prompts = max(1, max_num_seqs // num_generations)
     completions = min(max_num_seqs, prompts * num_generations)
@@ -140,8 +140,8 @@ def hf_cache_bytes(
 
 
 def hf_logits_bytes(config: Any, max_num_seqs: int) -> int:
-    """Return the peak bytes of sampling the next tokens: 22 per token of the vocabulary and completion.
+    """Return the peak bytes of sampling the next tokens: 22 per completion and token of the vocabulary.
 
-    These are the logits in bfloat16, their log-probs in float32, and probabilities and their sums in float64.
+    They hold the logits in bfloat16, the log-probs in float32, and the probabilities and their sums in float64.
     """
     return max_num_seqs * config.get_text_config().vocab_size * (BF16_BYTES + 4 + 2 * 8)

@@ -17,33 +17,33 @@ TRAINED_BYTES = 4
 """Trained weights, their gradients and each of AdamW's moments are float32."""
 
 EXPERTS = (("num_experts_per_tok", "top_k_experts"), ("num_experts", "n_routed_experts", "num_local_experts"))
-"""Names in configs of the number of experts that a token uses, and of all in a layer."""
+"""Config names for the number of experts that a token uses, and for all experts of a layer."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers and bytes of a policy's weights, as they are if nothing is sharded."""
+    """Numbers and bytes of a policy's weights if nothing is sharded."""
 
     num: int
     num_active: int
-    """Weights that one token uses: all but the experts that are not chosen for it."""
+    """Weights that one token uses. Experts that are not chosen for it do not count."""
     num_vision: int
     trains_vision: bool
     num_trained: int
     trained_bytes: int
     frozen_bytes: int
     reference_bytes: int
-    """Of a reference model with weights of its own."""
+    """Bytes of a separate reference model; 0 if there is none."""
     layer_bytes: int
-    """Of the largest layer that is gathered at once."""
+    """Bytes of the largest layer that is gathered at once."""
     rest_bytes: int
-    """Of all that is in no layer: embeddings, LM head, norms."""
+    """Bytes outside of layers: embeddings, LM head, norms."""
     layer_trained: int
     """Trained weights in the layer that has most of them."""
     largest_trained: int
     """Values in the largest trained tensor."""
     dequantized_bytes: int
-    """Of the largest tensor in 4 bits, as its layer computes with it."""
+    """Bytes of the largest 4-bit tensor after its layer has dequantized it."""
     matrix_rows_and_columns: int
     """Rows plus columns of all trained matrices, and values of all trained vectors: Adafactor's state."""
 
@@ -53,7 +53,7 @@ class Weights:
 
 
 def count_weights(config: RunConfig, checkpoint: str) -> Weights:
-    """Count the weights of the model whose configuration is in the directory `checkpoint`."""
+    """Count the weights of the model whose config is in the directory `checkpoint`."""
     policy = load_policy(in_16_bits(config), checkpoint, empty=True)
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -81,7 +81,7 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
 
 
 def num_active(policy: Policy) -> int:
-    """Return the weights that one token uses: of a layer's experts, as many as are chosen for it."""
+    """Return the number of weights that one token uses. Of the experts, only the chosen ones count."""
     text = policy.transformer.config.get_text_config()
     chosen, experts = (next((getattr(text, name) for name in names if hasattr(text, name)), 1) for names in EXPERTS)
     of_experts = sum(p.numel() for name, p in policy.named_parameters() if ".experts." in name)

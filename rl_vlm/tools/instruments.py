@@ -10,7 +10,7 @@ from rl_vlm.tools.report.build import LiveReport
 
 
 class WrittenProfile(MemoryProfile, Instrument):
-    """A memory profile that is written after its steps, and once more at the end, with what was saved since."""
+    """A memory profile that writes its files after the measured steps, and at the end with later measurements."""
 
     def __init__(self, observed: Observed) -> None:
         super().__init__(observed.peaks, planned_stages(observed.config, observed.ranks.world_size), observed.plan)

@@ -1,4 +1,4 @@
-"""What the passes of a step hold beside weights, gradients and optimizer state, on one rank.
+"""Activations of a step: bytes that its passes add to weights, gradients and optimizer state, on one rank.
 
 config ─ three shallow models ─ steps of two sizes on fake tensors ─► bytes of each pass, linear in the tokens
 """
@@ -37,38 +37,38 @@ WHOLE_GROUP = sys.maxsize
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a micro-batch of T language tokens with images of I patches: parts that are held at the same time."""
+    """Bytes of a micro-batch, as a linear function of its language tokens and image patches."""
 
     per_token: float
-    """Of the forward and backward pass of the language model, for each of its tokens."""
+    """Bytes of the language model's forward and backward pass, per token."""
     fixed: float
-    """Of the same pass whatever its size: the LM head's chunk of logits, recomputed layers, copies of weights, those of
-    the vision tower included."""
+    """Bytes of this pass that do not depend on its size: the LM head's chunk of logits, recomputed layers, and copies
+    of weights. The vision tower's copies are included."""
     per_patch: float
-    """Kept of the vision tower for its backward, or its features, for each patch."""
+    """Bytes that the vision tower keeps for its backward, per patch. If it is frozen, they are its features alone."""
     vision_per_patch: float
-    """At most while the vision tower runs, for each patch. The language model holds nothing then."""
+    """Peak bytes while the vision tower runs, per patch. The language model holds nothing then."""
     logprobs_per_token: float
-    """Of a pass without gradients, for old and reference log-probs."""
+    """Bytes of a pass without gradients, for old and reference log-probs, per token."""
     logprobs_fixed: float
     layers_per_token: float = 0.0
-    """What of `per_token` all language layers but one keep for their backward, which can wait in host memory."""
+    """Share of `per_token` that all language layers but one keep for their backward. It can move to host memory."""
     layers_per_patch: float = 0.0
-    """The same of `per_patch`, for vision layers."""
+    """The same share of `per_patch`, for vision layers."""
     vision_fixed: float = 0.0
-    """At most while the vision tower runs, whatever the images: copies of its weights."""
+    """Peak bytes while the vision tower runs that do not depend on the images: copies of its weights."""
 
     @property
     def patch_price(self) -> float:
-        """Return the language tokens that hold as much as one patch."""
+        """Return the number of language tokens that hold as many bytes as one patch."""
         return self.per_patch / self.per_token
 
     def vision(self, patches: int) -> float:
-        """Return the most bytes while the vision tower runs."""
+        """Return the peak bytes while the vision tower runs."""
         return self.vision_fixed + self.vision_per_patch * patches if patches else 0.0
 
     def offloaded(self) -> Activations:
-        """Return what stays on the device with `activation_offloading`: one layer's of each part at a time."""
+        """Return the activations that `activation_offloading` leaves on the device, for one layer of each part."""
         return replace(
             self,
             per_token=self.per_token - self.layers_per_token,
@@ -78,9 +78,9 @@ class Activations:
 
 
 def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_gpu: bool) -> Activations:
-    """Trace steps of three shallow models, and return the activations of the whole one.
+    """Trace steps of three shallow models, and extrapolate the activations to the whole model.
 
-    `model_config` is the transformers config of the model that `config` trains, and `prompt` one of its prompts.
+    `model_config` is the transformers config of the model that `config` trains. `prompt` is one of its prompts.
     """
     depths = Extrapolation.of(model_config)
     with attention_as_on_gpu() if on_gpu else nullcontext():
@@ -94,7 +94,7 @@ def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_g
 
 
 def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activations:
-    """Return the activations of a model, from micro-batches of two sizes."""
+    """Trace micro-batches of two sizes, and return the activations of the model."""
     length = config.rollout.max_completion_length
     # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
     chunk = HEAD_CHUNK_ELEMENTS // model_config.get_text_config().vocab_size
@@ -122,10 +122,10 @@ def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activ
 
 @dataclass(frozen=True)
 class PassTrace:
-    """Bytes of passes over a micro-batch of one group beside weights and gradients, and its size."""
+    """The size of a micro-batch of one group, and the bytes that passes over it add to weights and gradients."""
 
     tokens: int
-    """What the language model computes."""
+    """Tokens that the language model computes."""
     patches: int
     training: int
     logprobs: int
@@ -138,10 +138,10 @@ class PassTrace:
         group: ScoredGroup,
         live: LiveBytes,
     ) -> PassTrace:
-        """Trace a step whose last micro-batch is the group, and a pass without gradients over it."""
+        """Trace a step whose last micro-batch is the group. Then trace a pass over it without gradients."""
         for parameter in policy.parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)  # of the micro-batches before
+                parameter.grad = torch.zeros_like(parameter)  # of earlier micro-batches
         steps = TracedSteps(config, policy, reference, [group], 1, live, WHOLE_GROUP)
         training = steps.take()[Stage.TRAINING]
         trainer = steps.trainer
@@ -160,15 +160,15 @@ class VisionBytes:
     """Bytes of a run of the vision tower."""
 
     kept_per_patch: float = 0.0
-    """What is left of a run for its backward, or its features."""
+    """Bytes that stay after a run for its backward. If the tower is frozen, they are its features alone."""
     peak_per_patch: float = 0.0
     peak_fixed: float = 0.0
 
     @staticmethod
     def of(policy: Policy, prompt: Prompt, live: LiveBytes) -> VisionBytes:
-        """Trace runs on the prompt's images once and twice. What a run holds beside its images is fixed.
+        """Trace runs on the prompt's images once and twice. The part that does not grow is fixed.
 
-        A tower that is run for each prompt alone holds it for each.
+        If the family does not join images, the tower runs for each prompt alone, and all bytes count per patch.
         """
         patches = num_patches(policy.transformer.config, prompt)
         if patches == 0:
@@ -183,7 +183,7 @@ class VisionBytes:
 
 
 def trace_vision(policy: Policy, prompts: Sequence[Prompt], live: LiveBytes) -> Block:
-    """Trace a run of the vision tower as training makes it."""
+    """Trace a run of the vision tower as in training."""
     trained = not policy.vision.is_frozen
     with policy.autocast(keeps_casts=False), policy.offloading(), torch.set_grad_enabled(trained):
         with Peaks(live).block() as block:

@@ -1,7 +1,7 @@
-"""Shallow copies of a model's configuration, whose traces give that of the whole model.
+"""Shallow copies of a model's config. Their traces are extrapolated to the whole model.
 
-What a step holds grows by the same bytes with every further layer. So three shallow models are traced: one with few
-layers, one with more language layers, and one with more vision layers.
+Each further layer adds the same bytes to a step. So three shallow models are traced: one with few layers, one with more
+language layers, and one with more vision layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 LEAST_LAYERS = 2
-"""The first and the last layer can differ from those between them."""
+"""The first and the last layer can differ from the others."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Depth:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """The depths of three shallow models, and that of the whole one."""
+    """The depths of three shallow models and of the whole model."""
 
     shallow: Depth
     more_language: Depth
@@ -50,14 +50,14 @@ class Extrapolation:
         return self.shallow, self.more_language, self.more_vision
 
     def extrapolate(self, shallow: float, more_language: float, more_vision: float) -> float:
-        """Return the value for the whole model from those of the three shallow ones."""
+        """Extrapolate from the values of the three shallow models to the whole model."""
         language = _slope(more_language - shallow, self.more_language.language - self.shallow.language)
         vision = _slope(more_vision - shallow, self.more_vision.vision - self.shallow.vision)
         layers = (self.whole.language - self.shallow.language, self.whole.vision - self.shallow.vision)
         return shallow + language * layers[0] + vision * layers[1]
 
     def beyond_one_layer(self, shallow: float, more_language: float, more_vision: float) -> float:
-        """Return what all layers but one of each part have of the value for the whole model."""
+        """Return the share of the whole model's value that comes from all but one language and one vision layer."""
         one = replace(self, whole=Depth(1, 1))
         three = (shallow, more_language, more_vision)
         return self.extrapolate(*three) - one.extrapolate(*three)
@@ -85,7 +85,7 @@ def with_depth(config: Any, depth: Depth) -> Any:
 
 
 def depth_name(vision: Any) -> str | None:
-    """Return the attribute with a vision tower's number of layers; None if it has none, as a tower of timm."""
+    """Return the attribute with a vision tower's number of layers, or None if there is none, as in timm's towers."""
     return next((name for name in ("depth", "num_hidden_layers") if hasattr(vision, name)), None)
 
 
@@ -94,7 +94,7 @@ def num_language_layers(config: Any) -> int:
 
 
 def num_vision_layers(config: Any) -> int:
-    """Return the number of vision layers. A tower that does not say it counts as one layer, and is traced whole."""
+    """Return the number of vision layers. If it is unknown, the tower counts as one layer and is traced whole."""
     name = depth_name(config.vision_config)
     return getattr(config.vision_config, name) if name else 1
 
@@ -105,7 +105,7 @@ def num_deepstack(config: Any) -> int:
 
 
 def num_dense_layers(config: Any) -> int:
-    """Return the number of first layers without experts, in a model of which the others have some."""
+    """Return the number of first layers without experts in a mixture-of-experts model."""
     return getattr(config.get_text_config(), "first_k_dense_replace", None) or 0
 
 

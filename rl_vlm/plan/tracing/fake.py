@@ -1,7 +1,7 @@
 """Tensors without memory, on which a training step runs unchanged.
 
-PyTorch's fake tensors have a shape and no values, so that code which reads a value (`tolist`, `nonzero`, an index of
-bools) fails. Here integers and bools keep their values on the CPU beside the fake tensor; floats have none.
+PyTorch's fake tensors have shapes and no values. Code that reads a value (`tolist`, `nonzero`, an index of bools)
+fails. Here, fake tensors of integers and bools also have their values on the CPU. Floats have none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ aten, prim = torch.ops.aten, torch.ops.prim
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
 ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 NO_VALUE = 1
-"""What reading a float returns, such as a loss or a gradient's norm: finite, and not 0."""
+"""Result of reading a value that is not known, such as a loss or a gradient's norm. It is finite and not 0."""
 
 
 @contextmanager
 def fake_tensors() -> Iterator[LiveBytes]:
-    """Make every tensor in this context without memory, and yield the counter of the bytes that they would take."""
+    """Make tensors in this context without memory. Yield the counter of the bytes that they would take."""
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, IntegerValues(live):
         yield live
 
@@ -39,7 +39,7 @@ def make_fake(*modules: nn.Module) -> None:
 
     def fake(tensor: Tensor) -> Tensor:
         if tensor not in made:
-            # Integers keep their values, unless they have none.
+            # Integers keep their values, unless they are on the meta device.
             known = has_values(tensor.dtype) and not tensor.is_meta
             copy = tensor.detach().clone() if known else torch.empty(tensor.shape, dtype=tensor.dtype)
             made[tensor] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
@@ -52,7 +52,7 @@ def make_fake(*modules: nn.Module) -> None:
 
 
 class IntegerValues(TorchDispatchMode):
-    """Above a `FakeTensorMode`: computes the values of integer and bool tensors beside the fake ones."""
+    """Computes the values of integer and bool tensors. Use it within a `FakeTensorMode`."""
 
     def __init__(self, live: LiveBytes) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class IntegerValues(TorchDispatchMode):
         """Fake copies of real tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is prim.device.default:  # most of all operators
+        if func is prim.device.default:  # the most frequent operator
             return func(*args)
         flat, spec = tree_flatten((args, kwargs or {}))
         tensors = [x for x in flat if isinstance(x, Tensor)]
@@ -82,7 +82,7 @@ class IntegerValues(TorchDispatchMode):
         if func in INDEXING:
             flat, spec = tree_flatten(((args[0], self.places(args[1]), *args[2:]), kwargs or {}))
         args, kwargs = tree_unflatten([self.fake(x) if isinstance(x, Tensor) else x for x in flat], spec)
-        if func is aten._grouped_mm.default:  # of experts; the fake operator knows bfloat16 only
+        if func is aten._grouped_mm.default:  # of experts; PyTorch's fake operator accepts bfloat16 only
             return grouped_product(*args[:3])
         return func(*args, **kwargs)
 
@@ -93,7 +93,7 @@ class IntegerValues(TorchDispatchMode):
         return self.values.get(tensor)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """Return the fake copy of a real tensor. It counts as no memory: the real one existed before."""
+        """Return the fake copy of a real tensor. Its memory is not counted, since the real tensor existed before."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor not in self.fakes:
@@ -118,7 +118,7 @@ class IntegerValues(TorchDispatchMode):
             return value.item()
 
     def places(self, indices: Any) -> list[Any]:
-        """Return indices with the positions of True values in place of bool tensors, whose number is known."""
+        """Replace bool tensors among the indices by the positions of their True values, whose number is known."""
         made = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -128,14 +128,14 @@ class IntegerValues(TorchDispatchMode):
         return made
 
     def positions(self, mask: Tensor) -> Tensor:
-        """Return what `nonzero` returns. A mask that depends on floats counts as True everywhere, as most memory."""
+        """Return the result of `nonzero`. A mask that depends on floats is taken as all True, the most memory."""
         value = self.value(mask)
         with unset_fake_temporarily():
             found = (torch.ones(mask.shape, dtype=torch.bool) if value is None else value).nonzero()
         return self.with_values(found, mask.device)
 
     def computed(self, func: Any, flat: list[Any], spec: Any, tensors: list[Tensor]) -> Any:
-        """Run an operator on values. Returns NotImplemented if it cannot, or if a result has no values."""
+        """Run an operator on values. Returns NotImplemented if that fails, or if a result has no values."""
         device = next((x for x in flat if isinstance(x, torch.device)), tensors[0].device if tensors else None)
         args, kwargs = tree_unflatten([self.real(x) for x in flat], spec)
         kwargs.pop("pin_memory", None)
@@ -146,7 +146,7 @@ class IntegerValues(TorchDispatchMode):
             return NotImplemented
         if any(isinstance(x, Tensor) and not has_values(x.dtype) for x in tree_flatten(out)[0]):
             return NotImplemented
-        changed = {id(self.value(tensor)): tensor for tensor in tensors}  # an operator in place returns its argument
+        changed = {id(self.value(tensor)): tensor for tensor in tensors}  # in-place operators return their argument
 
         def result(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -174,7 +174,7 @@ def makes_integers(func: Any, spec: Any, flat: list[Any]) -> bool:
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    """Make the product of groups of rows with a matrix each, or the gradient of the matrices (`right` has rows)."""
+    """Multiply each group of rows with its matrix. If `right` has rows, make the gradient of the matrices."""
     shape = left.shape[0], right.shape[-1]
     return left.new_empty((len(offsets), *shape) if right.ndim == 2 else shape)
 

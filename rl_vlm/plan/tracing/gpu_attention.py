@@ -1,4 +1,4 @@
-"""What attention over a packed row holds on a GPU, where one FlexAttention call replaces the two of SDPA."""
+"""Trace attention over packed rows as on a GPU, where one FlexAttention call replaces two SDPA calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 
 
 class KeptByFlexAttention(torch.autograd.Function):
-    """Keeps what FlexAttention keeps for its backward: query, key, value, output and each row's log-normalizer."""
+    """Keeps the tensors of FlexAttention for its backward: query, key, value, output and each row's log-normalizer."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class KeptByFlexAttention(torch.autograd.Function):
 
 @contextmanager
 def attention_as_on_gpu() -> Iterator[None]:
-    """Trace packed rows in this context as on a GPU: without masks of tokens by tokens."""
+    """Trace packed rows in this context as on a GPU, without masks of tokens by tokens."""
 
     def without_masks(layout: RowLayout, mask_function: MaskFunction) -> RowLayout:
         return layout

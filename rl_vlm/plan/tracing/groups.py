@@ -1,4 +1,4 @@
-"""Groups to trace a step with: prompts of one image and text, and completions of the longest length."""
+"""Groups to trace a step on: prompts of one image and text, with completions of the longest length."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class PromptSize:
 
 
 def make_prompt(config: Any, size: PromptSize) -> Prompt:
-    """Build a prompt with the shapes that the processor of this family makes; its values, and its image, mean nothing.
+    """Build a prompt with the shapes that the family's processor makes. Its values and its image are placeholders.
 
-    Raises ConfigError for a family whose images have other forms.
+    Raises ConfigError if the shapes of the family's images are unknown.
     """
     num_images, inputs = image_inputs(config, size.image_pixels)
     image = torch.full((num_images,), config.image_token_id)

@@ -1,4 +1,4 @@
-"""How many bytes tensors hold, and the most that they held."""
+"""Count the bytes that fake tensors hold, and their peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 
 class LiveBytes(TorchDispatchMode):
-    """A `PeakCounter` of the storages of fake tensors while they live, with constant work per operator."""
+    """A `PeakCounter` of fake tensors. Each storage counts while it lives, with constant work per operator."""
 
     meaning = "fake tensors"
 
@@ -24,7 +24,7 @@ class LiveBytes(TorchDispatchMode):
         """Bytes of each live storage, by its address."""
         self.now = 0
         self.peak = 0
-        """The most bytes since `restart`."""
+        """Peak bytes since `restart`."""
         self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count tensors that are made in this context."""
+        """Ignore tensors that are made in this context."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -59,9 +59,9 @@ class LiveBytes(TorchDispatchMode):
             self.is_paused = before
 
     def restart(self) -> None:
-        """Begin the peak from what is held now."""
+        """Reset the peak to the bytes that are held now."""
         self.peak = self.now
 
     def read(self) -> int:
-        """Return the most bytes since `restart`."""
+        """Return the peak bytes since `restart`."""
         return self.peak

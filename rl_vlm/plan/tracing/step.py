@@ -35,8 +35,8 @@ def trace_steps(
 ) -> list[Mapping[Stage, Block]]:
     """Trace optimizer steps that each train on `groups`. Returns the bytes of each step by stage.
 
-    `checkpoint` is the directory of a model, of which only the configuration is read. The first step makes the
-    optimizer state, and later ones begin with it. All ranks of DDP have the same bytes.
+    `checkpoint` is the directory of a model. Only its config is read. The first step makes the optimizer state, and
+    later steps start with it. All ranks of DDP hold the same bytes.
     """
     policy, reference = models_without_storage(config, checkpoint, groups)
     tokens = config.memory.micro_batch_tokens
@@ -65,7 +65,7 @@ def make_models_fake(policy: Policy, reference: Reference | None) -> None:
 
 
 class TracedSteps:
-    """A trainer's steps on groups that are given, on one rank. A counter measures their bytes by stage."""
+    """Steps of a trainer on given groups, on one rank. A counter measures their bytes by stage."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Gold boxes: whether their corners are in order, and whether they lie in their images."""
+"""Find gold boxes that are inverted or leave their image."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rl_vlm.errors import DataError, Finding
 from rl_vlm.reward.golds import Box, gold_boxes
 
 FEW = 0.1
-"""Share of the rows below which lists of four numbers in a column are taken for something else than boxes."""
+"""A column holds boxes if at least this share of the rows has lists of four numbers in it."""
 USUAL = 0.5
-"""Share of the boxes that must lie in a frame of coordinates for it to be that of the column."""
+"""A frame of coordinates fits a column if at least this share of the rows with boxes has no wrong box in it."""
 FRAMES = ("relative", "image", "per mille")
 SLACK = 0.01
-"""Share of a side by which boxes may leave their image: data sets round."""
+"""Share of a side by which a box may leave its image, since data sets round."""
 KIND = "box outside the image or inverted"
 REMEDY = "Correct the box, or leave the row out: no completion can overlap with a box that is not there."
 OTHER_FRAME = (
@@ -27,8 +27,8 @@ OTHER_FRAME = (
 def box_findings(rows: Rows, used: Sequence[int], columns: Sequence[str]) -> list[Finding]:
     """Return a finding for each row whose gold box is inverted or outside its image. `columns` hold gold answers.
 
-    Coordinates are those of the first of relative, image and per mille in which half of the boxes lie. If there is
-    none, there is one finding about the column.
+    Try relative, image and per mille coordinates, and take the first frame that fits the column. If none fits, return
+    one finding about the column.
     """
     findings: list[Finding] = []
     for column in columns:
@@ -50,11 +50,11 @@ def box_findings(rows: Rows, used: Sequence[int], columns: Sequence[str]) -> lis
 
 
 Placed = tuple[int, list[Box], tuple[int, int]]
-"""A row, its boxes, and width and height of its first image."""
+"""A row, its boxes, and the (width, height) of its image."""
 
 
 def boxes_of(rows: Rows, used: Sequence[int], column: str) -> Iterator[Placed]:
-    """Yield the rows with an image and boxes in a column."""
+    """Yield the rows that have one image, and boxes in the column."""
     for row in used:
         parsed = rows.parse(row)
         boxes = gold_boxes(parsed.columns.get(column))
@@ -63,11 +63,11 @@ def boxes_of(rows: Rows, used: Sequence[int], column: str) -> Iterator[Placed]:
         try:
             yield row, boxes, image_size(parsed.images[0][1], rows.part(row).image_folder, rows.place(row))
         except DataError:
-            continue  # found with the rows
+            continue  # the check of the rows reports it
 
 
 def badly_placed(found: Sequence[Placed], frame: str) -> list[tuple[int, str]]:
-    """Return the rows with a box that is wrong in a frame of coordinates, and what is wrong with it."""
+    """Return the rows with a box that is inverted or leaves its image in this frame, each with a message."""
     bad = []
     for row, boxes, size in found:
         width, height = {"relative": (1, 1), "image": size, "per mille": (1000, 1000)}[frame]

@@ -1,4 +1,4 @@
-"""Reward functions that give one score to all completions that the two steps sampled."""
+"""Find reward functions that give the same score to all completions of the two steps."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ REMEDY = (
 def check_constant_rewards(
     config: RewardsConfig, usable: UsableRows, rows: Sequence[int], run: Path, diagnosis: Diagnosis
 ) -> None:
-    """Note each function that gave one score to all completions in the directory of a run.
+    """Note each function that gave the same score to all completions in the directory of a run.
 
-    It is no finding if gold answers of `rows` get other scores, or if a function without gold answers gave nothing:
-    what it looks for is then only not in these completions, which are few and short.
+    It is a finding if the gold answers of `rows` get this score too. Two cases are noted as checked instead: gold
+    answers get other scores, or the score is 0 and the function reads no gold answers. The few short completions may
+    then simply lack the text that the function looks for.
     """
     with RewardSuite(config) as suite:
         weights = dict(zip(suite.names, suite.weights, strict=True))
@@ -57,7 +58,7 @@ def check_constant_rewards(
 
 
 def sampled_scores(run: Path, name: str) -> list[float]:
-    """Return the scores of a function in the completions files of a run."""
+    """Return a function's scores from the completions files of a run."""
     import pyarrow.parquet
 
     tables = [pyarrow.parquet.read_table(path) for path in window_paths(run)]
@@ -66,7 +67,7 @@ def sampled_scores(run: Path, name: str) -> list[float]:
 
 
 def made_up_scores(reward: Reward, usable: UsableRows, rows: Sequence[int]) -> list[float]:
-    """Return the scores of gold answers of rows in all forms, and of an empty text; none if calls may cost much."""
+    """Score the gold answers of rows in all forms, and an empty text. Return [] if `why_not_scored` gives a reason."""
     if why_not_scored(reward) is not None:
         return []
     columns = usable.rows.columns

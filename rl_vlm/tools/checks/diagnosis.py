@@ -1,4 +1,4 @@
-"""What the checks before a run have found, and what they could not check."""
+"""Findings of the checks before a run, and the parts that they could not check."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from rl_vlm.errors import Finding, RLVLMError, Severity, Stopped
 
 STATUS: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
-"""Exit status of the command, by the worst severity. 2 is the status of an error of the user in every command."""
+"""Exit status of the command, by the worst severity. In every command, 2 stands for an error of the user."""
 
 
 @dataclass
 class Diagnosis:
-    """Everything that was found."""
+    """Findings, and lines about the parts that were checked or not."""
 
     findings: list[Finding] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Diagnosis:
 
     @contextmanager
     def noting(self, kind: str, remedy: str) -> Iterator[None]:
-        """Note an RLVLMError of the block as a finding, but for a stop."""
+        """Turn an RLVLMError of the block into a finding. Raise `Stopped` again."""
         try:
             yield
         except Stopped:
@@ -31,10 +31,10 @@ class Diagnosis:
             self.findings.append(Finding("error", kind, str(error), remedy))
 
     def texts(self, severity: Severity) -> list[str]:
-        """Return what the findings of a severity say."""
+        """Return the messages of the findings of a severity."""
         return [finding.what for finding in self.findings if finding.severity == severity]
 
     @property
     def status(self) -> int:
-        """Return the exit status: 0 if there is nothing but infos, 1 with warnings, 2 with errors."""
+        """Return the exit status: 2 if there are errors, 1 if there are warnings, else 0."""
         return max((STATUS[finding.severity] for finding in self.findings), default=0)

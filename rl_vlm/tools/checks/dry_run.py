@@ -1,8 +1,8 @@
-"""What can be checked of a run in seconds: all but what needs its model.
+"""Checks of a run that take seconds, since they do not load its model.
 
     rewards ─ data and the columns that rewards need ─ number of steps ─ output directory ─ model's files ─► Diagnosis
 
-Neither torch nor transformers nor `datasets` is imported here. Functions of the user may import what they like.
+This module imports neither torch nor transformers nor `datasets`. Functions of the user may import them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REMEDY = "Change the setting that the message names."
 
 
 def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
-    """Check a training run. `plan` gives the number of steps, if the batch sizes have a solution."""
+    """Check a training run. `plan` gives the number of steps; it is None if the batch sizes have no solution."""
     diagnosis = Diagnosis()
     rewards = check_rewards(config.rewards, diagnosis)
     check_loss(config, diagnosis)
@@ -97,7 +97,7 @@ def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: Eva
 
 
 def check_serving(config: RunConfig) -> Diagnosis:
-    """Check servers to start."""
+    """Check the engine and the model of `rl-vlm serve`."""
     diagnosis = Diagnosis()
     check_engine(config, diagnosis)
     check_model(config, diagnosis)
@@ -105,14 +105,14 @@ def check_serving(config: RunConfig) -> Diagnosis:
 
 
 def check_rewards(config: RewardsConfig, diagnosis: Diagnosis) -> list[RewardSuite]:
-    """Load every function, and return those that load, each in a suite of its own."""
+    """Load every reward function. Return one suite for each function that loads."""
     suites: list[RewardSuite] = []
     for spec in config.reward_funcs:
         with diagnosis.noting(KIND, REMEDY):
             suites.append(RewardSuite(RewardsConfig(reward_funcs=[spec])))
     if len(suites) == len(config.reward_funcs):
         with diagnosis.noting(KIND, REMEDY):
-            RewardSuite(config)  # names that occur twice
+            RewardSuite(config)  # refuses names that occur twice
     if suites:
         diagnosis.checked.append(f"reward functions {', '.join(name for suite in suites for name in suite.names)}")
     if any(isinstance(spec, RewardSpec) and spec.timeout for spec in config.reward_funcs):
@@ -133,7 +133,7 @@ def check_loss(config: RunConfig, diagnosis: Diagnosis) -> None:
 def check_data(
     config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], diagnosis: Diagnosis
 ) -> Peek | None:
-    """Open the data, read the first row of each entry, and check that the columns that rewards need are there.
+    """Open the data, read the first row of each entry, and check the columns that rewards need.
 
     Returns the rows, or None if they cannot be opened.
     """
@@ -171,7 +171,7 @@ def check_output_dir(path: Path) -> None:
 
 
 def check_resumed(config: RunConfig) -> None:
-    """Raise CheckpointError if the checkpoint to resume cannot be read, or was written with settings that must hold."""
+    """Raise CheckpointError if the checkpoint to resume cannot be read, or if a setting has changed that must not."""
     setting = config.train.resume_from_checkpoint
     found = directories(Path(config.train.output_dir)) if setting == "auto" else [Path(setting)] if setting else []
     if not found:
@@ -198,7 +198,7 @@ def check_optim(config: RunConfig, diagnosis: Diagnosis) -> None:
 
 
 def check_engine(config: RunConfig, diagnosis: Diagnosis) -> None:
-    """Note a problem if the engine's package has to be installed and is not."""
+    """Note a problem if the engine needs a package that is not installed."""
     engine, urls = config.rollout.facts, config.vllm.vllm_server_base_url
     if urls and engine.uses_servers:
         diagnosis.not_checked.append(f"servers at {', '.join(urls)}")
@@ -244,9 +244,9 @@ def check_source(name: str, revision: str, diagnosis: Diagnosis) -> None:
 
 
 def cached_snapshot(name: str, revision: str) -> Path | None:
-    """Return the directory of a hub name in the local cache, if it is there.
+    """Return the directory of a hub name in the local cache, or None if it is not there.
 
-    Raises ModelError for a name that can only be a path.
+    Raises ModelError if the name can only be a path, or is no valid hub name.
     """
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"model.model_name_or_path {name} does not exist; name a checkpoint, a function or a hub name")

@@ -1,8 +1,9 @@
-"""Rows that repeat others: the same prompt with the same images, under whatever names the images have.
+"""Find rows with the same prompt and the same images, whatever the names of the image files.
 
-Rows with equal messages, and as many pixels, are candidates. Only their images are read and hashed (BLAKE2b, 128 bits):
+Rows with equal messages and equally many images and pixels are candidates. Only their images are read and hashed
+(BLAKE2b, 128 bits):
 
-by default        the encoded bytes of an image; of a PIL image its pixels
+by default        the encoded bytes of an image, or the pixels of a PIL image
 with `decode`     the pixels of every image, upright and in RGB, so that PNG and BMP files of one image are equal
 """
 
@@ -32,14 +33,14 @@ HELD_OUT = "Leave the row out of the training data: the held-out scores count wh
 ONE_PICTURE = "Look at the column of images: rows about different things have different pictures."
 NUM_DRAWN = 64
 FEWEST = 3
-"""Rows with images below which a picture that most of them have is no finding."""
+"""Minimum number of rows with images for a common picture to be a finding."""
 
 
 def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool) -> list[Finding]:
-    """Return a finding for each row that repeats an earlier one of its split, or one of the training data.
+    """Return a finding for each row that repeats an earlier row of its split, and for each training row held out too.
 
-    The training data is the first split. `golds` are the columns of gold answers. With `decode`, an image of a
-    candidate that is damaged behind its header is found too.
+    The first split is the training data. `golds` are the columns of gold answers. With `decode`, also report candidates
+    whose image is damaged after its header.
     """
     candidates, findings = candidate_places(splits), []
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -60,7 +61,7 @@ def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool)
 def find_common_picture(split: Split) -> list[Finding]:
     """Return a finding if one picture is in more than half of the rows. Images are compared by their bytes.
 
-    A picture that common is in a quarter of some rows drawn at random, too; only then are all images read.
+    First compare up to `NUM_DRAWN` random rows. Read all images only if a quarter of these rows share a picture.
     """
     facts = [(0, fact) for fact in split.facts if fact.is_usable and fact.num_images]
     if len(facts) < FEWEST:
@@ -77,7 +78,7 @@ def find_common_picture(split: Split) -> list[Finding]:
 
 
 def most_common(split: Split, facts: Sequence[tuple[int, RowFacts]]) -> tuple[int, int]:
-    """Return the first row with the picture that most of these rows have, and their number."""
+    """Return the first row with the most common picture, and the number of rows that have it."""
     places: dict[bytes, list[int]] = defaultdict(list)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         digests = pool.map(partial(content_of, [split], False), facts)
@@ -89,7 +90,7 @@ def most_common(split: Split, facts: Sequence[tuple[int, RowFacts]]) -> tuple[in
 
 
 def candidate_places(splits: Sequence[Split]) -> list[tuple[int, RowFacts]]:
-    """Return the rows whose messages and numbers of images and pixels occur more than once, with their splits."""
+    """Return the rows, with their split, whose messages and numbers of images and pixels equal another row's."""
     alike: dict[tuple[bytes, int, int], list[tuple[int, RowFacts]]] = defaultdict(list)
     for number, split in enumerate(splits):
         for fact in split.facts:
@@ -99,7 +100,7 @@ def candidate_places(splits: Sequence[Split]) -> list[tuple[int, RowFacts]]:
 
 
 def content_of(splits: Sequence[Split], decode: bool, candidate: tuple[int, RowFacts]) -> tuple[bytes, ...] | DataError:
-    """Return a digest of each image of a row, or the error with which one cannot be read."""
+    """Return a digest of each image of a row, or the DataError if one cannot be read."""
     number, fact = candidate
     rows = splits[number].rows
     where = rows.place(fact.row)
@@ -113,7 +114,7 @@ def content_of(splits: Sequence[Split], decode: bool, candidate: tuple[int, RowF
 
 
 def image_digest(rows: Rows, row: int, value: Any, where: str, decode: bool) -> bytes:
-    """Return a digest of an image's encoded bytes; of a PIL image, and with `decode`, of its size and pixels."""
+    """Hash the encoded bytes of an image. For a PIL image, or with `decode`, hash its size and pixels."""
     content, folder = image_content(value), rows.part(row).image_folder
     if decode or isinstance(content, Image):
         image, _ = read_image(content, folder, rows.config.max_image_pixels, where)
@@ -123,7 +124,7 @@ def image_digest(rows: Rows, row: int, value: Any, where: str, decode: bool) -> 
 
 
 def repeats(splits: Sequence[Split], golds: Sequence[str], places: Sequence[Place]) -> list[Finding]:
-    """Return the findings for rows with the same content, which are given in order."""
+    """Build the findings about `places`, the rows with the same content in order."""
     findings = []
     for number in range(len(splits)):
         mine = [row for split, row in places if split == number]
@@ -139,7 +140,7 @@ def repeats(splits: Sequence[Split], golds: Sequence[str], places: Sequence[Plac
 
 
 def duplicate(rows: Rows, golds: Sequence[str], first: int, row: int) -> Finding:
-    """Return the finding for a row that repeats an earlier one."""
+    """Build the finding about a row that repeats an earlier one."""
     one, other = ([repr(rows.parse(index).columns.get(name)) for name in golds] for index in (first, row))
     what = f"{rows.place(row)}: {rows.place(first)} has the same prompt and images"
     if one == other:

@@ -28,10 +28,10 @@ from rl_vlm.tools.checks.smoke import run_two_steps
 
 
 def examine(config: RunConfig, with_model: bool = True, decode: bool = False) -> Diagnosis:
-    """Check a run, and return what was found.
+    """Check a run and return the diagnosis.
 
-    `with_model` loads the model and takes two steps. `decode` compares images by their pixels. Nothing is written to
-    `output_dir`.
+    With `with_model`, load the model and take two steps. With `decode`, compare images by their pixels. Write nothing
+    to `output_dir`.
     """
     diagnosis = Diagnosis()
     suites, plan = check_settings(config, diagnosis)
@@ -58,7 +58,7 @@ def examine(config: RunConfig, with_model: bool = True, decode: bool = False) ->
 def examine_data(
     config: RunConfig, suites: Sequence[RewardSuite], decode: bool, diagnosis: Diagnosis
 ) -> tuple[Split | None, Split | None]:
-    """Check the rows of both splits, duplicates and gold answers. Returns the splits that can be loaded."""
+    """Check rows, duplicates and gold answers of both splits. A split is None if it cannot be loaded."""
     train, held_out = (load_split(config, split, suites, diagnosis) for split in ("train", "eval"))
     splits = [split for split in (train, held_out) if split is not None]
     if splits:
@@ -74,7 +74,7 @@ def examine_data(
 
 
 def count_steps(config: RunConfig, plan: BatchPlan | None, train: Split, diagnosis: Diagnosis) -> int:
-    """Return the optimizer steps of the run, or 1 if the settings have no solution."""
+    """Return the number of optimizer steps of the run, or 1 if the settings have no solution."""
     if plan is not None:
         with diagnosis.noting("settings", REMEDY):
             return total_optimizer_steps(config, plan, len(train.usable))
@@ -87,8 +87,8 @@ def examine_prompts(
 ) -> tuple[str, PromptBuilder, UsableRows, UsableRows | None] | None:  # fmt: skip
     """Check prompts, gold answers, the learning rate and disk space with the files of the model.
 
-    `elsewhere` has a temporary `output_dir`. Returns the checkpoint, the prompt builder and the rows of both splits, or
-    None if the model is not to be loaded.
+    `elsewhere` is the config with a temporary `output_dir`. Returns the checkpoint, the prompt builder and the rows of
+    both splits, or None if the model will not be loaded.
     """
     checkpoint = find_checkpoint(elsewhere, with_model, diagnosis)
     if checkpoint is None:
@@ -120,7 +120,7 @@ def examine_model(
     config: RunConfig, checkpoint: str, builder: PromptBuilder, train: UsableRows, held_out: UsableRows | None,
     is_ready: bool, diagnosis: Diagnosis,
 ) -> None:  # fmt: skip
-    """Load the model, check the token budget and whether pixels reach it, and take two steps if the run is ready."""
+    """Load the model, check the token budget and the effect of pixels, and take two steps if the run is ready."""
     policy = load_policy(config, checkpoint).to(Ranks().device)
     check_budget(config, checkpoint, policy, builder, train, diagnosis)
     check_pixels(policy, builder, train, diagnosis)

@@ -1,4 +1,4 @@
-"""Gold answers: whether their own reward functions give them the most that they give, and whether prompts hold them."""
+"""Check gold answers: do they get the maximum of their reward functions, and do prompts give them away?"""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from rl_vlm.tools.checks.rows import Split
 from rl_vlm.types import Sample
 
 AT_ONCE = 256
-"""Rows that a reward function is called on at once."""
+"""Number of rows that are scored at once."""
 USUAL = 0.5
-"""Fraction of the rows from which on the highest score is taken for what a right answer gets. A function that scores
-fewer rows so may well depend on lengths."""
+"""The highest score counts as the score of a right answer if at least this fraction of the rows gets it. If fewer rows
+get it, the score may depend on lengths."""
 
 NO_GOLD = "Fill the column, leave the row out, or add a reward function that applies to it."
 FAILS = "Correct the gold answer or the function: completions on which it fails are masked."
@@ -46,7 +46,7 @@ GIVEN = "Leave the answer out of the prompt."
 
 
 def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosis) -> None:
-    """Check the gold answers of the rows that can be used."""
+    """Check the gold answers of the usable rows."""
     rows, used = split.rows, split.usable.indices
     golds = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
     if not golds or not used:
@@ -80,7 +80,7 @@ def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosi
 def check_gold_lengths(
     split: Split, suites: Sequence[RewardSuite], tokenizer: Any, limit: int, diagnosis: Diagnosis
 ) -> None:
-    """Note a finding for each gold answer that has more tokens than a completion."""
+    """Note a finding for each gold answer that has more tokens than a completion may have."""
     rows = split.rows
     named = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
     golds = usual_columns(rows.columns) or named
@@ -100,7 +100,7 @@ def check_gold_lengths(
 
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
-    """Return the score of each row's gold answer. Images are decoded for functions that read them."""
+    """Score the gold answer of each row. Decode images only for functions that read them."""
     reward.form = reward.find_form(example_of(rows, used[0], reward))
     probed = [example_of(rows, row, reward) for row in spread_over(used, PROBED)]
     reading = find_reading(reward, probed, columns, rows.columns)
@@ -121,7 +121,7 @@ def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
 
 
 def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
-    """Return a row as a sample. Its images are read if the function reads them."""
+    """Return a row as a sample. Read its images only if the function reads images."""
     if reads_images(reward):
         return rows[row]
     parsed = rows.parse(row)
@@ -131,9 +131,9 @@ def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
 def score_findings(
     rows: Rows, used: Sequence[int], golds: Sequence[str], name: str, scores: Sequence[GoldScore], subtracts: bool
 ) -> list[Finding]:
-    """Return the findings of one function: gold answers on which it fails, or that it scores below its maximum.
+    """Return a finding for each gold answer on which a function fails, or which it scores below its maximum.
 
-    With `subtracts`, 0 may be its maximum.
+    If `subtracts` is true, the maximum may be 0.
     """
     numbers = [found.score for found in scores if found.score is not None]
     highest = max(numbers, default=0.0)
@@ -160,7 +160,7 @@ def score_findings(
 def missing_golds(
     rows: Rows, used: Sequence[int], golds: Sequence[str], scores: Sequence[Sequence[GoldScore]]
 ) -> list[Finding]:
-    """Return a finding for each row to which no function applies that reads a gold answer."""
+    """Return a finding for each row if none of the functions that read gold answers applies to it."""
     return [
         Finding(
             "warning", "row without a gold answer",
@@ -173,7 +173,7 @@ def missing_golds(
 
 
 def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> list[Finding]:
-    """Return the findings for gold columns with one value in all rows, and for prompts that end with their answer."""
+    """Return findings for gold columns with the same value in all rows, and for prompts that end with their answer."""
     values, findings = defaultdict(set), []
     for row in used:
         parsed = rows.parse(row)
@@ -192,7 +192,7 @@ def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> li
 
 
 def gives_away(parsed: ParsedRow, gold: Any) -> bool:
-    """Return whether the last text of the prompt is the gold answer in tags, or announced as the answer."""
+    """Return whether the prompt ends with the gold answer, in tags or announced as the answer."""
     texts = [block["text"] for message in parsed.messages for block in message["content"] if "text" in block]
     answer = re.escape(str(gold).strip())
     if gold is None or not answer or not texts:

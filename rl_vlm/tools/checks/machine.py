@@ -1,4 +1,4 @@
-"""What a run needs of the machine: versions of packages, ports, shared memory, and free disk space."""
+"""Check the machine of a run: versions of packages, ports, servers, shared memory, and free disk space."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rl_vlm.tools.checks.diagnosis import Diagnosis
 SHOWN = ("torch", "transformers", "accelerate", "peft", "vllm", "deepspeed")
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED = GIB
-"""Shared memory below which workers and vLLM often fail. Docker gives a container 64 MiB if it is not told more."""
+"""With less shared memory, workers and vLLM often fail. Docker gives a container 64 MiB by default."""
 
 
 def check_machine(config: RunConfig, diagnosis: Diagnosis) -> None:
-    """Check packages, ports and shared memory."""
+    """Check packages, ports, servers to join, and shared memory."""
     installed = installed_versions()
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
     diagnosis.checked.append(f"versions: {', '.join([f'python {platform.python_version()}', *shown])}")
@@ -47,7 +47,7 @@ def check_machine(config: RunConfig, diagnosis: Diagnosis) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages that rl-vlm requires, and of those that its extras name."""
+    """Return the installed versions of the packages that rl-vlm or its extras require."""
     found = {}
     for name in {Requirement(text).name for text in requires("rl-vlm") or []}:
         try:
@@ -58,10 +58,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> list[Finding]:
-    """Return a finding for each package that is missing or has a version which rl-vlm does not work with.
-
-    A package of an extra may be missing.
-    """
+    """Return a finding for each package that is missing or has the wrong version. Packages of extras may be missing."""
     findings = []
     for requirement in map(Requirement, requirements):
         found = installed.get(requirement.name)
@@ -75,7 +72,7 @@ def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> lis
 
 
 def old_transformers(model_type: str, installed: str) -> list[Finding]:
-    """Return a finding if the family's model is not right in this version of transformers."""
+    """Return a finding if this version of transformers is too old for the model's family."""
     family = FAMILIES.get(model_type)
     if family is None or family.is_available:
         return []
@@ -84,7 +81,7 @@ def old_transformers(model_type: str, installed: str) -> list[Finding]:
 
 
 def unreachable_servers(config: RunConfig) -> list[Finding]:
-    """Return a finding for each server to join that does not accept connections."""
+    """Return a finding for each server that the run joins and that does not accept connections."""
     findings = []
     for url in config.vllm.vllm_server_base_url if config.rollout.facts.uses_servers else []:
         address = urlsplit(url)
@@ -98,7 +95,7 @@ def unreachable_servers(config: RunConfig) -> list[Finding]:
 
 
 def small_shared_memory(config: RunConfig) -> list[Finding]:
-    """Return a finding if data workers or vLLM need shared memory and there is little of it."""
+    """Return a finding if data workers or vLLM need shared memory and less than `LEAST_SHARED` is free."""
     uses = config.data.dataloader_num_workers > 0 or config.rollout.facts.passes_shared_memory
     if not uses or not SHARED_MEMORY.is_dir():
         return []
@@ -111,7 +108,7 @@ def small_shared_memory(config: RunConfig) -> list[Finding]:
 
 
 def check_disk(config: RunConfig, weights: Weights, num_steps: int, diagnosis: Diagnosis) -> None:
-    """Compare the free space for `output_dir` with one checkpoint, and with all that the run keeps."""
+    """Compare the free space for `output_dir` with the size of one checkpoint, and of all that the run keeps."""
     path = Path(config.train.output_dir).absolute()
     free = free_bytes(path)
     one, kept = checkpoint_bytes(config, weights), num_kept(config, num_steps)
@@ -125,19 +122,19 @@ def check_disk(config: RunConfig, weights: Weights, num_steps: int, diagnosis: D
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that a path is on, or will be."""
+    """Return the free bytes of a path's file system. The path need not exist yet."""
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 def checkpoint_bytes(config: RunConfig, weights: Weights) -> int:
-    """Return the bytes of one checkpoint: the model or its adapter, the optimizer, and a reference that moves."""
+    """Return the bytes of a checkpoint: model or adapter, optimizer state, and the reference model if it moves."""
     model = weights.trained_bytes if config.model.use_peft else weights.bytes
     reference = weights.reference_bytes if config.algorithm.sync_ref_model else 0
     return model + state_bytes(weights, config.train.optim) + reference
 
 
 def num_kept(config: RunConfig, num_steps: int) -> int:
-    """Return the most checkpoints that are on disk at once: an old one is deleted after a new one is written."""
+    """Return the maximum number of checkpoints on disk. An old one is deleted only after a new one is written."""
     train = config.train
     written = math.ceil(num_steps / train.save_steps) if train.save_steps else 1
     return min(written, train.save_total_limit + 1) if train.save_total_limit else written

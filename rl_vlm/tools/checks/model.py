@@ -1,6 +1,6 @@
-"""The model of the run: its files, prompts against their limits, and whether its weights fit on this machine.
+"""Check the model of a run: its files, the lengths of prompts, and whether its weights fit on this machine.
 
-The model is never downloaded. A function that writes one does so in a temporary directory.
+The model is never downloaded. If a function writes it, the function writes to a temporary directory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED = "Change the row as the message says, or leave it out."
 def find_checkpoint(config: RunConfig, is_model_wanted: bool, diagnosis: Diagnosis) -> str | None:
     """Return the checkpoint that the run starts from, or None if it is not on this machine.
 
-    `config` is that of the run with a temporary `output_dir`, to which a function writes its model.
+    `config` has a temporary `output_dir`. If a function writes the model, it writes there.
     """
     name = config.model.model_name_or_path
     if names_function(name):
@@ -65,21 +65,21 @@ def check_family(checkpoint: str, revision: str, diagnosis: Diagnosis) -> None:
 
 
 def make_builder(config: RunConfig, checkpoint: str) -> PromptBuilder:
-    """Make the prompt builder of the run."""
+    """Build the prompt builder of the run."""
     processor = load_processor(checkpoint, config.model, config.data)
     return PromptBuilder(processor, config.data, longest_prompt(config, checkpoint))
 
 
 def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: Diagnosis) -> UsableRows:
-    """Return the rows whose prompts can be built and fit, and note a finding for each of the others.
+    """Return the rows whose prompts can be built and fit. Note a finding for each other row.
 
-    The prompts that are built are those that the run builds before its first step: with `max_prompt_length` all.
+    Build the same prompts as the run does before its first step: with `max_prompt_length`, all of them.
     """
     rows = split.rows
     listed = replace(split.usable, rows=replace(rows, config=rows.config.model_copy(update={"on_bad_row": "drop"})))
     try:
         kept = fitting_rows(listed, builder, limit)
-    except DataError as error:  # none is left
+    except DataError as error:  # no row is left
         diagnosis.findings.append(Finding("error", "no prompt fits", str(error), LONG))
         return split.usable
     for record in kept.dropped:
@@ -96,15 +96,15 @@ def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: 
 
 
 def limit_text(limit: int | None, longest: int | None) -> str:
-    """Describe the limits of a prompt's length."""
+    """Describe the limits on the length of a prompt."""
     context = f"the model's {longest} tokens" if longest else "no limit of the model"
     return context if limit is None else f"{context} and data.max_prompt_length {limit}"
 
 
 def too_large(weights: Weights) -> str | None:
-    """Return why the model is not loaded here, or None if there is memory for it.
+    """Return why the model does not fit on this machine, or None if it fits.
 
-    Loading takes float32 weights. A training step adds gradients and two moments of each trained weight.
+    The weights are loaded in float32. A training step adds a gradient and two moments for each trained weight.
     """
     needed = TRAINED_BYTES * (weights.num + 3 * weights.num_trained)
     free = free_memory()
@@ -114,7 +114,7 @@ def too_large(weights: Weights) -> str | None:
 
 
 def free_memory() -> int:
-    """Return the bytes that are free on the device of the run: those of the GPU, or of the host."""
+    """Return the free bytes of the GPU, or of the host if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
@@ -126,9 +126,9 @@ def free_memory() -> int:
 def check_budget(
     config: RunConfig, checkpoint: str, policy: Policy, builder: PromptBuilder, usable: UsableRows, diagnosis: Diagnosis
 ) -> None:
-    """Note a finding for each prompt that exceeds the token budget, of the rows that the run checks at its start.
+    """Note a finding for each prompt that exceeds the token budget.
 
-    These have the largest images and the longest texts.
+    Like the run at its start, check only the rows with the largest images and the longest texts.
     """
     prompts = {}
     for row in usable.largest(NUM_LARGEST):

@@ -1,4 +1,4 @@
-"""Whether pixels reach the model: a row's image is exchanged, and the log-probs of one completion must change.
+"""Check that pixels reach the model: with other images, the log-probs of a completion must change.
 
 prompt ─ the same prompt again            ─► noise of the arithmetic
        ─ another row's image, noise image ─► effect, which must be larger
@@ -23,7 +23,7 @@ from rl_vlm.types import Completion, Forward, Group, MicroBatch, Prompt, Sample,
 
 NUM_ROWS = 4
 LEAST_EFFECT = 1e-6
-"""Largest change of a log-prob that counts as none, beside ten times the noise."""
+"""Pixels have an effect if a log-prob changes by more than this, and by more than ten times the noise."""
 TEXT = "The answer is <answer>7</answer>."
 BLIND = (
     "Load another checkpoint, or correct its vision tower and projector: a run would train on text alone, and its "
@@ -32,7 +32,7 @@ BLIND = (
 
 
 def check_pixels(policy: Policy, builder: PromptBuilder, usable: UsableRows, diagnosis: Diagnosis) -> None:
-    """Note a finding for each of the first rows with images whose pixels have no effect on log-probs."""
+    """Note a finding for each row whose pixels do not change log-probs. Try the first `NUM_ROWS` rows with images."""
     samples = first_samples(usable)
     if not samples:
         diagnosis.not_checked.append("whether pixels reach the model: no row has an image")
@@ -53,7 +53,7 @@ def check_pixels(policy: Policy, builder: PromptBuilder, usable: UsableRows, dia
 
 
 def first_samples(usable: UsableRows) -> list[tuple[int, Sample]]:
-    """Return the first rows with images."""
+    """Return the first `NUM_ROWS` rows with images."""
     found = []
     for row in usable.indices:
         if usable.num_pixels.get(row, 0) > 0:
@@ -64,7 +64,7 @@ def first_samples(usable: UsableRows) -> list[tuple[int, Sample]]:
 
 
 def pixel_effect(policy: Policy, builder: PromptBuilder, sample: Sample, other: Sample) -> tuple[float, float]:
-    """Return the largest change of a log-prob by other images, and by nothing: the noise of the arithmetic."""
+    """Return the largest change of a log-prob with other images, and its largest change in a second pass (noise)."""
     token_ids = torch.tensor(builder.processor.tokenizer.encode(TEXT, add_special_tokens=False))
     exchanged = [other.images[0].resize(image.size) for image in sample.images]
     noise = [noise_image(image.size) for image in sample.images]
@@ -77,19 +77,19 @@ def pixel_effect(policy: Policy, builder: PromptBuilder, sample: Sample, other: 
 
 
 def with_images(sample: Sample, images: Sequence[Image.Image]) -> Sample:
-    """Return the sample with other images of the same sizes, hence with the same tokens."""
+    """Return the sample with other images. They have the same sizes, so the tokens stay the same."""
     return replace(sample, images=list(images), encoded_images={})
 
 
 def noise_image(size: tuple[int, int]) -> Image.Image:
-    """Return an image of random pixels, the same in every call."""
+    """Return an image of random pixels. Every call returns the same pixels."""
     width, height = size
     return Image.fromarray(np.random.default_rng(0).integers(256, size=(height, width, 3), dtype=np.uint8))
 
 
 @torch.no_grad()
 def logprobs(policy: Policy, prompt: Prompt, token_ids: Tensor) -> Tensor:
-    """Compute the log-probs of a completion behind a prompt."""
+    """Compute the log-probs of a completion of a prompt."""
     one = torch.zeros(1)
     completion = Completion(token_ids, torch.zeros(len(token_ids)), "length", TEXT)
     group = Group("doctor", prompt, [completion], policy_version=0)

@@ -1,4 +1,4 @@
-"""What differs between the ranks of a launch, before anything is loaded: every rank reports to rank 0."""
+"""Compare the ranks of a launch before anything is loaded. Every rank sends a report to rank 0."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.machine import installed_versions, unreachable_servers
 
 LIMIT = timedelta(seconds=60)
-"""Time that a rank has for its report. Launchers on other machines may start later."""
+"""Time limit for the report of a rank. Launchers on other machines may start later."""
 LARGEST_OFFSET = 1.0
-"""Seconds between two clocks that nobody need know of."""
+"""Clocks may differ by this many seconds without a finding."""
 HASHED = 2**20
-"""Bytes at the beginning and at the end of a file that are compared."""
+"""Number of bytes that are hashed at the beginning and at the end of a file."""
 MOST_FILES = 1000
 CONNECT_SECONDS = 5.0
 
 Facts = dict[str, dict[str, Any]]
-"""By kind and name, what must be the same on all ranks."""
+"""Values that must be equal on all ranks, by kind and name."""
 KINDS: dict[str, tuple[Severity, str]] = {
     "settings": ("error", "Start every machine with the same config file and the same overrides."),
     "packages": ("error", "Install the same versions on every machine."),
@@ -51,7 +51,7 @@ NETWORK = (
 
 
 class Exchange:
-    """The launcher's store, at which ranks leave messages for each other."""
+    """Messages between ranks, through the launcher's store."""
 
     def __init__(self) -> None:
         """Join the store. Raises LaunchError if the launch variables do not fit together."""
@@ -60,20 +60,20 @@ class Exchange:
         self.store = connect("doctor", LIMIT)
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a message, in types that JSON has."""
+        """Leave a message. `value` must be JSON-serializable."""
         self.store.set(key, json.dumps(value))
 
     def take(self, key: str) -> Any:
-        """Return a message. Raises TimeoutError if there is none after `LIMIT`."""
+        """Wait for a message and return it. Raises TimeoutError if there is none after `LIMIT`."""
         try:
             self.store.wait([key], LIMIT)
             return json.loads(self.store.get(key))
-        except RuntimeError as error:  # of torch's store, for which it has several classes
+        except RuntimeError as error:  # torch's store raises several subclasses of it
             raise TimeoutError(f"no message {key} within {LIMIT.seconds} s") from error
 
 
 def examine_ranks(config: RunConfig) -> Diagnosis:
-    """Compare all ranks with rank 0. Rank 0 returns what was found, and the others a diagnosis of the same status."""
+    """Compare all ranks with rank 0. Rank 0 returns the full diagnosis; the others return the same findings."""
     exchange = Exchange()
     with listening() as port:
         report = {"who": f"{socket.gethostname()}, process {os.getpid()}", "facts": facts_of(config)}
@@ -87,7 +87,7 @@ def examine_ranks(config: RunConfig) -> Diagnosis:
 
 
 def judged(exchange: Exchange, own: Mapping[str, Any]) -> Diagnosis:
-    """Compare the reports of all ranks with that of rank 0, and tell the others the outcome."""
+    """Compare the reports of all ranks with rank 0's own report, and send the findings to the other ranks."""
     diagnosis = Diagnosis(broken_connections("rank 0", own))
     for rank in range(1, exchange.world_size):
         try:
@@ -107,14 +107,14 @@ def judged(exchange: Exchange, own: Mapping[str, Any]) -> Diagnosis:
 
 
 def told(exchange: Exchange) -> Diagnosis:
-    """Wait for rank 0's outcome."""
+    """Wait for the findings of rank 0."""
     findings = [Finding(**finding) for finding in exchange.take("findings")]
     exchange.put(f"told/{exchange.rank}", True)
     return Diagnosis(findings)
 
 
 def differences(rank: int, report: Mapping[str, Any], own: Mapping[str, Any]) -> list[Finding]:
-    """Return a finding for everything in which the report of a rank differs from that of rank 0."""
+    """Return a finding for each difference between the report of a rank and rank 0's own report."""
     who = f"rank {rank} ({report['who']})"
     findings = [
         Finding(severity, f"{kind} that differ from rank 0's", f"{who}: {name}: {what}", remedy)
@@ -131,14 +131,14 @@ def differences(rank: int, report: Mapping[str, Any], own: Mapping[str, Any]) ->
 
 
 def broken_connections(who: str, report: Mapping[str, Any]) -> list[Finding]:
-    """Return a finding if a rank cannot reach the next one, and one for each server that it cannot reach."""
+    """Return a finding if a rank cannot reach the next rank, and for each server that it cannot reach."""
     network = [report["unreachable"]] if report["unreachable"] else []
     kinds = [*(("network", what) for what in network), *(("server", what) for what in report["servers"])]
     return [Finding("error", kind, f"{who}: {what}", NETWORK) for kind, what in kinds]
 
 
 def unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names whose values differ, with both values."""
+    """Yield each name whose values differ, with a text that shows both values."""
     for name in sorted(found.keys() | expected.keys()):
         here, there = (shorten(str(facts.get(name, "missing")), 80) for facts in (found, expected))
         if here != there:
@@ -146,7 +146,7 @@ def unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[t
 
 
 def facts_of(config: RunConfig) -> Facts:
-    """Return what must be the same on all ranks, as far as it can be told without loading anything."""
+    """Collect the values that must be equal on all ranks. Load neither model nor data."""
     import torch
 
     packages = {"python": platform.python_version(), **installed_versions(), "rl-vlm's source": own_source()}
@@ -158,7 +158,7 @@ def facts_of(config: RunConfig) -> Facts:
 
 
 def own_source() -> str:
-    """Return a digest of the source of this project."""
+    """Return a digest of the source code of this project."""
     specs = filter(None, map(find_spec, ("rl_vlm", "rewards", "launch")))
     folders = [Path(folder) for spec in specs for folder in spec.submodule_search_locations or []]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
@@ -166,7 +166,7 @@ def own_source() -> str:
 
 
 def named_files(config: RunConfig) -> dict[str, str]:
-    """Return size and digest of each file that settings name: of data, reward functions and the model."""
+    """Return size and digest of each file that the settings name: data, reward functions and model."""
     entries = [*config.data.entries("train"), *config.data.entries("eval")]
     names = [config.model.model_name_or_path, *(spec.function for spec in config.rewards.specs)]
     names += [name for entry in entries for name in (entry.name, entry.image_root)] + [config.data.image_root]
@@ -175,7 +175,7 @@ def named_files(config: RunConfig) -> dict[str, str]:
 
 
 def path_of(name: str) -> Path | None:
-    """Return the local path that a setting's value names, if it is one: of `file.py:function` that of the file."""
+    """Return the local path that a setting names, or None. For `file.py:function`, return the path of the file."""
     file, colon, _ = name.rpartition(":")
     path = Path(file if colon and file.endswith(".py") else name).expanduser()
     is_path = path.exists() or bool(path.suffix) or name.startswith((".", "/", "~"))
@@ -183,7 +183,7 @@ def path_of(name: str) -> Path | None:
 
 
 def described(path: Path) -> dict[str, str]:
-    """Return size and digest of a file, or of each file of a folder. Images of a folder are counted only."""
+    """Return size and digest of a file, or of the data and weight files in a folder. Only count its other files."""
     if path.is_file():
         return {str(path): digest(path)}
     if not path.is_dir():
@@ -194,7 +194,7 @@ def described(path: Path) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Return the size of a file, and a digest of its beginning and its end."""
+    """Return the size of a file and a digest of its beginning and end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         content = file.read(HASHED)
@@ -205,19 +205,19 @@ def digest(path: Path) -> str:
 
 @contextmanager
 def listening() -> Iterator[int]:
-    """Accept connections on a port of every interface, which is given to the block."""
+    """Accept connections on every interface. Yield the port."""
     with socket.create_server(("", 0)) as server:
         yield server.getsockname()[1]
 
 
 def own_address() -> str:
-    """Return the address of this machine by which it reaches the launcher's store."""
+    """Return the address from which this machine reaches the launcher's store."""
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), CONNECT_SECONDS) as made:
         return made.getsockname()[0]
 
 
 def unreachable_neighbour(exchange: Exchange) -> str | None:
-    """Return what is wrong with the connection to the next rank, or None."""
+    """Return a message if the next rank cannot be reached, else None."""
     other = (exchange.rank + 1) % exchange.world_size
     try:
         address, port = exchange.take(f"address/{other}")
@@ -229,7 +229,7 @@ def unreachable_neighbour(exchange: Exchange) -> str | None:
 
 @contextmanager
 def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
-    """Give the block whether a file that rank 0 writes beside `output_dir` is seen by this rank."""
+    """Yield whether this rank sees a file that rank 0 writes to `output_dir`, or to its first parent that exists."""
     folder = Path(config.train.output_dir).absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -249,10 +249,10 @@ def shared_probe(config: RunConfig, exchange: Exchange) -> Iterator[bool]:
 
 
 def clock_offset(exchange: Exchange) -> tuple[float, float]:
-    """Return by how many seconds this rank's clock is ahead of rank 0's, and how uncertain that is.
+    """Return how far this rank's clock is ahead of rank 0's, and the uncertainty, both in seconds.
 
-    Rank 0 answers one rank after the other with its time. Half of the time between question and answer is the
-    uncertainty (Cristian's algorithm, 1989).
+    Rank 0 sends its time to one rank after the other. The uncertainty is half of the time between question and answer
+    (Cristian's algorithm, 1989).
     """
     if exchange.rank == 0:
         for rank in range(1, exchange.world_size):

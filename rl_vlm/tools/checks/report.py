@@ -1,4 +1,4 @@
-"""The report of the doctor: text with the findings grouped by kind, and all of them as JSON."""
+"""Write the report of the doctor: a text with the findings grouped by kind, and a JSON file with all findings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rl_vlm.log.files import output
 from rl_vlm.tools.checks.diagnosis import STATUS, Diagnosis
 
 NUM_SHOWN = 5
-"""Rows of a group that the text names."""
+"""Number of rows that the text names in each group."""
 LONGEST = 300
 
 
 def report_text(diagnosis: Diagnosis) -> str:
-    """Return the text: what was checked, then the groups of findings, errors first, then their numbers."""
+    """Return the report as text: lines about the checks, groups of findings with errors first, and a count."""
     lines = [f"checked: {line}" for line in diagnosis.checked]
     lines += [f"not checked: {line}" for line in diagnosis.not_checked]
     for group in grouped(diagnosis.findings):
@@ -25,7 +25,7 @@ def report_text(diagnosis: Diagnosis) -> str:
 
 
 def grouped(findings: list[Finding]) -> list[list[Finding]]:
-    """Return the findings by severity, kind, data and remedy, errors first."""
+    """Group the findings by severity, kind, data and remedy, with errors first."""
     groups: dict[tuple[str, str, str | None, str], list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: -STATUS[finding.severity]):
         groups.setdefault((finding.severity, finding.kind, finding.data, finding.remedy), []).append(finding)
@@ -33,7 +33,7 @@ def grouped(findings: list[Finding]) -> list[list[Finding]]:
 
 
 def group_lines(group: list[Finding]) -> list[str]:
-    """Return the lines of one group: how many rows, the first of them, and the remedy."""
+    """Return the lines of one group: the number of rows, the first findings, and the remedy."""
     first = group[0]
     number = f": {len(group)} rows of {first.data}" if first.row is not None else ""
     lines = [f"{first.severity}: {first.kind}{number}"]
@@ -45,14 +45,14 @@ def group_lines(group: list[Finding]) -> list[str]:
 
 
 def closing_line(diagnosis: Diagnosis) -> str:
-    """Return how many findings of each severity there are."""
+    """Return the number of findings of each severity, as text."""
     counts = {name: sum(finding.severity == name for finding in diagnosis.findings) for name in reversed(STATUS)}
     found = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
     return found or "nothing found"
 
 
 def write_json(diagnosis: Diagnosis, path: Path) -> None:
-    """Write all findings, and what was checked. Raises ConfigError if the file cannot be written."""
+    """Write all findings and the lines about the checks as JSON. Raises ConfigError if the file cannot be written."""
     content: dict[str, Any] = {
         "status": diagnosis.status,
         "checked": diagnosis.checked,

@@ -1,4 +1,4 @@
-"""Every row and every image header of a split.
+"""Check every row and every image header of a split.
 
 Rows ─ inspect_rows: the checks of rl_vlm/data/check.py ─► RowFacts of each row ─► UsableRows
 """
@@ -25,11 +25,11 @@ CONTINUED = "Leave the answer out of the prompt, unless completions are to conti
 
 
 class RowFacts(NamedTuple):
-    """What is noted of a row."""
+    """Facts about a row, for the other checks."""
 
     note: RowNote
     text: bytes = b""
-    """A digest of the prompt's messages, with the places of images."""
+    """Digest of the prompt's messages, including the places of images."""
     num_images: int = 0
 
     @property
@@ -42,7 +42,7 @@ class RowFacts(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The rows of a split, and what was noted of each."""
+    """The usable rows of a split, and the facts about all its rows."""
 
     usable: UsableRows
     facts: list[RowFacts]
@@ -55,7 +55,7 @@ class Split(NamedTuple):
 def load_split(
     config: RunConfig, split: Literal["train", "eval"], suites: Sequence[RewardSuite], diagnosis: Diagnosis
 ) -> Split | None:
-    """Load a split and check its columns and rows. Returns None if it cannot be loaded or no row can be used."""
+    """Load a split and check its columns and rows. Returns None if it is not set or cannot be loaded."""
     data = config.data
     if (data.dataset_name if split == "train" else data.eval_dataset_name) is None:
         return None
@@ -75,12 +75,12 @@ def load_split(
 
 
 def inspect_rows(rows: Rows, find_gold: FindGold = no_gold) -> Iterator[RowFacts]:
-    """Yield what is noted of every row, in order. Images are read as far as their headers."""
+    """Yield the facts about every row, in order. Read only the headers of images."""
     return over_rows(rows, range(len(rows)), partial(facts_of, rows, find_gold))
 
 
 def facts_of(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
-    """Read a row, and its images as far as their headers."""
+    """Read a row and the headers of its images."""
     note, parsed = inspect_row(rows, find_gold, index, row)
     if parsed is None:
         return RowFacts(note)
@@ -99,7 +99,7 @@ def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> Iterator[Finding]:
 
 
 def usable_rows(rows: Rows, facts: Sequence[RowFacts]) -> UsableRows:
-    """Return the rows without problems, as the run would use them with `on_bad_row: drop`. There may be none."""
+    """Return the rows without findings, which the run uses with `on_bad_row: drop`. There may be none."""
     kept = [fact.note for fact in facts if fact.is_usable]
     return UsableRows(
         rows, [note.row for note in kept], [], {note.row: note.num_bytes for note in kept},

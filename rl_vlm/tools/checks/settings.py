@@ -1,4 +1,4 @@
-"""The checks of a dry run that concern no row: settings, reward functions, output directory, engine, model files."""
+"""Checks that need no rows: settings, reward functions, output directory, engine and model files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.dry_run import KIND, REMEDY, check_around_data, check_rewards
 
 TEMPERATURES = (0.3, 1.5)
-"""Below, the completions of a group are much alike; above, they are mostly noise."""
+"""Usual range. Below it, the completions of a group are nearly equal; above it, they are mostly noise."""
 LARGE_MODEL = 100_000_000
-"""Parameters of a model that is taken for a pretrained one."""
+"""A model with more parameters than this counts as pretrained."""
 LARGEST_RATES = {False: 1e-4, True: 1e-3}
-"""Learning rate, without and with LoRA, above which a pretrained model is likely to diverge."""
+"""Largest usual learning rate, by `use_peft`. Above it, a pretrained model is likely to diverge."""
 
 
 def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[RewardSuite], BatchPlan | None]:
-    """Check the settings. Returns a suite for each reward function that loads, and the batch if it has a solution."""
+    """Check the settings. Returns a suite for each reward function that loads, and the batch plan or None."""
     found, plan = Diagnosis(), None
     with found.noting(KIND, REMEDY):
         check_trainable(config)
@@ -28,7 +28,7 @@ def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[Reward
     suites = check_rewards(config.rewards, found)
     check_around_data(config, found)
     diagnosis.findings += [*unusual_temperature(config), *found.findings]
-    diagnosis.checked += found.checked  # what a dry run cannot check is checked later
+    diagnosis.checked += found.checked  # without `not_checked`: later checks cover it
     return suites, plan
 
 
@@ -43,7 +43,7 @@ def unusual_temperature(config: RunConfig) -> list[Finding]:
 
 
 def high_learning_rate(config: RunConfig, num_parameters: int) -> list[Finding]:
-    """Return a finding if the learning rate is far above those that pretrained models are trained with."""
+    """Return a finding if the learning rate is too high for a pretrained model."""
     has_lora, rate = config.model.use_peft, config.train.learning_rate
     largest = LARGEST_RATES[has_lora]
     if num_parameters <= LARGE_MODEL or rate <= largest:

@@ -1,4 +1,4 @@
-"""Two steps of the run itself, on a few of its rows, in a temporary directory."""
+"""Train for two steps of the run, on a few of its rows, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rl_vlm.tools.checks.diagnosis import Diagnosis
 NUM_LARGEST = 2
 NUM_ROWS = 8
 LENGTH = 16
-"""Tokens of a completion at most."""
+"""Maximum number of tokens in a completion."""
 GROUP = 4
-"""Completions of a prompt at most."""
+"""Maximum number of completions per prompt."""
 REMEDY = "Change what the message names: the run would end so, too."
 PACKAGE = logging.getLogger("rl_vlm")
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def training_rows() -> list[Row]:
 
 
 def held_out_rows() -> list[Row]:
-    """Return the held-out rows that are evaluated around the two steps."""
+    """Return the held-out rows for the evaluations of the two steps."""
     return _rows["eval"]
 
 
@@ -48,12 +48,12 @@ def spread(completions: list[Any]) -> list[float]:
 def run_two_steps(
     config: RunConfig, initial: str, trained: UsableRows, held_out: UsableRows | None, diagnosis: Diagnosis
 ) -> None:
-    """Train for two steps, and note the error with which they end, if any. `config` has a temporary `output_dir`."""
+    """Train for two steps. Note an error as a finding. `config` has a temporary `output_dir`."""
     _rows["train"] = few_rows(trained)
     _rows["eval"] = few_rows(held_out) if held_out else []
     logger.info("taking two steps of the run on %d rows", len(_rows["train"]))
     level = PACKAGE.level
-    PACKAGE.setLevel(logging.WARNING)  # without the run's own lines
+    PACKAGE.setLevel(logging.WARNING)  # hide the log lines of the run
     try:
         train(smoke_config(config, initial, held_out is not None))
         diagnosis.checked.append(f"two steps of the run on {len(_rows['train'])} rows, and a checkpoint")
@@ -61,7 +61,7 @@ def run_two_steps(
         check_constant_rewards(config.rewards, trained, trained.indices[:NUM_ROWS], run, diagnosis)
     except (Stopped, KeyboardInterrupt):
         raise
-    except BaseException as error:  # of any library below
+    except BaseException as error:  # of any library
         text = str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {shorten(text_of(error))}"
         diagnosis.findings.append(Finding("error", "two steps of the run", text, REMEDY))
     finally:
@@ -70,9 +70,9 @@ def run_two_steps(
 
 
 def few_rows(usable: UsableRows) -> list[Row]:
-    """Return the rows with the largest images and longest texts, and the first ones of each source.
+    """Return the rows with the largest images and longest texts, the first rows, and the first rows of each source.
 
-    They have all columns of the data, and ids that differ between sources.
+    Every row has all columns of the data, and an id that no row of another source has.
     """
     rows, indices = usable.rows, usable.indices
     firsts = [bisect_left(indices, part.start) for part in rows.parts]
@@ -86,7 +86,7 @@ def few_rows(usable: UsableRows) -> list[Row]:
 
 
 def with_absolute_paths(row: Row, folder: Path) -> Row:
-    """Return a row whose image files are found from every directory."""
+    """Return the row with absolute paths of its image files."""
 
     def absolute(value: Any) -> Any:
         path = image_path(value)
@@ -99,7 +99,7 @@ def with_absolute_paths(row: Row, folder: Path) -> Row:
 
 
 def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConfig:
-    """Return the settings of the two steps: those of the run on few rows, with short completions, and no trackers."""
+    """Return the run's settings, changed to two steps on few rows, with short completions and without trackers."""
     values: dict[str, dict[str, Any]] = copy.deepcopy(config.model_dump())
     values["model"]["model_name_or_path"] = initial
     values["data"] |= {

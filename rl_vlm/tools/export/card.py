@@ -31,24 +31,24 @@ SETTINGS = """
     rollout.num_generations rollout.temperature rollout.max_completion_length
     data.prompt_template data.system_prompt data.chat_template_kwargs data.min_pixels data.max_pixels
 """.split()
-"""Settings that the card shows where they are set; those of an adapter only if there is one."""
+"""Settings that the card shows if they are set. Settings of an adapter are shown for adapters only."""
 PACKAGES = ("rl-vlm", "transformers", "torch", "peft", "vllm", "accelerate", "datasets", "bitsandbytes")
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is exported, and in which form."""
+    """A checkpoint and the form of its export."""
 
     source: Source
     form: Form
     dtype: str
-    """Of a model's weights; an adapter's are float32."""
+    """Type of a model's weights. An adapter's weights are float32."""
     name: str
-    """Of the directory."""
+    """Name of the export's directory."""
 
 
 def model_card(export: Export) -> str:
-    """Return the card. It has no folder of this machine and no secret."""
+    """Return the card, without folders of this machine and without secrets."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -77,12 +77,12 @@ def model_card(export: Export) -> str:
 
 
 def public(value: Any) -> Any:
-    """Return a value as the template shows it: text without folders of this machine and secrets."""
+    """Remove folders of this machine and secrets from a value for the template, if it is text."""
     return for_everyone(value) if isinstance(value, str) else value
 
 
 def front_matter(export: Export) -> dict[str, Any]:
-    """Return the metadata for the hub. Models and data are named if they can be on the hub, and not otherwise."""
+    """Return the metadata for the hub. Models and data are named only if they can be on the hub."""
     source, is_adapter = export.source, export.form == "adapter"
     metadata: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
     metadata["pipeline_tag"] = "image-text-to-text"
@@ -108,7 +108,7 @@ def data_names(source: Source, setting: str) -> list[str]:
 
 
 def state_of(source: Source) -> str:
-    """Say after which step of the run the weights are, and whether the run was complete."""
+    """Say which step of the run the weights come from, and whether the run was complete."""
     summary = source.run.summary if source.run else {}
     after = f"These are the weights after optimizer step {source.step} of {source.max_steps}"
     if source.step == source.max_steps:
@@ -121,7 +121,7 @@ def state_of(source: Source) -> str:
 
 
 def training_rows(source: Source) -> list[tuple[str, Any]]:
-    """Return what the weights were trained on, by which rewards, and the settings of `SETTINGS`."""
+    """Return the rows of the card's table: data, reward functions, dtype, and the settings of `SETTINGS`."""
     rows: list[tuple[str, Any]] = [
         ("training data", ", ".join(data_names(source, "dataset_name"))),
         ("held-out data", ", ".join(data_names(source, "eval_dataset_name")) or "none"),
@@ -145,7 +145,7 @@ def reward_names(source: Source) -> list[str]:
 
 
 def held_out_method(source: Source) -> list[str]:
-    """Return a sentence on how many rows held-out figures are over and after which steps, if there are any."""
+    """Return a sentence on the rows and steps of held-out figures, or an empty list if there are no figures."""
     lines = source.run.lines if source.run else []
     evaluated = [line for line in lines if "eval_num_samples" in line]
     if not evaluated:

@@ -1,4 +1,4 @@
-"""What is exported: a complete checkpoint, with what is known of its run."""
+"""Find the checkpoint to export, and read its run."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ class Source:
 
     @property
     def base(self) -> str:
-        """Return the model that the run started from, or that the adapter is for: a path that exists here, if any.
+        """Return the adapter's base model, or the model that the run started from.
 
-        A relative path starts from the folder that the run was started in. `initial_model` moves with its run.
+        If it exists here, return its absolute path. A relative path is looked up from the present folder and from the
+        folder that the run was started in. Its last part is looked up in the folder of the checkpoint, since
+        `initial_model` moves with its run.
         """
         name = self.setting("model.model_name_or_path")
         if self.is_adapter:
@@ -57,13 +59,13 @@ class Source:
 
     @property
     def folders(self) -> list[Path]:
-        """Return where relative paths in the settings may start: the present folder, and that of the run."""
+        """Return the folders from which relative paths of the settings may start: the present one and the run's."""
         starts = self.run.starts if self.run else []
         return [Path(), *(Path(start["folder"]) for start in starts[-1:])]
 
     @property
     def model(self) -> ModelConfig:
-        """Return the section `model` of the settings, without those that only other versions of rl-vlm had."""
+        """Return the section `model` of the settings. Settings that this version does not know are ignored."""
         settings = self.state["settings"]
         known = {name: f"model.{name}" for name in ModelConfig.model_fields}
         return ModelConfig.model_validate({leaf: settings[name] for leaf, name in known.items() if name in settings})
@@ -73,7 +75,10 @@ class Source:
         return self.state["settings"].get(name)
 
     def is_on_hub(self, name: str) -> bool:
-        """Return whether a name can only be one on the hub: `name` or `owner/name`, and no file, folder or function."""
+        """Return whether a name must be on the hub.
+
+        It then has the form `name` or `owner/name`, and is no file, folder or function here.
+        """
         return (
             re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
             and not (is_file(name) or names_function(name))
@@ -82,7 +87,7 @@ class Source:
 
 
 def find_source(path: Path) -> Source:
-    """Return the checkpoint that `path` is, or of the run in `path` the one that its summary names, else the newest.
+    """Find the checkpoint at `path`. If `path` is a run, take the checkpoint in its summary, or else the newest.
 
     Raises ConfigError if `path` holds neither a run nor a checkpoint, CheckpointError if a checkpoint is not complete.
     """
@@ -102,9 +107,9 @@ def find_source(path: Path) -> Source:
 
 
 def complete(found: Path) -> Path:
-    """Return the checkpoint, or raise CheckpointError, which names the complete ones beside it, if it is not complete.
+    """Return the checkpoint if it is complete. Otherwise raise CheckpointError with a list of the run's complete ones.
 
-    `rl_vlm.checkpoint.store.check` compares contents.
+    Only sizes are checked. `rl_vlm.checkpoint.store.check` compares contents.
     """
     try:
         store.check_sizes(found)
@@ -115,7 +120,7 @@ def complete(found: Path) -> Path:
 
 
 def until(run: RunResults, step: int) -> RunResults:
-    """Return the run without what came after `step`."""
+    """Drop metrics and completions after `step` from a run."""
     lines = [line for line in run.lines if line["step"] <= step]
-    rows = [row for row in run.rows if row["step"] < step]  # those of step 0 are trained on in step 1
+    rows = [row for row in run.rows if row["step"] < step]  # completions of step 0 are trained on in step 1
     return replace(run, lines=lines, rows=rows)

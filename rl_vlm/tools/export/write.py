@@ -32,15 +32,15 @@ from rl_vlm.tools.export.card import Export, Form, model_card
 from rl_vlm.tools.export.source import ADAPTER_WEIGHTS, Source, find_source
 
 MARK = "export.json"
-"""A directory with this file is an export, which another one may replace."""
+"""A directory with this file is an export. A later export may replace it."""
 SMALL_FILES = 64 * 2**20
-"""Bytes that are left for tokenizer, configs and card."""
+"""Bytes to reserve for tokenizer, configs and card."""
 
 
 def export(path: Path, merge: bool = False, to: Path | None = None, dtype: str | None = None) -> tuple[Export, Path]:
-    """Write the checkpoint of a run, or a checkpoint, as a model directory. Returns what it is, and where.
+    """Write a checkpoint, or the checkpoint of a run, as a model directory. Returns the export and its directory.
 
-    `to` is the directory; by default, `export` beside the checkpoint. `dtype` is that of a model's weights; by default,
+    `to` defaults to `export` in the folder of the checkpoint. `dtype` is the type of a model's weights, and defaults to
     the run's `model.dtype`. The directory is complete or absent.
 
     Raises ConfigError if the options do not fit the checkpoint or the directory holds something else, CheckpointError
@@ -94,7 +94,7 @@ def write_files(directory: Path, exported: Export) -> None:
 
 
 def write_adapter(directory: Path, source: Source) -> None:
-    """Copy an adapter, with the name of its base model as it is known here."""
+    """Copy an adapter. Its config gets the base model's path on this machine, or else its name."""
     weights = source.checkpoint / ADAPTER_WEIGHTS
     store.check_space(directory, weights.stat().st_size + SMALL_FILES, "the export")
     shutil.copyfile(weights, directory / ADAPTER_WEIGHTS)
@@ -110,7 +110,7 @@ def write_model(directory: Path, exported: Export) -> None:
     model: Any = load_plain_model(source.checkpoint, source.base if source.is_adapter else None, source.model)
     model.to(dtype)
     for part in model.config.sub_configs:
-        getattr(model.config, part).dtype = dtype  # `save_pretrained` changes that of the whole only
+        getattr(model.config, part).dtype = dtype  # `save_pretrained` changes the dtype of the outer config only
     tensors = [*untied([*model.named_parameters(), *persistent_buffers(model)])]
     num_bytes = sum(tensor.nbytes for _, tensor in tensors)
     store.check_space(directory, num_bytes + SMALL_FILES, "the export")
@@ -119,7 +119,7 @@ def write_model(directory: Path, exported: Export) -> None:
 
 @contextmanager
 def named_errors(directory: Path) -> Iterator[None]:
-    """Raise errors of the disk in the block as CheckpointError."""
+    """Convert disk errors in the block to CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError) as error:

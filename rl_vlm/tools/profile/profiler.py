@@ -20,11 +20,11 @@ from rl_vlm.stages import Stage
 from rl_vlm.tools.profile.saved import SavedBytes
 
 NUM_PROFILED = 3
-"""Blocks of each stage that are measured. Later steps run at full speed."""
+"""Number of measured blocks per stage. Later steps run at full speed."""
 
 
 class MemoryProfile(StagePeaks):
-    """Measurements of one rank, beside what it holds when this is made."""
+    """Measurements of one rank. Bytes that it holds at construction are subtracted."""
 
     def __init__(self, peaks: Peaks, stages: Container[Stage], plan: MemoryPlan | None) -> None:
         """Measure these stages; `plan` predicts them."""
@@ -39,17 +39,17 @@ class MemoryProfile(StagePeaks):
         self.saved: SavedBytes | None = None
 
     def attach(self, policy: Policy) -> None:
-        """Measure the micro-batches of a policy, and what its modules keep in the first training passes."""
+        """Measure the micro-batches of a policy, and the bytes that its modules keep in the first training passes."""
         self.policy, self.saved = policy, SavedBytes(policy, policy.transformer)
 
     @property
     def stage_peaks(self) -> dict[str, int]:
-        """Return the most bytes of each stage."""
+        """Return the peak bytes of each stage."""
         return {stage.value: block.peak - self.base for stage, block in self.largest.items()}
 
     @contextmanager
     def passes(self, stage: Stage) -> Iterator[None]:
-        """Measure training, and count what modules keep in its first passes."""
+        """Measure training, and count the bytes that modules keep in its first passes."""
         is_first = stage is Stage.TRAINING and self.num_measured[stage] == 0
         with super().passes(stage), self.saved if is_first and self.saved is not None else nullcontext():
             yield

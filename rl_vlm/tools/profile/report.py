@@ -1,4 +1,4 @@
-"""`memory_profile.json` and `memory_profile.png`: what was measured of all ranks, beside the memory plan."""
+"""`memory_profile.json` and `memory_profile.png`: measurements of all ranks, compared with the memory plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_vlm.tools.profile.profiler import MemoryProfile
 from rl_vlm.tools.profile.saved import by_kind, by_layer
 
 NUM_LISTED = 20
-"""Layers and kinds of modules in the file."""
+"""Number of layers, and of kinds of modules, in the file."""
 NUM_DRAWN = 10
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank has measured."""
+    """Measurements of one rank."""
 
     phases: dict[str, int]
-    """Most bytes of each stage."""
+    """Peak bytes of each stage."""
     largest_micro_batch: Load
 
 
@@ -56,7 +56,7 @@ def write_profile(profile: MemoryProfile, ranks: Ranks, directory: Path) -> None
 
 
 def largest_load(loads: Iterable[Load], plan: MemoryPlan | None) -> Load:
-    """Return the micro-batch for which the plan predicts most; without a plan, the one with most tokens."""
+    """Return the micro-batch with the most predicted bytes, or without a plan the one with the most tokens."""
 
     def size(load: Load) -> int:
         return sum(replace(plan, load=load).training_parts().values()) if plan else load.tokens
@@ -65,7 +65,7 @@ def largest_load(loads: Iterable[Load], plan: MemoryPlan | None) -> Load:
 
 
 def compared(found: Sequence[RankProfile], plan: MemoryPlan | None) -> dict[str, dict[str, Any]]:
-    """Return the bytes of each phase over all ranks, and those that the plan predicts for the largest micro-batch."""
+    """Compare the bytes that ranks measured in each phase with the plan's prediction for the largest micro-batch."""
     load = largest_load((one.largest_micro_batch for one in found), plan)
     predicted = {phase.name: phase for phase in replace(plan, load=load).phases} if plan else {}
     names = dict.fromkeys([*predicted, *(name for one in found for name in one.phases)])
@@ -80,7 +80,7 @@ def compared(found: Sequence[RankProfile], plan: MemoryPlan | None) -> dict[str,
 
 
 def spread(by_rank: dict[int, int]) -> dict[str, Any]:
-    """Return the most and the least bytes of any rank, and which ranks these are; None if none has measured it."""
+    """Return the largest and the smallest measurement with their ranks. All are None if no rank has measured."""
     most, least = (choose(by_rank, key=lambda rank: by_rank[rank], default=None) for choose in (max, min))
     return {
         "measured_bytes": by_rank.get(most) if most is not None else None,
@@ -91,7 +91,7 @@ def spread(by_rank: dict[int, int]) -> dict[str, Any]:
 
 
 def peak_line(phases: dict[str, dict[str, Any]]) -> str:
-    """Name the phase that held most, with what was predicted for it."""
+    """Name the phase with the highest peak, and its prediction."""
     measured = {name: phase for name, phase in phases.items() if phase["measured_bytes"] is not None}
     name, phase = max(measured.items(), key=lambda item: item[1]["measured_bytes"])
     predicted = phase["predicted_bytes"]
@@ -101,7 +101,7 @@ def peak_line(phases: dict[str, dict[str, Any]]) -> str:
 
 
 def draw_profile(report: dict[str, Any], path: Path) -> None:
-    """Draw the phases, measured beside predicted, and the modules that keep most."""
+    """Draw measured and predicted bytes of each phase, and the kinds of modules that keep most."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 6.5), layout="constrained")

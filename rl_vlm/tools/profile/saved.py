@@ -20,7 +20,7 @@ from rl_vlm.model.blocks import block_of
 
 POLICY = "policy"
 OUTSIDE = "loss"
-"""What is saved outside of the model's forward."""
+"""Name for tensors that are saved outside of the model's forward."""
 
 
 class Kept(NamedTuple):
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class SavedByForward:
-    """What one forward of the whole model has saved, by module."""
+    """Bytes that one forward of the whole model has saved, by module."""
 
     bytes_by_module: Counter[str] = field(default_factory=Counter)
     counted: set[int] = field(default_factory=set)
@@ -41,13 +41,13 @@ class SavedByForward:
 
 
 class SavedBytes:
-    """A context that counts the bytes which forwards of `model` save for backward, in distinct storages.
+    """A context that counts the bytes that forwards of `model` save for backward. Each storage counts once.
 
-    Activations that are recomputed in the backward pass or moved to host memory are not saved, and not counted.
+    Activations that are recomputed in the backward pass or moved to host memory do not count.
     """
 
     def __init__(self, model: nn.Module, named: nn.Module) -> None:
-        """Name modules as in `named`, the transformers model within `model`. What is around it is the policy."""
+        """Name modules as in `named`, the transformers model within `model`. Modules around it are named `POLICY`."""
         self.model = model
         self.names = dict.fromkeys(model.modules(), POLICY)
         self.names |= {module: path for path, module in named.named_modules() if path}
@@ -94,7 +94,7 @@ class SavedBytes:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that ranks share."""
+    """Return this rank's shard of a tensor, or the tensor if it is not sharded."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -105,12 +105,12 @@ def address(tensor: Tensor) -> int:
 
 
 def by_layer(bytes_by_module: Mapping[str, int]) -> list[Kept]:
-    """Add up the modules of each layer, those with most bytes first; modules outside of layers stand alone."""
+    """Add up the bytes of each layer's modules, largest first. Modules outside of layers stay single."""
     return added_up(bytes_by_module, lambda name: block_of(f"{name}.").removesuffix(".") or name)
 
 
 def by_kind(bytes_by_module: Mapping[str, int]) -> list[Kept]:
-    """Add up the modules that layers have in common, such as `layers.*.mlp`, those with most bytes first."""
+    """Add up the bytes of the same module over all layers, such as `layers.*.mlp`, largest first."""
     return added_up(bytes_by_module, lambda name: re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 

@@ -1,4 +1,4 @@
-"""`report.html`: one file with everything, that opens offline."""
+"""`report.html`: one file with everything, which opens offline."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 NUMBER = re.compile(r"\d+")
 MOST_REASONS = 30
-"""Reasons of left out rows that are listed."""
+"""Largest number of listed reasons for left-out rows."""
 SHORTEST_PAUSE = 60.0
-"""Seconds between two reports of a run."""
+"""Least seconds between two reports of a run."""
 MOST_TIME = 0.02
-"""Share of a run's time that its reports take."""
+"""Largest share of a run's time that its reports take."""
 
 
 class LiveReport(Instrument):
-    """Writes the report of a run again from time to time. A failure is logged once and never ends the run."""
+    """Rewrites the report of a run from time to time. A failure is logged once and never ends the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class LiveReport(Instrument):
         self.refresh(is_last=True)
 
     def refresh(self, is_last: bool = False) -> None:
-        """Write the report if that is due: a build of t seconds is followed by a pause of 50 t, a minute at least."""
+        """Write the report if it is due. After a build of t seconds, pause for 50 t, but at least a minute."""
         start = time.monotonic()
         if not is_last and start < self.next:
             return
@@ -79,7 +79,7 @@ def write_folder_report(folder: Path, level: int = logging.WARNING) -> bool:
 
 @contextmanager
 def evaluation_report(config: RunConfig) -> Iterator[None]:
-    """Write the report of the evaluation that the block runs in `train.output_dir`, also if its scoring failed.
+    """Write the report of the evaluation that the block runs in `train.output_dir`, even if its scoring failed.
 
     The first process writes it, if `log.report` is set.
     """
@@ -102,12 +102,12 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 
 
 def report_path(folders: Sequence[Path]) -> Path:
-    """Return where the report of one run or evaluation is, or where a comparison of several is written."""
+    """Return the path of the report. A single one lies in its folder, a comparison of several in the present folder."""
     return place_of(folders[0]) / REPORT if len(folders) == 1 else Path(REPORT)
 
 
 def build_page(runs: Sequence[RunResults]) -> str:
-    """Build the page."""
+    """Build the HTML page."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -141,16 +141,16 @@ def build_page(runs: Sequence[RunResults]) -> str:
 
 
 def script_json(value: Any) -> Any:
-    """Return JSON that cannot end the script element that it stands in."""
+    """Return JSON that cannot close the script element around it."""
     from jinja2.utils import htmlsafe_json_dumps
 
     return htmlsafe_json_dumps(value, dumps=partial(json.dumps, ensure_ascii=False, separators=(",", ":")))
 
 
 def reasons(dropped: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, list[str]]]:
-    """Return reasons why rows were left out, how many there are of each, and the first rows.
+    """Count left-out rows by reason, and name the first rows of each reason.
 
-    Numbers in a reason do not make it another one. All rarer reasons are one entry.
+    Reasons that differ only in numbers are one. The rarest reasons share one entry.
     """
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in dropped:

@@ -1,4 +1,4 @@
-"""What the curves of a report show: series of points with bands, from metrics and completions."""
+"""Curves of a report: series of points with bands, from metrics and completions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from rl_vlm.tools.report.diversity import distinct_answers
 from rl_vlm.tools.report.read import RunResults, values_of
 
 MOST_POINTS = 240
-"""Points of a series that are drawn; of more, means of consecutive ones."""
+"""Largest number of drawn points in a series. In longer ones, consecutive points are averaged."""
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""97.5% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal distribution's is close."""
+"""97.5% quantiles of Student's t for 1 to 30 degrees of freedom. For more, the normal distribution is close."""
 Z_95 = 1.96
 MOST_STAGES = 5
 NO_STAGE = tuple(map(seconds_of, (Stage.STEP, *PARTS_OF_TRAINING, Stage.SAVE, AHEAD)))
-"""Seconds that do not add up to those of a step: of its stages' own stages, of saving, and of sampling beside training.
-"""
+"""Metrics that do not add up to the seconds of a step: the step itself, parts of training, saving, sampling ahead."""
 CLIPPED = {
     "clip_ratio/region_mean": "low or high", "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
     "cispo_clip_ratio": "cispo",
@@ -63,7 +62,7 @@ class Chart:
 
 
 def charts_of(runs: Sequence[RunResults]) -> list[Chart]:
-    """Return the charts of training runs; evaluations have none. Several runs are overlaid, each in its own colour."""
+    """Return the charts of training runs; evaluations have none. Several runs are overlaid, in one colour each."""
     charts = [reward_chart(runs, "reward", "Reward")]
     names = dict.fromkeys(function_name(m) for run in runs for line in run.lines for m in line if is_score(m))
     charts += [reward_chart(runs, f"rewards/{name}/mean", name, name) for name in names]
@@ -89,7 +88,7 @@ def charts_of(runs: Sequence[RunResults]) -> list[Chart]:
 
 
 def reward_chart(runs: Sequence[RunResults], metric: str, title: str, column: str = "reward") -> Chart:
-    """Show a reward in training with the 95% interval of its mean over prompts, and on held-out rows with theirs."""
+    """Chart a reward in training and on held-out rows, each with the 95% interval of its mean."""
     series = []
     for i, run in enumerate(runs):
         training = window_points(run, column) or metric_points(run, metric)
@@ -153,7 +152,7 @@ def is_number(value: Any) -> bool:
 
 
 def metric_chart(runs: Sequence[RunResults], title: str, note: str, metrics: Sequence[str]) -> Chart:
-    """Show metrics, each in a colour of its own, or the first that a run has in a colour per run."""
+    """Chart all metrics of a single run, one colour each. If there are several runs, chart each one's first metric."""
     if len(runs) > 1:
         points = [next(filter(None, (metric_points(run, metric) for metric in metrics)), []) for run in runs]
         found = [(i, run.name, points[i]) for i, run in enumerate(runs)]
@@ -165,7 +164,7 @@ def metric_chart(runs: Sequence[RunResults], title: str, note: str, metrics: Seq
 
 
 def answers_chart(runs: Sequence[RunResults]) -> Chart:
-    """Show how many distinct answers a group has."""
+    """Chart the mean number of distinct answers per group."""
     series = [Series(run.name, thinned(answer_points(run)), i) for i, run in enumerate(runs)]
     if len(runs) == 1:
         series = [Series("per group", series[0].points)]
@@ -180,7 +179,7 @@ def answer_points(run: RunResults) -> list[Point]:
 
 
 def stages_chart(run: RunResults, several: bool) -> Chart:
-    """Show where the seconds of a step go: the longest stages one by one, and all others together."""
+    """Chart the seconds of a step by stage: the longest stages one by one, and all others together."""
     steps = [line for line in run.lines if seconds_of(Stage.STEP) in line]
     totals: dict[str, float] = {}
     for line in steps:
@@ -206,7 +205,7 @@ def stages_chart(run: RunResults, several: bool) -> Chart:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most `MOST_POINTS` points: means of equally many consecutive ones, of their bands too."""
+    """Average consecutive points and their bands, so that at most `MOST_POINTS` are left."""
     size = -(-len(points) // MOST_POINTS)
     if size <= 1:
         return list(points)

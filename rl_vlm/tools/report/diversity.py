@@ -13,7 +13,7 @@ from rl_vlm.log.completions import windows_of
 from rl_vlm.tools.report.read import Row, RunResults, values_of
 
 MOST_LISTED = 60
-"""Prompts that are listed by id."""
+"""Largest number of prompts that are listed by id."""
 SHARE = 0.1
 
 
@@ -27,7 +27,7 @@ class PassRates:
 
 @dataclass(frozen=True)
 class Diversity:
-    """Figures of one run by a function with the largest weight."""
+    """Diversity of one run, judged by a reward function with the largest weight."""
 
     name: str
     function: str
@@ -48,12 +48,12 @@ class Diversity:
 
 
 def diversity_of(run: RunResults, function: str) -> Diversity:
-    """Compute the figures of a run that has completions by one of its functions."""
+    """Compute the diversity of a run with completions, judged by one of its functions."""
     solved_from = run.solved_from[function]
     ends = ends_of(run)
     distinct = [f"{np.mean([distinct_answers(group, function) for group in groups]):.2f}" for groups in ends.values()]
     passes = [PassRates(label, pass_rates(groups, function, solved_from)) for label, groups in ends.items()]
-    if run.kind == "evaluation":  # of all its completions, also if not all were read
+    if run.kind == "evaluation":  # over all completions, even if not all were read
         passes = [PassRates("all samples", recorded_pass_rates(run.summary, function))]
     scores = scores_by_prompt(run.rows, function)
     return Diversity(
@@ -84,13 +84,13 @@ def distinct_answers(group: Sequence[Row], function: str) -> int:
 
 
 def pass_rates(groups: Sequence[Sequence[Row]], function: str, solved_from: float) -> dict[int, float]:
-    """Compute pass@k over groups for k = 1, 2, 4, … up to their completions."""
+    """Compute pass@k over groups for k = 1, 2, 4, … up to the size of the largest group."""
     scores = {str(i): values_of(group, function) for i, group in enumerate(groups)}
     return pass_at({i: values for i, values in scores.items() if values}, max(map(len, groups)), solved_from)
 
 
 def recorded_pass_rates(summary: Mapping[str, Any], function: str) -> dict[int, float]:
-    """Return pass@k as an evaluation's summary has it."""
+    """Return pass@k from an evaluation's summary."""
     prefix = f"rewards/{function}/pass@"
     return {int(name.removeprefix(prefix)): value for name, value in summary.items() if name.startswith(prefix)}
 

@@ -32,7 +32,7 @@ class Line:
     band: str
     dots: list[tuple[float, float]]
     bars: list[tuple[float, float, float]]
-    """x and both ends of the intervals of dots."""
+    """x and both ends of each dot's interval."""
     latest: str
 
 
@@ -88,7 +88,7 @@ def draw(chart: Chart) -> Drawing:
 
 
 def area_base(point: Point, series: Series) -> float:
-    """Return what an area stands on, which is not part of its value."""
+    """Return the lower edge of an area, which is not part of its value; 0 for other styles."""
     return (point.low or 0.0) if series.style == "area" else 0.0
 
 
@@ -123,13 +123,13 @@ def described(series: Series) -> str:
 
 
 def spread(low: int | float, high: int | float, margin: int | float) -> tuple[int | float, int | float]:
-    """Return a range with a margin, never an empty one."""
+    """Add a margin to a range, and widen an empty one."""
     size = (high - low) or abs(high) or 1.0
     return (low, high if high > low else low + size) if not margin else (low - margin * size, high + margin * size)
 
 
 def value_range(low: int | float, high: int | float) -> tuple[int | float, int | float]:
-    """Return the range of the vertical axis. It begins at 0 if the values do not span less than half of the way."""
+    """Return the range of the vertical axis. It begins at 0 if the least value is from 0 to half of the largest."""
     if 0 <= low < 0.5 * high or low == high == 0:
         return 0.0, (high or 1.0) * 1.05
     return spread(low, high, 0.08)
@@ -149,7 +149,7 @@ def whole(ticks: Sequence[Tick]) -> list[Tick]:
 
 
 def number(value: int | float) -> str:
-    """Format for an axis: 0.25, 12, 16k, 1.2e-05."""
+    """Format a number for an axis: 0.25, 12, 16k, 1.2e-05."""
     if value == 0:
         return "0"
     size = abs(value)

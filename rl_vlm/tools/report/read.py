@@ -1,4 +1,4 @@
-"""What a report is made of: the files of a run or of an evaluation, as plain data."""
+"""Read the files of a run or an evaluation for a report, as plain data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 MOST_ROWS = 50_000
-"""Completions of a run that are read. If there are more, windows at even distances are read."""
+"""Largest number of completions to read from a run. If there are more, every n-th window is read."""
 MOST_HELD_OUT_ROWS = 20_000
 """The same for held-out completions."""
 MOST_BYTES = 200_000_000
@@ -37,13 +37,13 @@ class RunResults:
     path: Path
     kind: Literal["training", "evaluation"]
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Of `metrics.jsonl`; an evaluation has none."""
+    """Lines of `metrics.jsonl`. An evaluation has none."""
     rows: list[Row] = field(default_factory=list)
     """A dict per completion that was read, in order of the steps."""
     num_rows: int = 0
     """Completions in all of their files."""
     held_out: list[Row] = field(default_factory=list)
-    """A dict per completion of an evaluation within a training run that was read, in order of the steps."""
+    """A dict per completion that was read from the evaluations within a training run, in order of the steps."""
     num_held_out: int = 0
     names: list[str] = field(default_factory=list)
     """Reward functions."""
@@ -69,7 +69,7 @@ class RunResults:
 
     @property
     def root(self) -> Path:
-        """Return the directory below which its images are: the evaluations of a comparison share that of all."""
+        """Return the directory that holds its images. The evaluations of a comparison share one."""
         return self.path if self.kind == "training" else started_in(self.path)
 
     @property
@@ -78,7 +78,7 @@ class RunResults:
 
     @property
     def decisive(self) -> list[str]:
-        """Return the functions with the largest weight, whose scores say whether a completion solves its prompt."""
+        """Return the functions with the largest weight. Their scores say whether a completion solves its prompt."""
         return [name for name in self.names if self.weights[name] == max(self.weights.values())]
 
     @property
@@ -88,7 +88,7 @@ class RunResults:
 
     @property
     def solved_from(self) -> dict[str, float]:
-        """Return the scores of the functions from which a completion is solved, 1 if they are not known."""
+        """Return the least score of each function that solves a prompt, 1 if it is not known."""
         return self.by_name(self.of_functions("solved_from"))
 
     def of_functions(self, key: str) -> list[float]:
@@ -100,14 +100,14 @@ class RunResults:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunResults]:
-    """Read runs and evaluations, each with a name of its own. Raises ConfigError if a folder holds neither."""
+    """Read runs and evaluations, and make their names unique. Raises ConfigError if a folder holds neither."""
     runs = [run for folder in folders for run in read_folder(folder)]
     names = own_names([run.name for run in runs], [run.path.absolute() for run in runs])
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def own_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    """Return the names. Those that are the same become the last parts of their paths, as many as are needed."""
+    """Make names unique. Equal names are replaced by the last parts of their paths, as many as needed."""
     names = list(names)
     for depth in range(2, max(len(path.parts) for path in paths) + 1):
         names = [
@@ -197,15 +197,15 @@ def read_evaluation(folder: Path, name: str) -> RunResults:
 
 
 def started_in(folder: Path) -> Path:
-    """Return the folder of the starts of an evaluation: of one in a comparison, the folder above."""
+    """Return the folder with the starts of an evaluation. A comparison has them in the folder above."""
     above = folder.parent
     return above if not (folder / STARTS).is_file() and (above / STARTS).is_file() else folder
 
 
 def readable(read: Callable[[Path], T], path: Path, instead: T, notes: list[str]) -> T:
-    """Return what `read` makes of a file, or `instead` if there is none. Of a damaged one, `notes` gets a line.
+    """Read a file with `read`. Return `instead` if it is missing or damaged; a damaged file adds a line to `notes`.
 
-    A report is most needed for a run that went wrong, so no file may prevent it.
+    Reports are needed most for runs that went wrong, so no file may prevent one.
     """
     if not path.is_file():
         return instead
@@ -217,9 +217,10 @@ def readable(read: Callable[[Path], T], path: Path, instead: T, notes: list[str]
 
 
 def read_windows(paths: Sequence[Path], most: int, notes: list[str]) -> tuple[list[Row], int]:
-    """Return the rows of completions files, and how many all have.
+    """Return the rows of completions files, and the number of rows in all of them.
 
-    If these are more than `most` rows or `MOST_BYTES`, files at even distances are read, or such groups of one file.
+    If there are more than `most` rows or `MOST_BYTES`, read every n-th file and the last one. If there is a single
+    file, read every n-th group of it.
     """
     from pyarrow.parquet import read_metadata
 
@@ -247,7 +248,7 @@ def read_groups(path: Path, every: int) -> Iterator[Row]:
 
 
 def function_names(rows: Sequence[Row]) -> list[str]:
-    """Return the reward functions of the first and the last row: columns before `reward` that the run did not write."""
+    """Return the reward functions in the first and the last row: columns before `reward` that are not the run's own."""
     names = [name for row in (*rows[:1], *rows[-1:]) for name in list(row)[: list(row).index("reward")]]
     return [name for name in dict.fromkeys(names) if not is_column(name)]
 
@@ -261,7 +262,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings by section; a section without any is left out."""
+    """Return the settings by section, without empty sections."""
     return {section: dict(leaves) for section, leaves in dict(yaml_text.parse(path.read_text())).items() if leaves}
 
 

@@ -1,4 +1,4 @@
-"""What the rollout browser of a report shows: groups with their completions, and each image once."""
+"""Data of a report's rollout browser: groups with their completions, and each image once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rl_vlm.tools.report.read import Row, RunResults
 MOST_ROLLOUTS = 10_000
 """Completions on the page."""
 HELD_OUT_SHARE = 5
-"""One of this many rollouts on the page is held out, at most."""
+"""At most one in this many rollouts on the page is held out."""
 MOST_IMAGES = 250
 """Images on the page: a few more than a run keeps on average."""
 IMAGE_BYTES = 9_000_000
 """Bytes of all images on the page, as text."""
 MOST_FILE_BYTES = 30_000_000
 MOST_PIXELS = 32_000_000
-"""Of an image file. A run itself writes small ones."""
+"""Largest number of pixels of an image file. Runs write small images themselves."""
 TEXT_BYTES = 3_500_000
 """Bytes of all completions on the page. Longer ones lose their middle first."""
 PROMPT_BYTES = 1_500_000
@@ -38,17 +38,17 @@ PROMPT_BYTES = 1_500_000
 CELL_BYTES = 2_000_000
 """Bytes of all values that reward functions logged, and of all columns of the data."""
 LONGEST_CELL = 300
-"""Characters of one of these values."""
+"""Largest number of bytes of one such value."""
 MOST_REGIONS = 50
-"""Boxes and points of a completion that are drawn."""
+"""Largest number of boxes and points that are drawn for a completion."""
 ALL_REGIONS = 40_000
 """Boxes and points on the page."""
 REGION_SECONDS = 3.0
-"""Time for reading boxes and points: text that is nearly JSON takes milliseconds each."""
+"""Seconds for reading boxes and points. A text that is nearly JSON takes milliseconds."""
 THOUGHT = re.compile(
     r"(?s)<think(?:ing)?>(?P<closed>.*?)(?:</think(?:ing)?>|\Z)|\A(?P<begun>(?:(?!<think).)*?)</think(?:ing)?>"
 )
-"""Thinking: between its tags, or before the closing one if the prompt has the opening one."""
+"""Thinking: text between the tags, or before the closing tag if the prompt has the opening tag."""
 
 Group = Sequence[Row]
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Images:
         self.size = 0
 
     def add(self, path: Path, root: Path) -> int | None:
-        """Return the number of an image on the page, or None if it is no file below `root` or the page has enough."""
+        """Return an image's number on the page, or None if it is no image file below `root` or the page is full."""
         key = str(path)
         if key not in self.index:
             self.index[key] = self.read(path) if is_file_below(root, path) else None
@@ -84,14 +84,14 @@ class Images:
 
 
 def is_file_below(root: Path, path: Path) -> bool:
-    """Return whether a path, whatever its links and dots, is a file below `root` that is not too large to be read.
+    """Return whether a path, with links and dots resolved, is a file below `root` of at most `MOST_FILE_BYTES`.
 
-    The files of a run may come from someone else. They may name a device, which has no end, or a file of this machine.
+    The files of a run may come from someone else. They may name an endless device, or another file of this machine.
     """
     try:
         real = path.resolve()
         return real.is_relative_to(root.resolve()) and real.is_file() and real.stat().st_size <= MOST_FILE_BYTES
-    except (OSError, ValueError):  # of a loop of links, a name that is too long, a null byte
+    except (OSError, ValueError):  # a loop of links, a name that is too long, or a null byte
         return False
 
 
@@ -112,7 +112,7 @@ def data_uri(path: Path) -> str:
 
 
 def browser_data(runs: Sequence[RunResults]) -> dict[str, Any]:
-    """Return everything that the browser needs, as JSON. Its short keys are those that page.js reads."""
+    """Return all data of the browser, ready for JSON. page.js reads these short keys."""
     shown = [one for i, run in enumerate(runs) for one in shown_groups(i, run, MOST_ROLLOUTS // len(runs))]
     rows = [row for one in shown for row in one.group]
     prompts = list(dict.fromkeys(one.group[0]["prompt"] for one in shown))
@@ -150,12 +150,12 @@ class Shown:
     data: dict[str, str]
     """Columns of its row of the data, as text."""
     logged: list[dict[str, str]]
-    """What reward functions logged on each completion, as text."""
+    """Values that reward functions logged on each completion, as text."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What groups on the page share: images and prompts, each once, and limits of texts in bytes."""
+    """Data that all groups on the page share: images and prompts, each once, and limits of texts in bytes."""
 
     images: Images
     prompts: dict[str, int]
@@ -165,7 +165,7 @@ class Page:
 
 
 def shown_groups(number: int, run: RunResults, most_rows: int) -> list[Shown]:
-    """Choose the groups of a run that the page shows, those of held-out rows first."""
+    """Choose the groups of a run that the page shows, held-out ones first."""
     held_out = choose_groups(run.held_out, most_rows // HELD_OUT_SHARE)
     others = choose_groups(run.rows, most_rows - sum(map(len, held_out)))
 
@@ -179,7 +179,7 @@ class AllRegions:
     """The boxes and points of the groups on the page, within limits of time and number."""
 
     def __init__(self, runs: Sequence[RunResults], shown: Sequence[Shown]) -> None:
-        """Read them. If there is not enough time for all, those of groups at even distances are read."""
+        """Parse the regions of the completions. If time runs out, the parsed groups are spread evenly over all."""
         self.readers = [Regions.of_rewards(run.reward_funcs) for run in runs]
         self.predicted: dict[int, list[Any]] = {}
         self.num_unread = 0
@@ -203,22 +203,22 @@ class AllRegions:
         return describe_regions(self.predicted.get(id(row), [])[: self.most])
 
     def image_index(self, number: int) -> int:
-        """Return which image of a prompt the regions of a run lie on."""
+        """Return the index of the image that a run's regions lie on."""
         reader = self.readers[number]
         return reader.frames.image_index if reader else 0
 
 
 def spread_out(values: Sequence[T]) -> list[T]:
-    """Return values in an order in which each beginning is spread over all of them."""
+    """Shuffle values in a fixed order, so that any first part is spread over all of them."""
     order = sorted(range(len(values)), key=lambda i: hashlib.sha256(str(i).encode()).digest())
     return [values[i] for i in order]
 
 
 def choose_groups(rows: Sequence[Row], most_rows: int) -> list[Group]:
-    """Return groups of windows or evaluations, equally many of each, and of the first and the last one in any case.
+    """Choose equally many groups from each window or evaluation. If there are too many, take every n-th and the last.
 
-    Those whose images are kept come first, then others by their hash. So the same prompts are shown each time that they
-    are drawn.
+    Groups with kept images come first, then others in order of a hash of their ids. So a prompt that is shown once is
+    shown whenever it is drawn.
     """
     windows = [sorted(groups, key=rank) for groups in windows_of(rows).values()]
     if not windows:
@@ -231,12 +231,12 @@ def choose_groups(rows: Sequence[Row], most_rows: int) -> list[Group]:
 
 
 def rank(group: Group) -> tuple[bool, str]:
-    """Return a sort key of groups: those with images come first."""
+    """Return a sort key of groups. Groups with images come first."""
     return not group[0].get("images"), hashlib.sha256(group[0]["sample_id"].encode()).hexdigest()
 
 
 def length_limit(lengths: Sequence[int], budget: int) -> int:
-    """Return the length to which texts are cut so that all together are at most `budget` long."""
+    """Return the length to cut texts to, so that their sum is at most `budget`."""
     left, limit = budget, 0
     for i, length in enumerate(sorted(lengths)):
         limit = left // (len(lengths) - i)
@@ -303,7 +303,7 @@ def data_of(row: Row) -> dict[str, str]:
 
 
 def logged_on(row: Row, run: RunResults) -> dict[str, str]:
-    """Return what reward functions logged on a completion, as text."""
+    """Return the values that reward functions logged on a completion, as text."""
     return {
         name: cut(str(value), LONGEST_CELL)
         for name, value in row.items()
@@ -317,7 +317,7 @@ def cells_size(cells: Mapping[str, str]) -> int:
 
 
 def fitting(cells: Mapping[str, str], limit: int) -> dict[str, str]:
-    """Return the first cells that have at most `limit` bytes, and how many more there are."""
+    """Return the first cells up to `limit` bytes, and the number of cells that are left out."""
     kept: dict[str, str] = {}
     for name, value in cells.items():
         limit -= num_bytes(name) + num_bytes(value)
@@ -337,7 +337,7 @@ def describe_regions(regions: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def cut(text: str, limit: int) -> str:
-    """Leave out the middle of a text that has more than `limit` bytes in UTF-8, and say how much that is."""
+    """Leave out the middle of a text above `limit` bytes in UTF-8, and note how many characters are missing."""
     if len(text) * 4 <= limit or (size := num_bytes(text)) <= limit:
         return text
     half = max(20, limit * len(text) // size // 2)

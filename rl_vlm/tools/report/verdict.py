@@ -17,9 +17,9 @@ from rl_vlm.reward.suite import NOT_APPLICABLE
 from rl_vlm.tools.report.read import RunResults, values_of
 
 SHARE = 0.1
-"""Part of the windows that is compared at both ends of a run, one window at least."""
+"""Share of a run's windows at each of the two ends that are compared. An end has at least one window."""
 ENOUGH, FEWEST = 16, 8
-"""Ends are widened until each has enough values. With fewer than the fewest, a bootstrap interval is too narrow."""
+"""Ends are widened until each has `ENOUGH` values. With fewer than `FEWEST`, a bootstrap interval is too narrow."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """The mean of first and of last values, with a 95% interval of the difference."""
+    """The means of the first and the last values, with a 95% interval of their difference."""
 
     before: float
     after: float
     low: float
     high: float
     num: int
-    """Values at the end that has fewer."""
+    """Number of values at the end with fewer of them."""
 
     @property
     def word(self) -> str:
@@ -93,7 +93,7 @@ OF_EVALUATION = "95% intervals are bootstrap intervals of the mean over samples 
 
 
 def reward_change(run: RunResults) -> tuple[Change | None, str]:
-    """Compare the rewards of the first and the last tenth of a run, and say how."""
+    """Compare the rewards of the first and the last tenth of a run. Returns the change and a sentence on the method."""
     windows = run.windows.values()
     if windows:
         size, before, after = both_ends([group_means(groups) for groups in windows])
@@ -112,9 +112,9 @@ def reward_change(run: RunResults) -> tuple[Change | None, str]:
 
 
 def both_ends(parts: Sequence[Sequence[float]]) -> tuple[int, list[float], list[float]]:
-    """Return the values of the first and of the last parts of a run, and how many parts each end has.
+    """Return the number of parts at each end of a run, the values of the first end, and the values of the last.
 
-    Ends do not overlap, unless there is one part.
+    Ends overlap only if there is a single part.
     """
     size = max(1, round(SHARE * len(parts)))
     while True:
@@ -164,9 +164,9 @@ def interval(change: Change) -> str:
 
 
 def held_out_facts(run: RunResults) -> list[Fact]:
-    """Return the first held-out score of each function and that of the model that the run ends with.
+    """Return each function's held-out score at the first evaluation and for the model that the run ends with.
 
-    Of one evaluation, return its scores.
+    If both are one evaluation, return its scores.
     """
     evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
     if not evaluated:
@@ -190,13 +190,13 @@ def held_out_facts(run: RunResults) -> list[Fact]:
 
 
 def result_step(run: RunResults, evaluated: Collection[int]) -> int:
-    """Return the step whose evaluation is that of the run's result: the best one if that is loaded, else the latest."""
+    """Return the step at which the run's result was evaluated: the best step if it is loaded, or else the latest."""
     best = Path(run.summary.get("checkpoint", "")).name.removeprefix("checkpoint-")
     return int(best) if best.isdecimal() and int(best) in evaluated else max(evaluated)
 
 
 def steps_of(run: RunResults) -> tuple[int, int]:
-    """Return the first and the last step in a run's metrics; a run resumed in another directory has no earlier ones."""
+    """Return the first and the last step in a run's metrics. Steps before a resume in another directory are absent."""
     steps = [line["step"] for line in run.lines]
     return min((step for step in steps if step > 0), default=0), max(steps, default=0)
 
@@ -214,7 +214,7 @@ def score_fact(metrics: Mapping[str, Any], name: str, label: str) -> Fact:
 
 
 def fault_counts(run: RunResults) -> dict[str, float]:
-    """Return the number of completions by the fault of a function, those of evaluations within a run apart."""
+    """Count completions by the fault of a reward function. Held-out completions of a run are counted separately."""
     if run.kind == "evaluation":
         return reward_faults(run.summary)
     counts = Counter(totals(run.lines)["reward_faults"])
@@ -224,7 +224,7 @@ def fault_counts(run: RunResults) -> dict[str, float]:
 
 
 def num_faults(run: RunResults) -> float:
-    """Return the number of faults of reward functions; it is none if no function applies to a completion."""
+    """Return the number of faults of reward functions. A completion to which no function applies is not a fault."""
     return sum((count for name, count in fault_counts(run).items() if NOT_APPLICABLE not in name), 0.0)
 
 

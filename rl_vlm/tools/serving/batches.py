@@ -20,7 +20,7 @@ from rl_vlm.types import Group, RolloutRequest, Sampling
 logger = logging.getLogger(__name__)
 
 COLLECT_SECONDS = 0.02
-"""Time after the first request of a batch in which others join it."""
+"""Seconds after the first request of a batch in which others can join it."""
 
 
 class Stopping(Exception):
@@ -40,7 +40,7 @@ class Batches:
     """The requests that wait for an engine. Each gets a group or an exception, once."""
 
     def __init__(self, engine: RolloutEngine, max_num_seqs: int) -> None:
-        """`max_num_seqs` is the number of completions from which a batch waits for no further request."""
+        """A batch with `max_num_seqs` completions or more waits for no further request."""
         self.engine = engine
         self.max_num_seqs = max_num_seqs
         self.waiting: queue.Queue[Queued] = queue.Queue()
@@ -68,7 +68,7 @@ class Batches:
                 self.generate(jobs)
 
     def take(self) -> list[Queued]:
-        """Wait for a request, and return it with all others of its batch, in order of arrival."""
+        """Wait for a request, and return it with the rest of its batch, in order of arrival."""
         jobs = [self.waiting.get()]
         end = time.monotonic() + COLLECT_SECONDS
         while sum(job.sampling.num_generations for job in jobs) < self.max_num_seqs:
@@ -79,7 +79,7 @@ class Batches:
         return jobs
 
     def generate(self, jobs: Sequence[Queued]) -> None:
-        """Generate the groups of requests with equal sampling. If that fails, each is tried alone, and may fail."""
+        """Generate the groups of requests with equal sampling. If that fails, try each request alone."""
         try:
             groups = self.engine.generate([job.request for job in jobs], jobs[0].sampling)
         except Exception as error:

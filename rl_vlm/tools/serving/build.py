@@ -31,13 +31,13 @@ def chat_service(served: Served, name: str) -> ChatService:
 
 
 def processor_of(checkpoint: str) -> str:
-    """Return where the processor is: in the checkpoint, or in the base model of an adapter that has none."""
+    """Return the model with the processor: the checkpoint, or an adapter's base model if the adapter has none."""
     has_own = any((Path(checkpoint) / name).is_file() for name in PROCESSOR_FILES)
     return checkpoint if has_own else base_of(checkpoint)
 
 
 def limits_in_words(served: Served, service: ChatService) -> list[str]:
-    """Return a line for each limit and setting in use, with where it comes from."""
+    """Return a line for each limit and setting in use, with its source."""
     config, processor = served.config, service.builder.processor
     own: dict[str, Any] = {}
     if has_max_pixels(processor):

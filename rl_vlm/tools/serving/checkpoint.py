@@ -1,4 +1,4 @@
-"""Which checkpoint `rl-vlm chat` serves, and with which settings: those of its run, if there is one."""
+"""Find the checkpoint that `rl-vlm chat` serves, and the settings of its run, if there is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVED = [*MODEL, *REVISION, *PROCESSOR, *GENERATION, *VLLM]
 """The settings that serving reads, by full name."""
 
 UNREAD = {"rewards.reward_funcs": None, "rewards.reward_weights": None}
-"""Settings of a run that may hold secrets, which its config.yaml does not have."""
+"""Settings to ignore in a run's config.yaml. They may refer to secrets, which the file does not contain."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Served:
     checkpoint: str
     config: RunConfig
     sources: dict[str, str]
-    """Where each setting of `SERVED` comes from; none for defaults."""
+    """Source of each setting of `SERVED`. Defaults have no entry."""
 
 
 def find_served(name: str, engine: str, overrides: Sequence[str]) -> Served:
@@ -64,9 +64,9 @@ def find_served(name: str, engine: str, overrides: Sequence[str]) -> Served:
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
     """Return the checkpoint that `name` means, and the config.yaml of its run, if it has one.
 
-    `name` is a run's directory, a checkpoint of a run, a directory with a model or an adapter, or a name on the hub. Of
-    a run, this is the checkpoint in its summary, which is the best one with `load_best_model_at_end`, or else the
-    newest.
+    `name` is a run's directory, a checkpoint of a run, a directory with a model or an adapter, or a name on the hub.
+    For a run's directory, return the checkpoint in its summary, which is the best one with `load_best_model_at_end`. If
+    there is no summary yet, return the newest.
     """
     path = Path(name)
     if not path.is_dir():
@@ -84,7 +84,7 @@ def find_checkpoint(name: str) -> tuple[str, Path | None]:
 
 
 def recorded_settings(run: RunConfig, checkpoint: str, engine: str) -> dict[str, Any]:
-    """Return a run's settings of its model, and those of `SERVED` that the engine reads, by full name."""
+    """Return a run's model settings, and the settings of `SERVED` that the engine reads, by full name."""
     recorded = flat_settings(run)
     is_adapter = (Path(checkpoint) / ADAPTER_CONFIG).is_file()
     of_others = [name for name in VLLM if name.removeprefix("vllm.") not in ENGINES[engine].reads]

@@ -1,6 +1,6 @@
 """OpenAI's chat completions: the request bodies that the endpoint takes, its answers and its errors.
 
-A parameter is used, has a value that changes nothing, or is refused.
+A parameter is used, or ignored if its value changes nothing, or refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
-"""Parameters that have no effect here, and the values with which they would have none anywhere."""
+"""Unsupported parameters, with the values that are accepted since they change nothing."""
 UNUSED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Parameters that never change an answer."""
 
@@ -82,7 +82,7 @@ def _as_list(value: Any) -> Any:
 
 
 class ChatRequest(Strict):
-    """The parameters that are used. Names and defaults are OpenAI's; `top_k` and what follows it are vLLM's."""
+    """The parameters that are used. Names and defaults are OpenAI's; `top_k` and all after it are vLLM's."""
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1)
@@ -104,7 +104,7 @@ class ChatRequest(Strict):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the most tokens of a completion, or None if the request does not say."""
+        """Return the most tokens of a completion, or None if the request sets no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -114,7 +114,10 @@ class ChatRequest(Strict):
 
 
 def read_request(content: bytes) -> ChatRequest:
-    """Read a request body. Raises APIError with status 400 if it is not JSON, or names the parameter that is wrong."""
+    """Read a request body.
+
+    Raises APIError with status 400 if it is not JSON, or if a parameter is wrong, which the error names.
+    """
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -141,7 +144,7 @@ def read_request(content: bytes) -> ChatRequest:
 
 
 def refuse_effect(name: str, value: Any) -> None:
-    """Raise APIError if a parameter would change the answer anywhere else, or is unknown."""
+    """Raise APIError if a parameter is unknown, or unsupported with a value that would change the answer."""
     if name in UNUSED or any(value == harmless for harmless in NOTHING.get(name, ())):
         return
     if name in NOTHING:
@@ -151,10 +154,10 @@ def refuse_effect(name: str, value: Any) -> None:
 
 
 def invalid(error: ValidationError) -> APIError:
-    """Return the first problem that pydantic found in a request, by its place."""
+    """Convert the first problem that pydantic found in a request to an APIError with its place."""
     first = error.errors()[0]
     place = first["loc"]
-    if place[0] == "messages":  # behind a part's index is the name of its type
+    if place[0] == "messages":  # pydantic adds the name of a part's type after its index
         place = (*place[:4], *place[5:])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     message = f"{param}: {first['msg']}, found {shorten(repr(first['input']), 80)}"

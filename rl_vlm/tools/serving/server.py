@@ -21,7 +21,7 @@ API_KEY = "RL_VLM_API_KEY"
 MAX_BODY = 256 * 2**20
 """Bytes of the largest request body."""
 CLOSE_SECONDS = 5.0
-"""Time that requests which are refused at the end have to be answered."""
+"""Seconds to wait at the end until refused requests are answered."""
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -31,10 +31,9 @@ class ChatServer(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, host: str, port: int, key: str = "") -> None:
-        """Reserve `port`, where 0 is any that is free; connections are refused until `start`.
+        """Reserve `port`; 0 takes any free port. Connections are refused until `start`.
 
-        `key` is what requests must have as a bearer token, if it is not empty. Raises ConfigError if the port cannot be
-        used.
+        If `key` is not empty, requests must have it as a bearer token. Raises ConfigError if the port cannot be used.
         """
         super().__init__((host, port), ChatHandler, bind_and_activate=False)
         try:
@@ -68,7 +67,7 @@ class ChatServer(ThreadingHTTPServer):
         self.thread.start()
 
     def stop(self) -> None:
-        """Answer the requests that wait with status 503, and accept no others."""
+        """Refuse new requests, and answer the waiting ones with status 503."""
         self.service.batches.close()
         self.shutdown()
         with self.idle:
@@ -90,7 +89,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         self.respond(self.post)
 
     def get(self) -> None:
-        """Answer /health, which is open, and /v1/models."""
+        """Answer /health, which needs no key, and /v1/models."""
         if self.path == "/health":
             return self.send(200, {"status": "ok"})
         self.check_key()
@@ -114,12 +113,12 @@ class ChatHandler(BaseHTTPRequestHandler):
         self.send(200, answer.body())
 
     def respond(self, answer: Any) -> None:
-        """Call `answer`, and send its error, if it raises one, in OpenAI's form."""
+        """Call `answer`. If it raises an error, send the error in OpenAI's form."""
         self.server.count(1)
         try:
             answer()
         except (ConnectionError, TimeoutError):
-            pass  # the client has gone, or does not go on
+            pass  # the client has gone, or has stopped sending
         except Exception as error:
             problem = api_error(error)
             self.send(problem.status, problem.body)
@@ -170,7 +169,7 @@ class ChatHandler(BaseHTTPRequestHandler):
 
 
 def api_error(error: Exception) -> APIError:
-    """Return an exception as the error that the client gets. What the client cannot mend is logged as well."""
+    """Convert an exception to the error that the client gets. Unexpected exceptions are logged as well."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, Stopping):

@@ -33,8 +33,8 @@ class ChatService:
     def __init__(
         self, name: str, builder: PromptBuilder, batches: Batches, data: DataConfig, context: int | None, default: int
     ) -> None:
-        """`context` is the most tokens of a prompt with its completion, and `default` of a completion if the request
-        does not say.
+        """`context` limits the tokens of a prompt with its completion. `default` limits the tokens of a completion if
+        the request does not.
         """
         self.name = name
         self.builder = builder
@@ -47,7 +47,8 @@ class ChatService:
     def answer(self, request: ChatRequest) -> ChatAnswer:
         """Wait for the completions of a request.
 
-        Raises APIError if the request cannot be answered, DataError if the engine refuses it, and Stopping.
+        Raises APIError if the request cannot be answered, DataError if the engine refuses it, and Stopping if the
+        endpoint stops.
         """
         check_served(request, self.name, self.data)
         sample = to_sample(request.messages, self.data.max_image_pixels)
@@ -82,9 +83,9 @@ def check_served(request: ChatRequest, name: str, data: DataConfig) -> None:
 
 
 def to_sampling(request: ChatRequest, num_prompt_tokens: int, context: int | None, default: int) -> Sampling:
-    """Return how completions are sampled. The seed is in the name of the draw, so that batches may mix seeds.
+    """Return the sampling settings of a request. The name of the draw has the seed, so that batches may mix seeds.
 
-    `context` and `default` are those of `ChatService`. Raises APIError if prompt and completion do not fit.
+    `context` and `default` are as in `ChatService`. Raises APIError if prompt and completion do not fit.
     """
     limit = request.token_limit or default
     if context is not None:
@@ -125,7 +126,7 @@ def to_sample(messages: Sequence[ChatMessage], max_image_pixels: int) -> Sample:
 
 
 def decode(url: str, param: str, max_image_pixels: int) -> Image.Image:
-    """Decode the image of a data URL, as images of data sets are decoded. Raises APIError for anything else."""
+    """Decode the image of a data URL like images of data sets. Raises APIError for anything else."""
     if not DATA_URL.match(url):
         raise APIError(
             400,

@@ -1,4 +1,4 @@
-"""What reward functions give to gold answers, to cheats and to a model's completions, before a run.
+"""Check reward functions before a run, on gold answers, on cheats and on completions of the model.
 
-rows ─ cheats: completions by name ─ measure: scores and times ─ findings: what is wrong ─ report: text or JSON
+rows ─ cheats: completions by name ─ measure: scores and times ─ findings: problems ─ report: text or JSON
 """

@@ -1,4 +1,4 @@
-"""Completions that a policy might write instead of the answer, in the form in which a function reads answers."""
+"""Cheats: completions that a policy might write instead of the answer, in the form that a function reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rl_vlm.reward.golds import Reading
 
 @dataclass(frozen=True)
 class Texts:
-    """What completions of a row are made from."""
+    """Texts of a row from which cheats are made."""
 
     gold: str
     other: str
-    """The gold answer of another row, which differs."""
+    """A different gold answer, from another row."""
     question: str
     reading: Reading
 
@@ -24,25 +24,25 @@ class Texts:
         return self.reading.write(answer)
 
     def repeat(self, answer: str) -> str:
-        """Return an answer in this form without the thought that may come before it."""
+        """Return an answer in that form, but without a thought before it."""
         return self.reading.write(answer, has_thought=False)
 
 
 Cheat = Callable[[Texts], tuple[str, ...]]
-"""Returns a completion, or several in which answers stand in another order: a function may well read the first answer
-or the last one. The cheat gets the least that one of them gets."""
+"""Returns a completion, or several with the answers in different orders, since a function may read the first answer or
+the last one. The lowest score of these completions is the score of the cheat."""
 
 SILENT: dict[str, Cheat] = {
     "empty": lambda t: ("",),
     "whitespace": lambda t: (" \n ",),
 }
-"""Completions that say nothing: no function may give them what it gives to a gold answer."""
+"""Completions that say nothing. No function may score them like a gold answer."""
 
 HOLLOW: dict[str, Cheat] = {
     "empty tags": lambda t: ("<think></think><answer></answer>",),
     "empty answer": lambda t: (t.say(""),),
 }
-"""Completions that have a form and hold no answer, which is right for a function that looks at the form alone."""
+"""Completions that have a form but no answer. A function that checks only the form may reward them."""
 
 WRONG: dict[str, Cheat] = {
     "answer of another row": lambda t: (t.say(t.other),),
@@ -60,21 +60,21 @@ WRONG: dict[str, Cheat] = {
         " ".join([t.say(t.other), *[t.repeat(t.gold)] * 100]),
     ),
 }
-"""Completions that answer wrongly."""
+"""Completions with a wrong answer."""
 
 HEDGES = ("both answers", "gold within a longer answer", "gold in the thought alone", "gold 100 times")
-"""Those of `WRONG` that hold the gold answer."""
+"""Cheats of `WRONG` that contain the gold answer."""
 CHEATS = SILENT | HOLLOW | WRONG
 AGAIN = ", in another order"
 
 
 def cheats_to_try(reads_gold: bool) -> list[str]:
-    """Return the cheats of a function. Only one that reads gold answers can be cheated with wrong ones."""
+    """Return the cheats to try: all of them, or only silent ones if the function reads no gold answers."""
     return list(CHEATS if reads_gold else SILENT)
 
 
 def cheat_completions(texts: Texts) -> dict[str, str]:
-    """Return the completions of all cheats by name. Each text occurs once."""
+    """Return the completions of all cheats by name, each text once."""
     names: dict[str, str] = {}
     for name, make in CHEATS.items():
         for i, text in enumerate(make(texts)):
@@ -83,7 +83,7 @@ def cheat_completions(texts: Texts) -> dict[str, str]:
 
 
 def cheat_score(scores: Mapping[str, Score], cheat: str) -> float | None:
-    """Return what a cheat gets: the least of its completions. None if one of them, or the cheat, has no number."""
+    """Return the lowest score of a cheat's completions, or None if one of them has no number or there are none."""
     found = [scores[name] for name in (cheat, cheat + AGAIN) if name in scores]
     numbers = [score for score in found if isinstance(score, float)]
     return min(numbers) if numbers and len(numbers) == len(found) else None

@@ -1,4 +1,4 @@
-"""The check of a run's reward functions on rows of its data."""
+"""Check the reward functions of a run on rows of its data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardCheck:
-    """What a check found."""
+    """Result of a check."""
 
     functions: list[Measured]
     findings: list[Finding]
@@ -33,7 +33,7 @@ class RewardCheck:
 
 
 def check_rewards(data_config: DataConfig, rewards: RewardsConfig, num_rows: int) -> RewardCheck:
-    """Score made-up completions of at most `num_rows` training rows, evenly spread, with these functions.
+    """Score made-up completions of up to `num_rows` training rows, evenly spread, with each reward function.
 
     Raises DataError if no row can be read, and RewardError if a function cannot be loaded or lacks a column.
     """
@@ -52,7 +52,7 @@ def check_rewards(data_config: DataConfig, rewards: RewardsConfig, num_rows: int
 
 
 def read_samples(data: Rows, num_rows: int) -> tuple[list[int], list[Sample]]:
-    """Read rows that are evenly spread over the data; those that cannot be read are left out."""
+    """Read up to `num_rows` rows, evenly spread over the data. Leave out rows that cannot be read."""
     spread = spread_over(range(len(data)), num_rows)
     found: list[tuple[int, Sample]] = []
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""What is wrong with a function, judging by its scores: one check per kind of fault."""
+"""Find problems of a reward function from its scores, with one check for each kind of problem."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rl_vlm.tools.checks.rewards.cheats import HEDGES, HOLLOW, SILENT, cheat_sco
 from rl_vlm.tools.checks.rewards.measure import Measured
 
 SLOW_SECONDS = 0.1
-"""Of one completion: 512 completions take the time of a training step."""
+"""Seconds per completion. At this speed, 512 completions take as long as a training step."""
 MANY_ROWS = 0.2
-"""Share of the rows on which a cheat must pay to be a finding: chance makes some wrong answers right."""
+"""A cheat is a finding if it pays on more than this share of the rows. Some wrong answers are right by chance."""
 LARGER = 20.0
-"""Ratio of two functions' weighted ranges above which the smaller one has little effect."""
+"""If the weighted ranges of two functions differ by more than this factor, the smaller one has little effect."""
 
 
 def findings_of(measured: Measured) -> list[Finding]:
-    """Return what is wrong with one function."""
+    """Return the findings about one function."""
     if not measured.rows:
         message = "it applies to no row: look at applies_to, and at the columns that it reads"
         return [Finding("error", "never applies", message, function=measured.name)]
@@ -36,7 +36,7 @@ def findings_of(measured: Measured) -> list[Finding]:
 
 
 def faults(measured: Measured) -> Iterator[Finding]:
-    """Yield a finding about the rows for all of whose completions a function fails, and one per other completion."""
+    """Yield a finding for the rows on which every completion fails, and one for each other completion that fails."""
     every: list[tuple[int, Fault]] = []
     by_completion: dict[str, list[tuple[int, Fault]]] = {}
     for row in measured.rows:
@@ -56,7 +56,7 @@ def faults(measured: Measured) -> Iterator[Finding]:
 
 
 def fault_finding(measured: Measured, what: str, failed: Sequence[tuple[int, Fault]]) -> Finding:
-    """Build the finding about completions, each a row with its fault."""
+    """Build the finding about failed completions. `failed` holds (row, fault) pairs."""
     kind, _ = Counter(fault.kind for _, fault in failed).most_common(1)[0]
     message = f"{what}: {failed[0][1].message}. Return a low score instead, or None if it does not apply"
     return Finding("error", f"fault: {kind}", message, function=measured.name, rows=tuple(row for row, _ in failed))
@@ -85,7 +85,7 @@ def slow(measured: Measured) -> Iterator[Finding]:
 
 
 def constant(measured: Measured) -> Finding:
-    """Return the finding that all scores are equal. A penalty may be 0 for all that was tried."""
+    """Build the finding that all scores are equal. It is a warning if they are 0, as a penalty's may be."""
     (value,) = set(measured.numbers())
     message = (
         f"it gives {value:g} to every completion, gold answers and empty ones alike: no group has anything to learn "
@@ -121,10 +121,10 @@ def low_golds(measured: Measured) -> Iterator[Finding]:
 
 
 def paying_cheats(measured: Measured) -> Iterator[Finding]:
-    """Yield a finding per cheat that gets as much as the gold answer of its row on many rows.
+    """Yield a finding for each cheat that gets as much as the gold answer on many rows.
 
-    It is a warning if the function reads no gold answer. A penalty, whose scores are 0 at most, may leave completions
-    that say nothing alone.
+    It is a warning if the function reads no gold answer, or if the cheat contains the gold answer. Penalties (scores
+    ≤ 0, no gold answer) are exempt: they may ignore empty completions.
     """
     if not measured.reads_gold and max(measured.numbers()) <= 0:
         return
@@ -145,7 +145,7 @@ def paying_cheats(measured: Measured) -> Iterator[Finding]:
 
 
 def unlike_scales(functions: Sequence[Measured]) -> Iterator[Finding]:
-    """Yield a finding per function whose weighted range is much larger than that of another."""
+    """Yield a finding for each function whose weighted range is more than `LARGER` times another's."""
     ranges = {f.name: abs(f.weight) * float(np.ptp(f.numbers())) for f in functions if f.numbers()}
     ranges = {name: size for name, size in ranges.items() if size}
     for name, size in ranges.items():

@@ -1,4 +1,4 @@
-"""Calls of reward functions on the completions of rows: scores, faults and times."""
+"""Call reward functions on made-up completions of rows, and record scores, faults and times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
 REPEATED = 20
-"""Rows whose completions are scored again: a second time, and with the columns of another row."""
+"""Number of rows that are scored again: once unchanged, and once with the columns of another row."""
 
 
 @dataclass
@@ -42,13 +42,13 @@ class TriedRow:
     index: int
     sample: Sample
     golds: dict[str, str]
-    """Completions that give the gold answer, by name: those that the function reads, or all."""
+    """Completions with the gold answer, by name: the forms that the function reads, or all forms."""
     all_golds: dict[str, str]
     cheats: dict[str, str]
     other: Sample | None
     """A row with another gold answer, if there is one."""
     scores: dict[str, Score] = field(default_factory=dict)
-    """Of completions by name. None: the function does not apply to a completion."""
+    """Scores of completions by name. None: the function does not apply to the completion."""
 
     @property
     def texts(self) -> dict[str, str]:
@@ -56,27 +56,27 @@ class TriedRow:
 
     @property
     def best_gold(self) -> float | None:
-        """The best score of the gold answer in any form; None if it has no number."""
+        """Return the best score of the gold answer in any form, or None if no form has a number."""
         found = (self.scores.get(name) for name in self.all_golds)
         return max((score for score in found if isinstance(score, float)), default=None)
 
 
 @dataclass
 class Measured:
-    """What one function gave to the completions of all rows that it applies to."""
+    """Scores and times of one function on all rows that it applies to."""
 
     name: str
     weight: float
     reads_gold: bool
-    """Whether it needs a column of gold answers, or gives other scores with the columns of another row."""
+    """Whether the function needs a column of gold answers, or scores change with the columns of another row."""
     num_rows: int
     empty_columns: list[str] = field(default_factory=list)
-    """Columns that the function needs, or that it names and the data has, and that no row has a value in."""
+    """Columns that the function names but no row fills. An optional one counts only if the data has it."""
     rows: list[TriedRow] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Of each call, divided by its completions."""
+    """Seconds per completion of each call."""
     num_unequal: int = 0
-    """Rows of the first `REPEATED` that a second call scored otherwise."""
+    """How many of the first `REPEATED` rows got other scores in a second call."""
 
     def numbers(self) -> list[float]:
         """Return all scores that are numbers."""
@@ -104,12 +104,12 @@ def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], c
 def make_rows(
     indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str], reading: Reading
 ) -> Iterator[TriedRow]:
-    """Make up the completions of rows. `columns` are those of gold answers.
+    """Make up the completions of rows. `columns` hold the gold answers.
 
-    A row's other answer is that of the next row whose gold answer differs.
+    As a wrong answer of a row, take the gold answer of the next row that has a different one.
     """
     golds = [gold_texts(sample.columns, columns) for sample in samples]
-    others = others_of([reading.answer(gold) for gold in golds])  # a column such as `options` makes no other answer
+    others = others_of([reading.answer(gold) for gold in golds])  # ignores a column such as `options`
     for index, sample, gold, other in zip(indices, samples, golds, others, strict=True):
         wrong = None if other is None else reading.answer(golds[other])
         gold = gold or MADE_UP
@@ -128,7 +128,7 @@ def question_of(sample: Sample) -> str:
 
 
 def measure_row(reward: Reward, row: TriedRow, columns: Sequence[str], found: Measured) -> None:
-    """Score the completions of a row, and of the first rows again."""
+    """Score the completions of a row. Score the first `REPEATED` rows again."""
     started = time.perf_counter()
     scores = scored(reward, row.sample, row, columns)
     found.seconds.append((time.perf_counter() - started) / len(scores))
@@ -141,7 +141,7 @@ def measure_row(reward: Reward, row: TriedRow, columns: Sequence[str], found: Me
 
 
 def score_low_golds(reward: Reward, rows: Sequence[TriedRow], columns: Sequence[str]) -> None:
-    """Score the gold answers that get less than others in the other forms, too: a function may read several."""
+    """Score gold answers below the maximum in the other forms too, since a function may read several forms."""
     highest = max((row.best_gold for row in rows if row.best_gold is not None), default=0.0)
     for row in rows:
         left = {name: text for name, text in row.all_golds.items() if name not in row.golds}
@@ -151,7 +151,7 @@ def score_low_golds(reward: Reward, rows: Sequence[TriedRow], columns: Sequence[
 
 
 def follows_columns(reward: Reward, row: TriedRow, scores: Sequence[Score], columns: Sequence[str]) -> bool:
-    """Return whether the completions of a row get other scores with the columns of another row."""
+    """Return whether the scores of a row change with the columns of another row."""
     if row.other is None:
         return False
     with_other = replace(row.sample, columns=row.other.columns)
@@ -159,5 +159,5 @@ def follows_columns(reward: Reward, row: TriedRow, scores: Sequence[Score], colu
 
 
 def scored(reward: Reward, sample: Sample, row: TriedRow, columns: Sequence[str]) -> list[Score]:
-    """Return the scores of a row's completions as those of a sample."""
+    """Score the completions of `row` as completions of `sample`."""
     return score_texts(reward, sample, list(row.texts.values()), columns)

@@ -1,4 +1,4 @@
-"""The report of a check: what training would see of each function, its findings and its oddest rows."""
+"""Report of a check: the figures, findings and oddest rows of each function."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rl_vlm.tools.checks.rewards.sampled import Sampled
 ODDEST = 10
 SHOWN_ROWS = 5
 WIDTH = 60
-"""Characters of a completion that are shown."""
+"""Number of characters of a completion that are shown."""
 
 
 def figures(measured: Measured) -> dict[str, Any]:
-    """Return what training would see of a function, as plain values. Times are seconds per completion."""
+    """Summarize scores, faults and times of a function as plain values. Times are seconds per completion."""
     numbers = measured.numbers()
     scores = [score for row in measured.rows for score in row.scores.values()]
     quartiles = np.quantile(numbers, [0, 0.25, 0.5, 0.75, 1]).tolist() if numbers else []
@@ -43,7 +43,7 @@ def has_no_spread(scores: dict[str, Any]) -> bool:
 
 
 def oddest(measured: Measured) -> list[dict[str, Any]]:
-    """Return the rows whose gold answers are furthest below a cheat, or above it by the least."""
+    """Return the rows with the smallest margin of the gold answer over the best cheat, in ascending order."""
     odd = []
     for row in measured.rows:
         found = {name: cheat_score(row.scores, name) for name in cheats_to_try(measured.reads_gold)}
@@ -96,7 +96,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def describe_sampled(sampled: Sampled) -> str:
-    """Return the line about a model's own completions."""
+    """Describe the completions of the initial model in one line."""
     reward = "none" if sampled.reward is None else f"{sampled.reward:.3g}"
     return (
         f"the initial model: {sampled.completions} completions of {sampled.groups} rows, mean reward {reward}, "

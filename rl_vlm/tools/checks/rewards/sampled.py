@@ -1,4 +1,4 @@
-"""What training would see of the initial model: its own completions of training rows, scored."""
+"""Sample completions of training rows from the initial model, and score them as in training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 
 FEW_LEARN = 0.5
-"""Share of groups without spread above which most of a rollout teaches nothing."""
+"""If more than this share of the groups has no spread, most of a rollout teaches nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Sampled:
     groups: int
     completions: int
     reward: float | None
-    """The mean; None if no completion has a reward."""
+    """Mean reward; None if no completion has a reward."""
     groups_without_spread: float
     """Share of the prompts whose completions all have the same reward."""
     cut_off: float
     """Share of the completions that end at `max_completion_length`."""
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong with the rewards of these completions."""
+        """Return a finding if too many groups have no spread."""
         if self.groups_without_spread <= FEW_LEARN:
             return []
         message = (
@@ -44,7 +44,7 @@ class Sampled:
 
 
 def sample_completions(config: RunConfig, num_rows: int) -> Sampled:
-    """Sample `num_generations` completions of training rows as training does at its first step, and score them."""
+    """Sample and score `num_generations` completions per prompt of up to `num_rows` training rows, as in training."""
     rollout = config.rollout.model_copy(
         update={
             "num_generations_eval": config.rollout.num_generations,
