@@ -1,4 +1,4 @@
-"""`rl-vlm chat`: a checkpoint behind OpenAI's chat completions, for benchmarks."""
+"""`rl-vlm chat`: serve a checkpoint with OpenAI's chat completions, for benchmarks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
 
 
 def welcome(served: Served, service: ChatService, url: str) -> str:
-    """Say what is served, with which limits, and what a client needs."""
+    """Return the first message: the checkpoint, its limits, and the base URL and model name for clients."""
     from rl_vlm.tools.serving.build import limits_in_words
 
     limits = "\n".join(f"  {line}" for line in limits_in_words(served, service))

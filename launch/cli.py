@@ -1,4 +1,4 @@
-"""The `rl-vlm` command. Commands import what they need when they run, so help and config errors need no torch."""
+"""The `rl-vlm` command. Commands import modules when they run, so help and config errors need no torch."""
 
 import argparse
 import atexit
@@ -28,7 +28,7 @@ from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_
 from rl_vlm.passes.allocator import configure_allocator
 
 EXIT_SECONDS = 30.0
-"""Time that threads and processes which users' functions started have to end after a command."""
+"""After a command, threads and processes of users' functions have this many seconds to end."""
 
 
 def train_command(config: RunConfig, options: argparse.Namespace) -> None:
@@ -143,13 +143,13 @@ OTHERS = {
     "export": "Write the model of a run as a directory that transformers, peft and vLLM load.",
     "chat": "Serve a checkpoint with OpenAI's chat completions, for benchmarks.",
 }
-"""Commands that take no config, and what they do."""
+"""Commands that read their own arguments, with their help."""
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
 JOINED = ("train", "eval")
-"""Commands whose processes are joined."""
+"""Commands that join the processes of a launch."""
 STOPPED_BY_SIGNALS = (*JOINED, "doctor", "rewards")
-"""Commands that end with a status of their own after a signal."""
+"""Commands that handle signals, and then end with the exit status of the signal."""
 FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "eval": add_eval_flags, "serve": add_serve_flags, "plan": add_plan_flags, "doctor": add_doctor_flags,
     "launch": add_launch_flags,
@@ -164,15 +164,15 @@ def command() -> NoReturn:
 def end_process_after(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with the status that it returns.
 
-    Threads and child processes are waited for, as Python does. Those of users' functions may never end, so that the
-    process is ended after `EXIT_SECONDS`, with a message that names them. The interpreter is not torn down: a thread
-    in C++ code that needs Python's lock meanwhile, such as one of gloo or of the watch, would abort the process.
+    Wait for threads and child processes, as Python does. Users' functions may start some that never end, so end the
+    process after `EXIT_SECONDS`, with a message that names them. Do not tear the interpreter down: a thread in C++ code
+    that needs Python's lock meanwhile, such as gloo's or the watch's, would abort the process.
     """
     status = 1
     try:
         with ignored_afterwards():
             status = main()
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # raised by argparse
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -185,7 +185,7 @@ def end_process_after(main: Callable[[], int]) -> NoReturn:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Kill the child processes that are left, print what the process waited for, and end it."""
+    """Print the names of threads and child processes that still run, kill the children, and end the process."""
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     children = multiprocessing.active_children()
     names = ", ".join(other.name for other in [*threads, *children] if not other.daemon)
@@ -200,10 +200,10 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
-    """Write what open files still buffer, and end the process without the interpreter's teardown."""
+    """Flush all open files, and end the process without tearing the interpreter down."""
     try:
         sys.stdout.flush()
-    except (BrokenPipeError, ValueError):  # its reader has ended, or it is closed
+    except (BrokenPipeError, ValueError):  # the reader has ended, or stdout is closed
         pass
     except OSError as error:
         print(f"rl-vlm: its output could not be written: {error}", file=sys.stderr)
@@ -237,7 +237,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Run the command `name` and return its exit status: 2 for an error that the user can fix, 130 for Ctrl-C, 143 for
     SIGTERM, 1 if another process of the run is lost.
 
-    `doctor` has a status of its own: 0, 1 for warnings, 2 for errors.
+    `doctor` returns 0, 1 for warnings, or 2 for errors.
     """
     if name in OTHERS:
         return run_other(name, arguments)
@@ -311,7 +311,7 @@ def _run_command(name: str, config: RunConfig, options: argparse.Namespace) -> i
 
 
 def _interruption(name: str, config: RunConfig) -> str:
-    """Return what is kept of an interrupted command, and how to continue."""
+    """Return the message after an interruption: which results are kept, and how to continue."""
     if name == "eval":
         folder = os.path.join(config.train.output_dir, "evaluation")
         return f"Interrupted. Finished samples are kept in {folder}; the same command continues with the others."
@@ -338,7 +338,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="setting that wins over CONFIG's, as in train.max_steps=10",
     )
-    if name not in ("plan", "doctor", "launch"):  # which start no run
+    if name not in ("plan", "doctor", "launch"):  # these start no run
         parser.usage = f"{parser.usage} [--dry-run]"
         parser.add_argument(
             "--dry-run", action="store_true", help="print the resolved run, check what needs no model, and stop"
@@ -352,7 +352,7 @@ def _show(description: str, problems: Sequence[str]) -> None:
     """Print a description. Raises ConfigError with the problems, if there are any."""
     _print(description)
     if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))  # both data may lack the same column
+        raise ConfigError("\n".join(dict.fromkeys(problems)))  # training and held-out data may lack the same column
 
 
 def _print_failure(command: str, error: RLVLMError) -> None:

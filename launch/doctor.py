@@ -1,4 +1,4 @@
-"""`rl-vlm doctor`: everything that can be found before the first step of a run."""
+"""`rl-vlm doctor`: find problems of a run before its first step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def diagnose(config: RunConfig, options: argparse.Namespace) -> Diagnosis:
-    """Examine the ranks of a launch, or everything else."""
+    """Compare the ranks of a launch if `--ranks` is given, else examine everything else."""
     if options.ranks:
         from rl_vlm.tools.checks.ranks import examine_ranks
 

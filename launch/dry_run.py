@@ -1,4 +1,4 @@
-"""`--dry-run`: the resolved settings, what was checked, and all problems at once."""
+"""`--dry-run`: show the resolved settings, the checks, and all problems at once."""
 
 from __future__ import annotations
 

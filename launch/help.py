@@ -1,4 +1,4 @@
-"""Help of the command line: the most used settings, a section, or all."""
+"""Help of the command line: the most used settings, a section, or all settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_USED = """
 """.split()
 
 ENTRIES = {"data": DATA_ENTRY, "rewards": REWARD_ENTRY}
-"""Sections whose lists have entries with settings of their own."""
+"""Sections with lists whose entries have their own settings."""
 
 MORE = """\
 `--help-all` shows every setting, and `--help SECTION` those of a section:
@@ -37,7 +37,7 @@ def add_help(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sharding(parser: argparse.ArgumentParser, choices: Sequence[str], default: str) -> None:
-    """Add `--sharding`. `--engine`, as it was called before, is refused."""
+    """Add `--sharding`. Its earlier name `--engine` is refused."""
     parser.add_argument("--sharding", choices=choices, help=f"how ranks hold the model; default: {default}")
     parser.add_argument("--engine", type=_refuse_engine, help=argparse.SUPPRESS)
 
@@ -69,7 +69,7 @@ class _Help(argparse.Action):
 
 
 def host(text: str) -> str:
-    """Return the text. Raises ArgumentTypeError if it can be no name or address, such as '', which is any interface."""
+    """Return the text. Raises ArgumentTypeError if it is not printable, or empty, which would mean every interface."""
     if not text or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} is no host: give a name or an address")
     return text
@@ -97,7 +97,7 @@ def port(text: str) -> int:
 
 
 def port_or_any(text: str) -> int:
-    """Return the number of a port, or 0, which stands for any that is free."""
+    """Return the number of a port, or 0, which stands for any free port."""
     return 0 if text == "0" else port(text)
 
 
@@ -109,7 +109,7 @@ def filled(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Return a path, of something or of nothing. Raises ArgumentTypeError if the file system can have none such."""
+    """Return a path, which need not exist. Raises ArgumentTypeError if the file system cannot have such a path."""
     try:
         os.lstat(filled(text))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""`rl-vlm launch`: the commands that start a run on several machines, or one job file for Slurm."""
+"""`rl-vlm launch`: print the commands that start a run on several machines, or one job file for Slurm."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FILES = Path(__file__).parent / "accelerate"
 FIRST_PORT, SERVER_PORT = 29500, 8000
 DAY = "24:00:00"
 MARGIN = 30
-"""Seconds that a launcher, and Slurm, wait for longer than the run's own grace period."""
+"""Seconds that a launcher waits longer than the run's grace period, and Slurm longer than the launcher."""
 MOST_RESTARTS = 3
-"""Of the processes of one machine, after one of them has died."""
+"""Maximum number of restarts of a machine's processes, each after one of them has died."""
 LONGEST_WARNING = 65535
-"""Seconds before the time limit at which Slurm can send a signal."""
+"""Slurm can send a signal at most this many seconds before the time limit."""
 HOST_NAME = re.compile(r"(?!.{254})[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*", re.ASCII)
 SLURM_TIME = re.compile(
     r"(?P<days>\d{1,6})-(?P<hours>\d{1,6})(:(?P<minutes>\d{1,6})(:(?P<seconds>\d{1,6}))?)?"
@@ -42,7 +42,7 @@ SLURM_TIME = re.compile(
 
 
 class Shell(str):
-    """Part of a word that the shell expands, such as `$i`. All others are quoted."""
+    """Part of a word that the shell expands, such as `$i`. All other parts are quoted."""
 
 
 Word = str | tuple[str, ...]
@@ -55,22 +55,22 @@ class Cluster:
     """The machines of a run."""
 
     hosts: list[str]
-    """Names, addresses or, in a Slurm job, expressions of class `Shell`: those that train, then those that sample."""
+    """Names or addresses, or expressions of class `Shell` in a Slurm job. Machines that train come first."""
     num_training: int
     gpus: int
-    """Of each machine."""
+    """GPUs of each machine."""
     sharding: str
     port: int
 
     @property
     def num_sampling(self) -> int:
-        """Return how many machines have rollout servers."""
+        """Return the number of machines with rollout servers."""
         return len(self.hosts) - self.num_training
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as it was given to the command line, and the machines for it."""
+    """A run as given on the command line, and its machines."""
 
     config: RunConfig
     words: list[str]
@@ -86,12 +86,12 @@ class Job:
 
     @property
     def shutdown_seconds(self) -> int:
-        """Return the time that launchers give their processes to save."""
+        """Return how many seconds launchers give their processes to save."""
         return math.ceil(self.config.train.stop_grace_seconds) + MARGIN
 
     @property
     def warning_seconds(self) -> int:
-        """Return the time before the limit of a Slurm job at which the run is told to save."""
+        """Return how many seconds before the time limit of a Slurm job the run is told to save."""
         return self.shutdown_seconds + MARGIN
 
     def trainer_words(self) -> Words:
@@ -113,18 +113,18 @@ class Job:
         return self.cluster.gpus // self.config.vllm.vllm_tensor_parallel_size
 
     def server_words(self, number: str) -> Words:
-        """Return the command that starts the servers of one machine, with logs in a folder of this number."""
+        """Return the command that starts the servers of one machine. `number` ends the name of their folder."""
         size = self.config.vllm.vllm_tensor_parallel_size
         devices = [",".join(map(str, range(i * size, (i + 1) * size))) for i in range(self.num_servers())]
         settings = [f"vllm_num_servers={len(devices)}", f"vllm_server_devices={json.dumps(devices)}"]
-        if self.config.rollout.facts.shares_device:  # the file has the share of GPUs that also train
+        if self.config.rollout.facts.shares_device:  # the config's share is for GPUs that also train
             settings.append("vllm_gpu_memory_utilization=0.9")
         before, _, after = yaml_text.one_line(f"{self.output_dir}/servers-0").rpartition("0")
         place = (f"train.output_dir={before}", number, after)
         return ["rl-vlm", "serve", *self.words, *settings, place, "--host", "0.0.0.0", "--port", str(SERVER_PORT)]
 
     def accelerate_words(self) -> Words:
-        """Return the arguments of `accelerate launch` on each machine, but for the machine's own number."""
+        """Return the arguments of `accelerate launch`, which are equal on all machines, without `--machine_rank`."""
         cluster = self.cluster
         file = os.path.relpath(launch_file(cluster.sharding))
         options = ["--config_file", file if not file.startswith("..") else str(launch_file(cluster.sharding))]
@@ -138,7 +138,7 @@ class Job:
 
 
 def launch_file(sharding: str) -> Path:
-    """Return the place of the file for `accelerate launch` of a sharding, which may have none."""
+    """Return the path of a sharding's file for `accelerate launch`. The file may not exist."""
     return FILES / f"{sharding}.yaml"
 
 
@@ -189,10 +189,10 @@ def planned_job(config: RunConfig, options: argparse.Namespace) -> Job:
         raise ConfigError("--time is the limit of a Slurm job: add --slurm, or leave it out")
     if options.hosts is not None:
         check_hosts(options.hosts, num_hosts)
-    plan_batches(config, options.nodes * options.gpus)  # refuses numbers for which the lists below would be long
+    plan_batches(config, options.nodes * options.gpus)  # refuse large numbers before the lists below get long
     hosts = options.hosts or [Shell(f"${{hosts[{i}]}}") if options.slurm else f"node-{i}" for i in range(num_hosts)]
     cluster = Cluster(hosts, options.nodes, options.gpus, options.sharding or "ddp", options.port)
-    path = options.config if not options.config.startswith("-") else f"./{options.config}"  # no option of a command
+    path = options.config if not options.config.startswith("-") else f"./{options.config}"  # not an option
     job = Job(config, [path, *options.overrides], cluster, DAY if options.time is None else options.time)
     if options.slurm:
         check_time(job.time, job.warning_seconds)
@@ -200,7 +200,7 @@ def planned_job(config: RunConfig, options: argparse.Namespace) -> Job:
 
 
 def check_hosts(hosts: Sequence[str], number: int) -> None:
-    """Raise ConfigError unless these are names or addresses of so many machines."""
+    """Raise ConfigError unless `hosts` are names or addresses of `number` different machines."""
     for host in hosts:
         if not is_host(host):
             raise ConfigError(
@@ -215,7 +215,7 @@ def check_hosts(hosts: Sequence[str], number: int) -> None:
 
 
 def is_host(text: str) -> bool:
-    """Return whether the text is a name of a host, or an IPv4 address that a machine can have."""
+    """Return whether the text is a host name or an IPv4 address that a machine can have."""
     if re.fullmatch(r"[0-9.]+", text, re.ASCII):
         try:
             return not ipaddress.IPv4Address(text).is_unspecified
@@ -225,8 +225,9 @@ def is_host(text: str) -> bool:
 
 
 def check_time(text: str, warning: int) -> None:
-    """Raise ConfigError unless the text is a time limit of Slurm that leaves the `warning` in seconds, with which the
-    run saves.
+    """Raise ConfigError unless `text` is a time limit of Slurm that is longer than `warning`.
+
+    Slurm tells the run to save `warning` seconds before the limit, at most `LONGEST_WARNING`.
     """
     found = SLURM_TIME.fullmatch(text)
     if found is None:
@@ -248,7 +249,7 @@ def check_time(text: str, warning: int) -> None:
 
 
 def check(job: Job) -> None:
-    """Raise the error with which the run would end on these machines, as far as settings can tell."""
+    """Raise an error if the settings show that the run would fail on these machines."""
     from rl_vlm.plan.check import check_setup
 
     cluster = replace(job.cluster, hosts=[f"node-{i}" for i in range(len(job.cluster.hosts))])
@@ -280,7 +281,7 @@ def commands(job: Job) -> str:
 
 
 def slurm_file(job: Job) -> str:
-    """Return a file for sbatch."""
+    """Return a job file for sbatch."""
     cluster, last = job.cluster, job.cluster.num_training
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(job.output_dir).name).strip("-") or "rl-vlm"
     return SLURM.format(
@@ -298,7 +299,7 @@ def slurm_servers(job: Job) -> str:
 
 
 def shell(words: Words) -> str:
-    """Return a command for the shell, with a line for each option."""
+    """Format a command for the shell, with a line for each option."""
     text = ""
     for word in map(quoted, words):
         begins = word.startswith("-") and not text.endswith("-m ")
@@ -307,7 +308,7 @@ def shell(words: Words) -> str:
 
 
 def quoted(word: Word) -> str:
-    """Return a word for the shell, which expands the parts of class `Shell` and nothing else."""
+    """Quote a word for the shell, except its parts of class `Shell`, which the shell expands."""
     parts = (word,) if isinstance(word, str) else word
     joined = [
         text if is_expanded else shlex.quote(text)

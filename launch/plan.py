@@ -1,4 +1,4 @@
-"""`rl-vlm plan`: which memory a run needs, on hardware that need not be here."""
+"""`rl-vlm plan`: show the memory that a run needs, on hardware that need not be here."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def local_card() -> Any:
 
 
 def accelerate_file(file: Path) -> dict[str, Any]:
-    """Return the sharding, the number of nodes and that of GPUs of each node of a file for `accelerate launch`.
+    """Read the sharding, the number of nodes and the number of GPUs per node from a file for `accelerate launch`.
 
-    Raises ConfigError if the file is not one, or if its launch cannot be planned.
+    Raises ConfigError if it is no such file, or if its launch cannot be planned.
     """
     try:
         asked = yaml_text.parse(file.read_text())
@@ -139,7 +139,7 @@ def asked_sharding(asked: dict[str, Any], kind: Kind) -> Sharding:
 
 
 def section(asked: dict[str, Any], name: str) -> dict[str, str]:
-    """Return what `accelerate launch` sets as variables for a section of its file. Raises ConfigError if it is none."""
+    """Return the options of a section as text. Raises ConfigError if the section is not a mapping."""
     options = asked.get(name) or {}
     if not isinstance(options, dict):
         raise ConfigError(f"--config_file: {name} is {options!r}: write it as a section, with `key: value`")

@@ -1,4 +1,4 @@
-"""`rl-vlm rewards`: which reward functions there are, what one does, and whether it is sound."""
+"""`rl-vlm rewards`: list, show and check reward functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfi
 from rl_vlm.errors import ConfigError, RewardError
 
 PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
-"""Where a checkout has the page; an installed package has none."""
+"""Path of the page in a checkout. An installed package has no such page."""
 
 
 def rewards_parser() -> argparse.ArgumentParser:
@@ -85,9 +85,9 @@ def first_line(function: Any) -> str:
 
 
 def show_function(name: str) -> str:
-    """Return what a function does, its columns and its settings, and its part of docs/rewards.md if that is here.
+    """Describe a function: its columns, its settings, and its part of docs/rewards.md or else its docstring.
 
-    Raises RewardError if it cannot be loaded.
+    Raises RewardError if the function cannot be loaded.
     """
     from rewards.calling import OFFERED, parameters
     from rewards.registry import BUILT_INS, TIMEOUTS
@@ -146,7 +146,10 @@ def check_functions(options: argparse.Namespace) -> int:
 
 
 def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig, RunConfig | None]:
-    """Return the data and the functions of a run, and the run; or `--data` and one function. Raises ConfigError."""
+    """Return the data, the functions and the run of a YAML file, or else `--data`, one function and None.
+
+    Raises ConfigError if an option is out of range, or if the rows are not given.
+    """
     if options.n < 1 or options.completions < 0:
         raise ConfigError("-n is a number from 1, and --completions from 0")
     if Path(options.target).suffix in (".yaml", ".yml"):

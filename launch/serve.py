@@ -1,4 +1,4 @@
-"""`rl-vlm serve`: vLLM servers with the settings of a run, for a separately started trainer to join."""
+"""`rl-vlm serve`: start vLLM servers with the settings of a run. A separately started trainer joins them."""
 
 import os
 import secrets
@@ -72,7 +72,7 @@ def reachable(url: str) -> str:
 def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str], settings: VLLMConfig) -> str:
     """Return the URLs of the servers and the two commands of the trainer's side.
 
-    `trainer` holds the arguments of `rl-vlm train`, and `settings` their values.
+    `trainer` holds the arguments of `rl-vlm train`, and `settings` is their section `vllm`.
     """
     from rl_vlm.rollout.vllm.client import TOKEN
 
@@ -85,9 +85,10 @@ def how_to_join(urls: Sequence[str], token: str, trainer: Sequence[str], setting
 
 
 def joining_words(trainer: Sequence[str], settings: VLLMConfig) -> list[str]:
-    """Return the arguments of `rl-vlm train` for a trainer that joins servers, but for their addresses.
+    """Return the arguments of `rl-vlm train` for a trainer that joins servers, without their addresses.
 
-    What servers read when they start is left out, and unset if the file has it. So is the sleep of engine `vllm`.
+    Leave out the settings that only starting servers read, and unset them if the config has them. Unset
+    `vllm_enable_sleep_mode` as well.
     """
     words = [word for word in trainer if word.partition("=")[0].removeprefix("vllm.") not in READ_BY_STARTED_SERVERS]
     unset = [f"{name}=null" for name in READ_BY_STARTED_SERVERS if name in settings.model_fields_set]

@@ -17,14 +17,14 @@ from rl_vlm.config.trl_fields import TRL_PER_DEVICE_BATCH_SIZE
 from rl_vlm.errors import ConfigError
 
 DEFAULTS = {"per_device_train_batch_size": TRL_PER_DEVICE_BATCH_SIZE, "gradient_accumulation_steps": 1}
-"""Values of TRL's settings without `prompts_per_step`."""
+"""Defaults of TRL's settings if `prompts_per_step` is not given."""
 
 OPTIONAL = ("steps_per_generation", "gradient_accumulation_steps", "per_device_train_batch_size")
 """Settings that can be left out, in the order in which a suggestion gives them up."""
 
 
 class BatchSettings(NamedTuple):
-    """The settings that have to agree. None: not given. `num_iterations` agrees with every one of them."""
+    """The settings that have to agree. None: not given. Any `num_iterations` agrees with them."""
 
     num_generations: int
     world_size: int
@@ -60,10 +60,10 @@ def solve(settings: BatchSettings) -> Solution:
 
 
 def nearest_valid(settings: BatchSettings) -> list[Change]:
-    """Return changes after which settings without a solution have one.
+    """Return changes that give a solution to settings without one.
 
-    Each changes one setting to its nearest valid value below or above. If no such value of one setting is enough, it
-    also leaves out as few as possible of `OPTIONAL`.
+    Each change sets one setting to its nearest valid value below or above. If that is not enough, it also leaves out as
+    few settings of `OPTIONAL` as possible.
     """
     given = [name for name in OPTIONAL if getattr(settings, name) is not None]
     for num_left_out in range(len(given) + 1):
@@ -77,7 +77,7 @@ def nearest_valid(settings: BatchSettings) -> list[Change]:
 
 
 def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
-    """Yield changes to the nearest valid value below and above of each setting, with all others as they are."""
+    """Change one setting at a time. Yield the changes to its nearest valid values below and above."""
     for name, candidates in _candidates(settings).items():
         value = getattr(settings, name) or DEFAULTS[name]
         below = sorted((v for v in candidates if v < value), reverse=True)
@@ -88,12 +88,12 @@ def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
 
 
 def _candidates(settings: BatchSettings) -> dict[str, set[int]]:
-    """Return values of each setting, among them the nearest valid ones. Settings that cannot help are left out.
+    """Return candidate values of each setting, including the nearest valid ones. Leave out settings that cannot help.
 
-    A valid value divides, or is a multiple of, what the other settings make.
+    A valid value is a divisor or a multiple of a number that the other settings determine.
     """
     group, processes, prompts, per_device, accumulation, micro_steps = settings
-    if prompts is None:  # then any number of processes will do
+    if prompts is None:  # then every number of processes is valid
         per_device, accumulation = per_device or DEFAULTS["per_device_train_batch_size"], accumulation or 1
         device_step, accumulation_step = group // math.gcd(group, accumulation), group // math.gcd(group, per_device)
         candidates = {

@@ -1,4 +1,4 @@
-"""Settings that a resumed run has changed since its checkpoint: each is applied from now on, or refused."""
+"""Find settings that changed between a checkpoint and the resumed run. A change is applied from now on, or refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ UNCHANGEABLE = {
     "rows are drawn in an order that follows from it": ("train.seed", "data.shuffle_dataset"),
     "the best step so far was chosen by the old value": ("train.metric_for_best_model", "train.greater_is_better"),
 }  # fmt: skip
-"""Settings that hold from the first step to the last, by the reason."""
+"""Settings that must not change during a run, by the reason."""
 
 OF_BATCHES = (
     "train.prompts_per_step", "train.per_device_train_batch_size", "train.gradient_accumulation_steps",
     "train.steps_per_generation",
 )  # fmt: skip
-"""Settings that make the batch, together with the number of processes."""
+"""Settings that determine the batch, together with the number of processes."""
 
 OF_WINDOWS = (
     "data.prompt_template", "data.system_prompt", "data.image_root", "data.chat_template_kwargs", "data.min_pixels",
@@ -40,14 +40,14 @@ OF_BEST = (
     "data.eval_dataset_name", "data.dataset_test_split", "rollout.num_generations_eval", "rollout.eval_temperature",
     "rewards.reward_funcs", "rewards.reward_weights",
 )  # fmt: skip
-"""Settings that evaluations are compared under, to find the best step."""
+"""Settings that must not change between evaluations if these are compared to find the best step."""
 
 OF_ONE_START = ("train.resume_from_checkpoint", "train.overwrite_output_dir")
-"""Settings that concern the start of a run, so that a difference means nothing."""
+"""Settings for one start of a run. A difference in them means nothing."""
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Return every setting by its full name, in types that JSON has. Secrets are starred out."""
+    """Return every setting by its full name, with JSON types. Secrets are starred out."""
     sections = starred(config.model_dump(mode="json"))
     return {f"{section}.{leaf}": value for section, leaves in sections.items() for leaf, value in leaves.items()}
 
@@ -55,7 +55,7 @@ def flat_settings(config: RunConfig) -> dict[str, Any]:
 def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, str]:
     """Return `old -> new` for each setting that differs from the saved ones, by full name.
 
-    A setting that the checkpoint's version did not have counts as unchanged, and so does another secret.
+    A setting that is not among the saved ones counts as unchanged, and so does a changed secret.
     """
     present = {name: value for name, value in flat_settings(config).items() if name not in OF_ONE_START}
     before = starred({name: saved[name] for name in present if name in saved})  # an earlier version starred nothing
@@ -63,9 +63,9 @@ def changed_settings(saved: Mapping[str, Any], config: RunConfig) -> dict[str, s
 
 
 def function_sources(config: RunConfig) -> dict[str, str]:
-    """Return the digest of a function's source for each setting that names a function of which it is recorded.
+    """Return the digest of the source of the user's loss, by setting. Return nothing if there is no such source.
 
-    Functions in memory have a digest in their name.
+    A function of a Python session has a digest in its name instead.
     """
     algorithm = config.algorithm
     source = read_source(algorithm.loss_type) if algorithm.has_own_loss else None
@@ -73,7 +73,7 @@ def function_sources(config: RunConfig) -> dict[str, str]:
 
 
 def changed_sources(saved: Mapping[str, str], config: RunConfig) -> dict[str, str]:
-    """Return `old -> new` for each setting whose function has another source than the saved one, by full name."""
+    """Return `old -> new`, by full name, for each setting whose function has changed its source since it was saved."""
     present, names = function_sources(config), flat_settings(config)
     return {
         setting: f"{names[setting]!r} with the source {saved[setting]} -> the source {digest}"

@@ -108,7 +108,7 @@ READ_BY_STARTED_SERVERS = (
     "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
     "vllm_enforce_eager", "vllm_num_servers", "vllm_server_devices",
 )  # fmt: skip
-"""Settings that a server reads when it starts, and that a run which joins it does not."""
+"""Settings that a server reads when it starts. A run that joins the server ignores them."""
 
 
 def _vllm_conflicts(config: RunConfig) -> Iterator[str]:
@@ -220,7 +220,7 @@ def _schedule_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _peak_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a message if a schedule ends above its peak. The arguments have their types."""
+    """Yield a message if a schedule ends above its peak. The types of the arguments are checked already."""
     values, peak = config.train.lr_scheduler_kwargs, config.train.learning_rate
     if values.get("min_lr", 0.0) > peak:
         yield (

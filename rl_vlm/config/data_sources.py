@@ -1,4 +1,4 @@
-"""The entries of `dataset_name` and `eval_dataset_name`, and splits that a name ends with."""
+"""Entries of `dataset_name` and `eval_dataset_name`, and splits at the end of names (`name@split`)."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Which = Literal["train", "eval"]
 NAMES = {"train": "dataset_name", "eval": "eval_dataset_name"}
 SPLITS = {"train": "dataset_train_split", "eval": "dataset_test_split"}
 OWN_SETTINGS = ("dataset_config", "columns", "ignore_columns", "image_root")
-"""Settings that an entry may have for itself, in place of those of the section."""
+"""Settings that an entry may set for itself. They override the section's."""
 SPLIT = re.compile(r"(?P<name>.+)@(?P<split>[^@/]+)")
 
 
 def is_file(name: str) -> bool:
-    """Return whether data are a file of rows."""
+    """Return whether the data is a file of rows."""
     return name.endswith((".json", ".jsonl", ".parquet"))
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """Return the name before an @ and the split behind it, or the name and None. A path that exists has no split."""
+    """Split `name@split` into its parts. Return the name and None if there is no split, or if the path exists."""
     found = None if is_file(name) or Path(name).exists() else SPLIT.fullmatch(name)
     return (found["name"], found["split"]) if found else (name, None)
 
 
 def with_split(entry: DataSource) -> DataSource:
-    """Return the entry with the split that its name ends with in `split`."""
+    """Move the split at the end of an entry's name to its `split`."""
     name, split = split_name(entry.name)
     return entry if split is None else entry.model_copy(update={"name": name, "split": split})
 
 
 def data_sources(data: DataConfig, which: Which) -> list[DataSource]:
-    """Return the entries with the settings of the section in place of those that they leave out, except `split`."""
+    """Return the entries. Settings that they leave out, except `split`, come from the section."""
     shared = {
         "dataset_config": data.dataset_config,
         "columns": data.columns,
@@ -52,7 +52,7 @@ def data_sources(data: DataConfig, which: Which) -> list[DataSource]:
 
 
 def common_split(data: DataConfig, which: Which) -> str:
-    """Return the split of data that have splits and do not name one themselves."""
+    """Return the section's split, for data that do not name one."""
     return data.dataset_train_split if which == "train" else data.dataset_test_split
 
 
@@ -62,7 +62,7 @@ def is_mixture(data: DataConfig, which: Which) -> bool:
 
 
 def conflicts_of_sources(data: DataConfig) -> Iterator[str]:
-    """Yield a message per conflict in the entries of the data and in the settings that these share."""
+    """Yield a message for each conflict between entries of the data, or between entries and settings."""
     listed: list[DataSource] = []
     for which in ("train", "eval"):
         raw, given = getattr(data, NAMES[which]), data.entries(which)
@@ -81,7 +81,7 @@ def conflicts_of_sources(data: DataConfig) -> Iterator[str]:
 
 
 def _split_conflicts(data: DataConfig, which: Which) -> Iterator[str]:
-    """Yield a message for each name that ends with another split than a setting asks for."""
+    """Yield a message for each name whose split contradicts a setting."""
     given, key, common = getattr(data, NAMES[which]), SPLITS[which], common_split(data, which)
     if isinstance(given, str):
         split = split_name(given)[1]
@@ -94,7 +94,7 @@ def _split_conflicts(data: DataConfig, which: Which) -> Iterator[str]:
 
 
 def _entry_conflicts(given: list[DataSource], key: str) -> Iterator[str]:
-    """Yield a message for weights that some entries leave out, and for entries that are there twice."""
+    """Yield a message if only some entries have a weight, and if an entry occurs twice."""
     weights = [entry.weight for entry in given]
     if None in weights and any(weights):
         yield f"`{key}` has entries with and without `weight`; give every entry one, or none"

@@ -1,4 +1,4 @@
-"""A description of a run: the resolved settings, the batch sizes, and the help text of every setting."""
+"""Describe a run: the resolved settings, the batch sizes, and the help text of every setting."""
 
 from collections.abc import Iterable
 from textwrap import wrap
@@ -18,9 +18,9 @@ HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, DATA_ENTRY: DataSource, R
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return every setting with its value as YAML, which `load_config` reads back to an equal config.
+    """Write every setting with its value as YAML. `load_config` reads it back to an equal config.
 
-    Secrets are starred out, and `load_config` asks for them.
+    Secrets are starred out, so `load_config` asks for them.
     """
     return yaml_text.dump(starred(config.model_dump(mode="json")))
 
@@ -76,7 +76,7 @@ def _batch_sentences(config: RunConfig, plan: BatchPlan) -> list[str]:
 
 
 def micro_batches(memory: MemoryConfig) -> str:
-    """Return how large micro-batches are."""
+    """Describe the size of micro-batches."""
     tokens = memory.micro_batch_tokens
     return "what fits on the device, by the memory plan" if tokens == "auto" else f"up to {tokens} language tokens"
 

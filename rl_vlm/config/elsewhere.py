@@ -1,7 +1,6 @@
-"""Names of settings in other systems, and what to write here instead.
+"""Advice for settings of other systems: VLM-R1, EasyR1, verl, ms-swift, and the arguments of TRL's trainer.
 
-TRL's names are in `trl_fields.py`, but for arguments of its trainer, which are here. The others are the usual names of
-VLM-R1, EasyR1, verl and ms-swift.
+`trl_fields.py` converts TRL's other settings.
 """
 
 NESTED = ("worker", "trainer", "actor_rollout_ref", "reward_model", "custom_reward_function")
@@ -17,7 +16,7 @@ WRITE: dict[str, str] = {
     "callbacks": "leave it out: `metrics.jsonl` has a line for every step, and `report_to` names trackers",
     "rollout_func": "leave it out: `rollout.engine` samples",
     "environment_factory": "leave it out: multi-turn is not in this project",
-    # VLM-R1; a single path in `data_file_paths` and `image_folders` is converted
+    # VLM-R1; `trl_fields.py` converts `data_file_paths` and `image_folders`
     "is_reward_customized_from_vlm_module": "name the functions in `reward_funcs`",
     "reward_method": "name a function for each kind of answer in `reward_funcs`, such as choice or numeric",
     "task_type": "write the question into `prompt_template`, and name functions in `reward_funcs`",
@@ -89,11 +88,11 @@ WRITE: dict[str, str] = {
     "sleep_level": "write `vllm.vllm_enable_sleep_mode`",
 }
 # fmt: on
-"""What to write instead, by the end of a key."""
+"""Advice by the end of a key."""
 
 
 def instead_of(key: str) -> str | None:
-    """Return what to write instead of another system's setting, or None if none is known by this name."""
+    """Return the advice for another system's setting, or None if its name is unknown."""
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((WRITE[end] for end in ends if end in WRITE), None)

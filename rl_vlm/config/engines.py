@@ -1,6 +1,6 @@
-"""The engines that sample completions, one row each. Whoever needs to know what is true of an engine reads its row.
+"""Table of the engines that sample completions. Code that depends on the engine reads its row.
 
-Imports nothing heavy: a row names the functions that build its engine, as `module:function`.
+The module imports nothing heavy: a row names the functions that build its engine, as `module:function`.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What is true of an engine."""
+    """Properties of an engine."""
 
     title: str
-    """What samples, as messages call it."""
+    """Name of the engine in messages."""
     training: str
     """Function that builds the engine for a run: `training_engine` in rl_vlm/rollout/build.py has its arguments."""
     evaluation: str
     """Function that builds it for a checkpoint: `evaluation_engine` in rl_vlm/rollout/build.py has its arguments."""
     memory: str | None = None
-    """Function of the plan for the bytes that it holds on a rank's device: `plan_rollouts` in rl_vlm/plan/build.py has
-    its arguments. None: it holds none."""
+    """Function that plans the engine's bytes on a rank's device: `plan_rollouts` in rl_vlm/plan/build.py has its
+    arguments. None: the engine holds none."""
     package: str | None = None
-    """Package that it needs beyond those that are always installed."""
+    """Package to install for it. None: it needs no further package."""
     reads: frozenset[str] = frozenset()
     """Settings of the section `vllm` that it reads."""
 
     samples_from_policy: bool = False
     """Its log-probs are the policy's own: the trained model itself samples, in the trainer's arithmetic."""
     has_own_weights: bool = True
-    """It holds a copy of the weights, which it is sent. Otherwise the policy's are gathered for a rollout."""
+    """It has a copy of the weights, and gets updates. Otherwise the policy's weights are gathered for a rollout."""
     shares_device: bool = True
     """It runs in the trainer's processes, and cannot sample while they train."""
     reserves_memory: bool = False
@@ -47,7 +47,7 @@ class Engine:
     samples_4_bit_weights: bool = False
     """It samples from weights that bitsandbytes holds in 4 bits."""
     has_untruncated_logprobs: bool = False
-    """Its log-probs are those before `top_p`, `top_k` and `min_p`, as training needs them."""
+    """It computes log-probs before `top_p`, `top_k` and `min_p`, as training needs them."""
 
 
 VLLM = frozenset(
@@ -97,7 +97,7 @@ ENGINES: dict[str, Engine] = {
         passes_shared_memory=True,
     ),
 }
-"""By the value of `rollout.engine`."""
+"""Engines by the value of `rollout.engine`."""
 
 if TYPE_CHECKING:
     EngineName = str
@@ -111,5 +111,5 @@ def engine_named(name: Any) -> Engine | None:
 
 
 def engines_where(holds: Callable[[Engine], bool]) -> list[str]:
-    """Return the names of the engines of which something is true, in the order of the table."""
+    """Return the names of the engines for which `holds` returns true, in the order of the table."""
     return [name for name, engine in ENGINES.items() if holds(engine)]

@@ -12,7 +12,7 @@ PREFIX = "python:"
 
 
 def is_live_name(name: str) -> bool:
-    """Return whether a setting names an object of a Python session, of this one or another."""
+    """Return whether a setting names an object of a Python session, this one or another."""
     return name.startswith(PREFIX) and "#" in name
 
 
@@ -22,5 +22,5 @@ def live_name(label: str, content: str) -> str:
 
 
 def names_function(name: str) -> bool:
-    """Return whether a setting has the form of a function's name, of a file, a module or a Python session."""
+    """Return whether a setting looks like the name of a function in a file, a module or a Python session."""
     return is_live_name(name) or re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None

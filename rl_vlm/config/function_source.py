@@ -29,11 +29,11 @@ class FunctionSource:
     attributes: frozenset[str]
     """Names of the attributes that it reads: `epsilon` of `algorithm.epsilon` or `getattr(algorithm, "epsilon")`."""
     digest: str
-    """Of the code without comments, docstrings and annotations."""
+    """Digest of the code without comments, docstrings and annotations."""
 
 
 def read_source(name: str) -> FunctionSource | None:
-    """Read the source of `file.py:function` or `module:function`. Returns None if there is none to read."""
+    """Read the source of `file.py:function` or `module:function`. Returns None if there is no source to read."""
     if is_live_name(name):
         return None
     module, _, function = name.rpartition(":")
@@ -61,7 +61,7 @@ class _Reader:
         self.files: dict[Path, dict[str, ast.stmt]] = {}
 
     def visit(self, path: Path, name: str) -> None:
-        """Collect the statement that defines a name of a file, and those that it uses."""
+        """Collect the statement that defines a name in a file, and the statements that it uses."""
         statement = self.definitions(path).get(name)
         if statement is None or (path, name) in self.seen:
             return
@@ -75,7 +75,7 @@ class _Reader:
                 self.visit_used(path, node)
 
     def visit_used(self, path: Path, node: ast.AST) -> None:
-        """Collect what a node uses: a name of its file, or an attribute of an imported module."""
+        """Collect the definition that a node uses: a name of its file, or an attribute of an imported module."""
         if isinstance(node, ast.Name):
             self.visit(path, node.id)
         elif isinstance(node, ast.Attribute):
@@ -90,9 +90,9 @@ class _Reader:
                 yield from (package + a.name for a in statement.names if (a.asname or a.name) == name)
 
     def follow(self, path: Path, module: str, name: str, level: int = 0) -> None:
-        """Collect a name of an imported module, if that is a file of the folder or of rl_vlm.
+        """Collect a name of an imported module if its file is in the folder or in rl_vlm.
 
-        The folder may hold an environment with other packages.
+        Skip installed packages: the folder may contain an environment.
         """
         beside = path.parents[level - 1] if level else path.parent
         found = _file_below(beside, module) or (None if level else module_file(module, self.folder))
@@ -101,7 +101,7 @@ class _Reader:
             self.visit(found, name)
 
     def definitions(self, path: Path) -> dict[str, ast.stmt]:
-        """Return the statements of a file by the names that they define; none for a file that is not Python."""
+        """Return the statements of a file by the names that they define. A file that is not Python has none."""
         if path not in self.files:
             try:
                 statements = ast.parse(path.read_text(encoding="utf-8")).body
@@ -112,7 +112,7 @@ class _Reader:
 
 
 def module_file(module: str, folder: Path) -> Path | None:
-    """Return the file of a module, as an import finds it, or one below the folder. Imports no package."""
+    """Find the file of a module as an import would, or else below the folder. Imports no package."""
     if not all(map(str.isidentifier, module.split("."))):
         return None
     name, spec, places = "", None, None

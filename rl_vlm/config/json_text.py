@@ -1,4 +1,4 @@
-"""Reading JSON that a user has written, where a key given twice is an error, as in YAML."""
+"""Parse JSON that a user has written. As in YAML, a key given twice is an error."""
 
 import json
 from typing import Any

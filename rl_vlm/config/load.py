@@ -1,9 +1,9 @@
-"""The settings of a run, from a YAML file and then `key=value` overrides. All problems are reported at once.
+"""Load the settings of a run from a YAML file and `key=value` overrides, and report all problems at once.
 
-A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone is read as TRL reads it: `trl_fields` converts
-TRL's names. What a file without sections leaves out has TRL's default (`trl_defaults`). A null value stands for the
-default; an empty one is refused. As in TRL, `use_vllm: false` disables the settings of vLLM, so that a file can keep
-them for another run.
+A key is `section.leaf`, or a leaf alone, which is unique. A leaf alone has TRL's meaning: `trl_fields` converts TRL's
+names. In a file without sections, settings that are left out get TRL's defaults (`trl_defaults`). A null value stands
+for the default; an empty one is refused. As in TRL, `use_vllm: false` disables the settings of vLLM, so that a file can
+keep them for another run.
 """
 
 import difflib
@@ -38,7 +38,7 @@ DISABLED_BY_USE_VLLM = ("vllm.", "algorithm.vllm_")
 def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[str, Any] = {}) -> RunConfig:
     """Load the YAML file at `path` with `overrides` such as `train.max_steps=10` or `max_steps=10`.
 
-    `fixed` holds settings by full name that take precedence over both.
+    `fixed` maps full names to values that take precedence over both.
     Raises ConfigError with one line per problem: source, key, value, and what would be valid.
     """
     in_file, (typed, problems) = _read_file(path), _parse_overrides(overrides)
@@ -46,7 +46,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
 
 
 def config_with(settings: Mapping[str, Any], source: str, overrides: Iterable[str]) -> RunConfig:
-    """Return the config with `settings` by full name, which come from `source`, and with `overrides`.
+    """Build the config from `settings` by full name and `overrides`. Messages name `source` for the settings.
 
     Raises ConfigError like `load_config`.
     """
@@ -55,9 +55,9 @@ def config_with(settings: Mapping[str, Any], source: str, overrides: Iterable[st
 
 
 def config_from(args: Any, keywords: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of `GRPOTrainer`, with `keywords` as overrides of `args`.
+    """Build the config of `GRPOTrainer` from `args`, with `keywords` as overrides.
 
-    `args` is a YAML file, a dict of what such a file holds, a GRPOConfig of TRL, or None.
+    `args` is a YAML file, a dict with the content of such a file, a GRPOConfig of TRL, or None.
     Raises ConfigError like `load_config`, and if `args` is something else.
     """
     if isinstance(args, str | os.PathLike):
@@ -77,7 +77,10 @@ def _merge(
     fixed: Mapping[str, Any],
     problems: list[str],
 ) -> RunConfig:
-    """Resolve the keys of two sources, which have a name for messages; those of `over` take precedence."""
+    """Merge two sources of keys into a config. `over` takes precedence over `base`, and `fixed` over both.
+
+    A source is its name in messages, and its values by key. Raises ConfigError with `problems` and all others.
+    """
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     disabled: set[str] = set()
@@ -125,7 +128,7 @@ def _starred_problems(settings: Mapping[str, Any], sources: Mapping[str, str], p
 
 
 def _log_defaults(path: str, taken: Mapping[str, Any], notes: Iterable[str]) -> None:
-    """Log which of TRL's defaults hold, and a note for each that cannot."""
+    """Log the defaults of TRL that were taken, and the notes about others."""
     values = ", ".join(f"{name.split('.')[1]} {yaml_text.one_line(value)}" for name, value in taken.items())
     lines = [f"{path} has no sections, so what it leaves out has TRL's default: {values}", *notes]
     logger.warning("%s", "\n  ".join(lines))
@@ -157,7 +160,7 @@ def check_trainable(config: RunConfig) -> None:
 
 
 def check_evaluable(config: RunConfig) -> None:
-    """Raise ConfigError if `config` lacks what an evaluation needs."""
+    """Raise ConfigError if `config` lacks a setting that an evaluation needs."""
     missing = []
     if config.data.eval_dataset_name is None:
         missing.append("`data.eval_dataset_name`, the held-out data, is not set")
@@ -168,7 +171,7 @@ def check_evaluable(config: RunConfig) -> None:
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
-    """Read the file's settings by key as written, those in sections as `section.leaf`."""
+    """Read the settings of a file by key. A key in a section becomes `section.leaf`."""
     try:
         content = yaml_text.parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -199,7 +202,7 @@ def _flatten(source: str, content: Any) -> dict[str, Any]:
 
 
 def _parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return values by key, and a line for each override that has none."""
+    """Parse overrides. Returns values by key, and a message for each override without a value."""
     keys, problems = {}, []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -216,9 +219,9 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str
 
 
 def _resolve(keys: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return values by full setting name, and a line for each key that is unknown, refused or contradicts another.
+    """Return values by full setting name, and a message for each key that is unknown, refused or contradicts another.
 
-    `given` holds the keys beside which TRL's fields are read.
+    `given` holds the keys that conversions of TRL's fields may read.
     """
     settings: dict[str, Any] = {}
     given_by: dict[str, str] = {}
@@ -269,9 +272,9 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> str:
-    """Return a message with the closest valid key, or with what to write instead of another system's.
+    """Build the message about an unknown key: what to write if another system has it, else the closest valid key.
 
-    `known` maps last parts of keys to full names.
+    `known` maps the last parts of keys to full names.
     """
     if instead := instead_of(key):
         return f"unknown setting `{key}`; {instead}"
@@ -281,11 +284,11 @@ def _unknown(key: str, known: Mapping[str, str]) -> str:
 
 
 def _validation_problems(error: ValidationError, sources: Mapping[str, str], path: str) -> list[str]:
-    """Return one line per setting; pydantic reports each branch of a union separately."""
+    """Return one line per setting. Pydantic reports each branch of a union separately."""
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
         is_name = detail["loc"][-1:] in (("str",), ("constrained-str",))
-        if not is_name or not isinstance(detail["input"], dict | list):  # neither is meant as a name
+        if not is_name or not isinstance(detail["input"], dict | list):  # a dict or list is not meant as a name
             by_place.setdefault(_place(detail["loc"]), []).append(detail)
     problems = []
     for place, details in by_place.items():

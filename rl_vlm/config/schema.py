@@ -142,7 +142,7 @@ class DataConfig(Section):
     """Generation windows to prefetch per worker. Default: 1."""
 
     def entries(self, which: Which) -> list[DataSource]:
-        """Return the training or held-out data as entries, each with the split that its name ends with."""
+        """Return the training or held-out data as entries. A split at the end of a name is moved to `split`."""
         given = self.dataset_name if which == "train" else self.eval_dataset_name
         listed = given if isinstance(given, list) else [given] if given is not None else []
         return [with_split(DataSource(name=entry) if isinstance(entry, str) else entry) for entry in listed]
@@ -191,7 +191,7 @@ class RolloutConfig(Section):
 
     @property
     def facts(self) -> Engine:
-        """What is true of the engine."""
+        """Return the properties of the engine."""
         return ENGINES[self.engine]
 
     @property
@@ -268,7 +268,7 @@ class RewardsConfig(Section):
 
     @property
     def specs(self) -> list[RewardSpec]:
-        """Return the entries of `reward_funcs`, where a name alone has the defaults of an entry."""
+        """Return the entries of `reward_funcs`. A name alone becomes an entry with defaults."""
         return [RewardSpec(function=spec) if isinstance(spec, str) else spec for spec in self.reward_funcs]
 
 
@@ -461,12 +461,12 @@ class LogConfig(Section):
     num_completions_to_print: int = Field(default=0, ge=0)
     """Completions to print after each generation."""
     report: bool = True
-    """Write `report.html`, during the run and at its end, and for it small copies of some prompts' images beside the
+    """Write `report.html`, during the run and at its end. For it, save small copies of some prompts' images with the
     completions."""
     disable_tqdm: bool = False
     """Print plain lines instead of a progress bar."""
     memory_profile: bool = False
-    """Measure the memory of the first steps by phase and module, beside what the memory plan predicts:
+    """Measure the memory of the first steps by phase and module, and compare it with the memory plan:
     `memory_profile.json` and `memory_profile.png`."""
 
 

@@ -1,8 +1,8 @@
-"""Secrets in settings and text: starred out wherever a run writes or prints them.
+"""Replace secrets by `***` wherever a run writes or prints settings or text.
 
-starred           settings ─► the same with `***` for secrets, for files, checkpoints and trackers
-without_secrets   text ─► the same, for pages, logs, errors and commands
-starred_places    where settings that a run has written hold `***`, which is no value to start a run with
+starred           replace secrets in settings, for files, checkpoints and trackers
+without_secrets   replace secrets in text, for pages, logs, errors and commands
+starred_places    find `***` in settings: a run cannot start with it
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SECRET_NAME = r"""[\w-]*
     )s?(?:[_-](?:id|value))?
     | (?:[\w-]*[_-])?(?:pwd|auth|authorization)"""
 TOKEN_NAME = r"[\w-]*token(?:[_-](?:id|value))?"
-"""Names of secrets, or of tokens of text: their ids, and special tokens such as `<|im_end|>`."""
+"""Names of secrets or of text tokens: token ids, and special tokens such as `<|im_end|>`."""
 KEY_NAME = r"[\w-]*keys?"
-"""Names of secrets, or of columns and fields: what looks like neither is a secret."""
+"""Names of secrets, or of columns and fields. The value decides (`KEY_VALUE`)."""
 KEY = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|ghp_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16}"
     r"|(?:sk|xox[abprs])-(?=[\w-]*\d)[\w-]{12,})"
@@ -42,9 +42,9 @@ NO_VALUES = ("null", "none", "true", "false")
 
 
 def starred(value: Any, name: str = "") -> Any:
-    """Return settings with `***` in place of values that look like secrets, by their `name` or by themselves.
+    """Replace values of settings by `***` if their `name` or the values themselves look like secrets.
 
-    Of a text that is no key itself, only its URLs are changed: their logins, and values of parameters with such names.
+    In any other text, replace only secrets in URLs: logins, and values of parameters with such names.
     """
     if isinstance(value, Mapping) and not _is_secret(name, value):
         return {key: starred(of_key, str(key)) for key, of_key in value.items()}
@@ -56,9 +56,9 @@ def starred(value: Any, name: str = "") -> Any:
 
 
 def without_secrets(text: str) -> str:
-    """Return text with `***` in place of what looks like a secret.
+    """Replace everything in a text that looks like a secret by `***`.
 
-    A missing value is none, and neither is a number of tokens: `micro_batch_tokens=16384` stays.
+    Missing values and numbers of tokens stay: `micro_batch_tokens=16384` is no secret.
     """
     return VALUE_IN_TEXT.sub(_star_value, LOGIN.sub(f"{STARS}@", KEY.sub(STARS, text)))
 

@@ -1,7 +1,8 @@
-"""TRL's defaults, which hold in flat files.
+"""TRL's defaults, for flat files.
 
-A file is flat if it has keys and none of them is a section or `section.leaf`, as in TRL's YAML. What a flat file leaves
-out has the default of TRL 1.16 instead of the one in `schema.py`. Overrides on the command line do not change that.
+A file is flat if it has keys and none of them is a section or `section.leaf`, as in TRL's YAML. Settings that a flat
+file leaves out get the default of TRL 1.16 instead of the one in `schema.py`. Overrides do not change whether a file is
+flat.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,8 @@ from rl_vlm.config.engines import engine_named
 from rl_vlm.config.schema import SECTIONS, SETTINGS
 
 AS_IF_LEFT_OUT = {"dtype": "float32", "logging_steps": 10, "vllm_model_impl": "vllm"}
-"""Fields that at this value, TRL's default, are as if they were left out. Here they would ask for something else:
-`dtype` is the precision of the weights in TRL, and the other two are read by trackers and by vLLM alone."""
+"""Fields to ignore if they have this value, TRL's default. Here they would mean something else: TRL's `dtype` is the
+precision of the weights, and only trackers and vLLM read the other two."""
 
 ALWAYS: dict[str, Any] = {
     "model.dtype": "bfloat16",  # TRL computes in bfloat16 unless `bf16: false` is set, whatever the weights' `dtype`
@@ -22,17 +23,17 @@ ALWAYS: dict[str, Any] = {
     "memory.gradient_checkpointing": True,
     "log.log_completions": False,
 }
-"""TRL's defaults that differ from those here and that every run reads."""
+"""Defaults of TRL that differ from the ones here, for settings that every run reads."""
 
 
 def is_flat(keys: Iterable[str]) -> bool:
-    """Return whether a file with these keys is flat, as TRL's are."""
+    """Return whether a file with these keys is flat."""
     parts = [key.partition(".")[0] for key in keys]
     return bool(parts) and not any(part in SECTIONS for part in parts)
 
 
 def without_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a flat file without those of `AS_IF_LEFT_OUT` at TRL's default."""
+    """Return the keys of a flat file without fields of `AS_IF_LEFT_OUT` that have TRL's default."""
     return {key: value for key, value in keys.items() if value is None or AS_IF_LEFT_OUT.get(key) != value}
 
 
@@ -42,9 +43,10 @@ def has_trackers(settings: Mapping[str, Any]) -> bool:
 
 
 def trl_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TRL's defaults that differ from those here, for what `settings` (by full name) leave out and a run reads.
+    """Return TRL's defaults for settings that `settings` (by full name) leave out and the run reads.
 
-    TRL evaluates like it trains: with `num_generations` completions per prompt, sampled at `temperature`.
+    Only defaults that differ from the ones here are returned. TRL evaluates as it trains: with `num_generations`
+    completions per prompt, sampled at `temperature`.
     """
 
     def value_of(name: str) -> Any:
@@ -66,9 +68,9 @@ def trl_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing_defaults(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each default of TRL that this project does not have, of what `settings` leave out.
+    """Return a sentence for each setting that is left out and whose default in TRL is not possible here.
 
-    `keys` are those of the file.
+    `settings` has full names, and `keys` has the keys of the file.
     """
     missing = []
     if settings.get("model.use_peft") and "lora_dropout" not in keys:

@@ -126,9 +126,10 @@ def _vllm_server(value: Any, given: Mapping[str, Any]) -> Settings:
 
 
 def _bf16(value: Any, given: Mapping[str, Any]) -> Settings:
-    """Choose the compute precision: bfloat16, or, with `bf16: false`, that of the weights. docs/migrate.md has a table.
+    """Choose the compute precision: bfloat16, or the precision of the weights if `bf16` is false.
 
-    bfloat16 weights are left to the field that asks for them.
+    If the weights are bfloat16, return nothing: the field that asks for them sets the precision. docs/migrate.md has a
+    table.
     """
     if value:
         return {"dtype": "bfloat16"}
@@ -150,7 +151,7 @@ def _weights(given: Mapping[str, Any]) -> Any:
 
 
 def _dtype(value: Any, given: Mapping[str, Any]) -> Settings:
-    """Convert the precision of TRL's weights, which is also that of the computation if `bf16` is false."""
+    """Convert the precision of TRL's weights. If `bf16` is false, TRL also computes in it."""
     if value is None:
         return {}
     if value == "float16":
@@ -180,7 +181,7 @@ OPTIMIZERS = {
     "adamw_torch": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit", "adafactor": "adafactor",
 }  # fmt: skip
-"""Optimizers of transformers, by the setting here. A fused AdamW computes the same updates."""
+"""Optimizers of transformers, and their names here. A fused AdamW computes the same updates."""
 
 
 def _optim(value: Any, given: Mapping[str, Any]) -> Settings:
@@ -239,7 +240,7 @@ def _datasets(value: Any, given: Mapping[str, Any]) -> Settings:
 
 
 def _dataset(entry: dict[str, Any]) -> Settings:
-    """Convert an entry. Files of the builders json and parquet are named themselves."""
+    """Convert an entry. An entry of the builder json or parquet gets the name of its file."""
     filled = {name: item for name, item in entry.items() if item is not None}
     if unknown := sorted(filled.keys() - set(MIXTURE_FIELDS)):
         raise ValueError(f"an entry has {', '.join(unknown)}; TRL's fields are {', '.join(MIXTURE_FIELDS)}")
@@ -258,7 +259,7 @@ def _dataset(entry: dict[str, Any]) -> Settings:
 
 
 def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
-    """Make a conversion of a field that may only be false."""
+    """Build the conversion of a field that must be false. `reason` is the error message."""
 
     def convert(value: Any, given: Mapping[str, Any]) -> Settings:
         if value:
@@ -297,7 +298,7 @@ FROM_VLM_R1: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "image_folders": _vlm_r1_paths,
     "freeze_vision_modules": lambda value, given: {"freeze_vision_tower": value},
 }
-"""Settings of VLM-R1 beside TRL's."""
+"""Settings that VLM-R1 adds to TRL's."""
 
 FROM_MIXTURES: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "datasets": _datasets,
@@ -307,7 +308,7 @@ FROM_MIXTURES: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
 """Fields of TRL's DatasetMixtureConfig."""
 
 NULL_IS_OFF = {"vllm_importance_sampling_clip_max": 0}
-"""Fields that null turns off, as in TRL, with the value that does so here. For others null means the default."""
+"""Fields that null turns off, as in TRL, with the value for off. For all others, null means the default."""
 
 OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy"}
 """Fields of earlier versions and their present names. A `warmup_steps` below 1 is a ratio."""
@@ -316,8 +317,8 @@ OLD_NAMES = {"warmup_ratio": "warmup_steps", "torch_dtype": "dtype", "evaluation
 def translate(name: str, value: Any, given: Mapping[str, Any]) -> Settings | None:
     """Convert TRL's field `name` with `value` to settings by leaf name. Returns None if TRL has no such field.
 
-    `given` holds all fields that are set. Raises ValueError with the reason if the value is not supported here. Fields
-    that VLM-R1 adds to TRL's, and those of TRL's mixtures, are converted as well.
+    Also converts the fields of VLM-R1 and of TRL's mixtures. `given` holds all fields that are set. Raises ValueError
+    with the reason if the value is not supported here.
     """
     name = OLD_NAMES.get(name, name)
     if name in SAME:

@@ -19,9 +19,9 @@ def is_trl_object(args: Any) -> bool:
 
 
 def given_fields(args: Any) -> dict[str, Any]:
-    """Return the fields that differ from those of an object without arguments, with `output_dir` and precisions.
+    """Return the fields that differ from their defaults, and always `output_dir` and the precisions.
 
-    A field that asks for the CPU is left out on a machine without a CUDA device.
+    `use_cpu` is left out on a machine without a CUDA device.
     """
     import torch
 
@@ -32,12 +32,12 @@ def given_fields(args: Any) -> dict[str, Any]:
     if args.steps_per_generation == args.gradient_accumulation_steps:  # the default, which TRL fills in
         given.pop("steps_per_generation", None)
     if args.use_cpu and torch.cuda.is_available():
-        given["use_cpu"] = True  # which is refused
+        given["use_cpu"] = True  # refused by trl_refused.py
     return given
 
 
 def plain(value: Any) -> Any:
-    """Return the path, the member of an enum or the PyTorch precision as text, and anything else as it is."""
+    """Convert a path, a member of an enum or a PyTorch precision to text. Return anything else unchanged."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, os.PathLike):

@@ -1,7 +1,7 @@
-"""Fields of TRL 1.16 that this project does not have, by the reason why.
+"""Fields of TRL 1.16 that this project does not have, grouped by the reason.
 
-A field may have the value given here, or one of a tuple of values, which ask for what holds anyway. A reason completes
-the sentence "…; leave it out".
+A field may have the value given here, or one of a tuple of values, because these values change nothing. A reason
+completes the sentence "…; leave it out".
 """
 
 from typing import Any
@@ -130,4 +130,4 @@ NOT_CALLED = frozenset(
     remove_callback save_metrics save_model save_state set_initial_training_values store_flos training_step
     """.split()
 )
-"""Methods of TRL's GRPOTrainer, and of the Trainer of transformers, now or earlier, that nothing here calls."""
+"""Methods of TRL's GRPOTrainer and of transformers' Trainer, in this or earlier versions, that nothing here calls."""

@@ -1,4 +1,4 @@
-"""Whether a value has a type, for settings whose types do not stand in the schema."""
+"""Check the type of a value, for settings whose types are not in the schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 
 def why_not(value: Any, wanted: Any) -> str | None:
-    """Return why a value does not have a type, without any conversion but that of int to float; None if it has."""
+    """Return why a value does not have the type `wanted`, or None if it has. Only int is converted, to float."""
     try:
         TypeAdapter(wanted).validate_python(value, strict=True)
     except ValidationError as error:

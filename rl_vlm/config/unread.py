@@ -1,7 +1,7 @@
-"""Settings that have no effect beside others, and what to change.
+"""Find settings that have no effect because of other settings, and suggest a change.
 
-A setting is listed if it differs from its default: a file may write defaults. Settings of vLLM are in `conflicts.py`,
-and settings that depend on the data or on the model are refused where these are opened.
+A setting is reported only if it differs from its default, since a file may write defaults. `conflicts.py` handles the
+settings of vLLM. Settings that depend on the data or on the model are refused when these are opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OF_POLICY = engines_where(lambda engine: not engine.has_own_weights)
 
 
 def reads_no_split(data: DataConfig, which: Which) -> bool:
-    """Return whether data are given, and none of them reads the section's split: they are files, or have their own."""
+    """Return whether data is given but ignores the section's split: each entry is a file or has its own split."""
     given = data.entries(which)
     return bool(given) and all(
         is_file(entry.name) or (entry.split is not None and is_mixture(data, which)) for entry in given
@@ -31,7 +31,7 @@ def reads_no_split(data: DataConfig, which: Which) -> bool:
 
 
 def reads_no_config(entry: DataSource) -> bool:
-    """Return whether an entry does not read the section's `dataset_config`."""
+    """Return whether an entry ignores the section's `dataset_config`."""
     return entry.dataset_config is not None or is_file(entry.name) or ":" in entry.name
 
 
@@ -40,23 +40,23 @@ READ_BY_LOSSES = ("epsilon", "epsilon_high", "delta", "sapo_temperature_neg", "s
 
 
 def ignored_by_own_loss(run: RunConfig, name: str) -> bool:
-    """Return whether the source of the user's loss does not name a setting. Without a source it counts as read."""
+    """Return whether the source of the user's loss never reads a setting. If there is no source, return False."""
     source = read_source(run.algorithm.loss_type) if run.algorithm.has_own_loss else None
     return source is not None and name not in source.attributes
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Settings of one section that a run does not read."""
+    """Settings of one section that a run ignores under a condition."""
 
     section: str
     names: str
     when: Callable[[RunConfig], bool]
-    """Whether the run does not read them."""
+    """Whether the run ignores these settings."""
     reason: str
     """Completes the sentence "they have no effect …"."""
     way_out: str
-    """What to do instead of leaving them out."""
+    """Alternative to leaving them out."""
 
 
 UNREAD = (
@@ -256,7 +256,7 @@ UNREAD = (
 
 
 def unread_settings(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each row of `UNREAD` that applies and whose settings are not at their defaults."""
+    """Yield a message for each row of `UNREAD` that applies and has settings that differ from their defaults."""
     for row in UNREAD:
         section = getattr(config, row.section)
         fields = type(section).model_fields

@@ -1,4 +1,4 @@
-"""Reading and writing YAML, where a key given twice is an error and `1e-6` is a number.
+"""Parse and write YAML. A key given twice is an error, and `1e-6` is a number.
 
 PyYAML follows YAML 1.1, which reads `1e-6` as a string because it has no dot.
 """
@@ -32,7 +32,7 @@ for _class in (_Loader, _Dumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Represent a text, in double quotes if only these keep its line breaks."""
+    """Represent a text. Use double quotes if the text has line breaks that only these keep."""
     style = '"' if _OTHER_LINE_BREAKS.search(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -54,14 +54,14 @@ def parse(text: str) -> Any:
     """Parse `text`. Raises yaml.YAMLError if it is not valid or if a mapping has a key twice."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except ValueError as error:  # PyYAML leaves these, such as for the date 2020-13-45
+    except ValueError as error:  # raised by PyYAML, for instance for the date 2020-13-45
         raise yaml.YAMLError(str(error)) from error
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
 
 
 def dump(value: Any) -> str:
-    """Return `value` as block YAML with its keys in order, which `parse` reads back."""
+    """Write `value` as block YAML with its keys in order. `parse` reads it back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
