@@ -1,4 +1,4 @@
-"""Errors that a user can get. Each message names what was found, where, and a solution."""
+"""Errors that a user can get. Each message names the problem, its place and a solution."""
 
 import difflib
 import importlib.util
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
-"""As in `rewards.contract`, which imports nothing of this package."""
+"""A copy of the pattern in `rewards.contract`, which imports nothing of this package."""
 
 
 class RLVLMError(Exception):
@@ -48,7 +48,7 @@ class ModelError(RLVLMError):
 
 
 class RolloutError(RLVLMError):
-    """A rollout engine that cannot be used, is lost, or samples with other weights than those it was sent."""
+    """A rollout engine that cannot be used, is lost, or samples with other weights than it was sent."""
 
 
 class RewardError(RLVLMError):
@@ -63,17 +63,17 @@ class CheckpointError(RLVLMError):
 
 
 class LaunchError(RLVLMError):
-    """A mismatch between the processes that were launched and those that the run finds."""
+    """A mismatch between the launched processes and the processes that the run finds."""
 
 
 class RankLost(LaunchError):
-    """Another rank that has died, failed or hangs. The message names it and shows its traceback or its place."""
+    """Another rank that has died, failed or hangs. The message names it, with its traceback or position."""
 
     exit_status = 1
 
 
 class Stopped(RLVLMError):
-    """A run that a signal has asked to stop. The status is that of a process which the signal ends."""
+    """A run that stops because of a signal. Its exit status is 128 + the signal's number."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -88,34 +88,34 @@ class TrainingError(RLVLMError):
 
 
 class OutOfMemory(RLVLMError):
-    """Something that does not fit in memory and cannot be split further."""
+    """Work that does not fit in memory and cannot be split further."""
 
 
 Severity = Literal["error", "warning", "info"]
-"""error: the run stops, or trains on something else than is meant. warning: it runs, and its result is worse or
-misleading. info: worth knowing."""
+"""error: the run stops, or does not train as intended. warning: it runs, but its result is worse or misleading. info:
+worth knowing."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check before a run has found. Findings of the same kind are shown together."""
+    """One result of a check before a run. Findings of the same kind are shown together."""
 
     severity: Severity
     kind: str
     what: str
     remedy: str = ""
     data: str | None = None
-    """The data that the row belongs to."""
+    """The dataset of the row."""
     row: int | None = None
-    """The row, if the finding is about one."""
+    """The row, if the finding is about one row."""
     function: str | None = None
-    """The reward function, if the finding is about one."""
+    """The reward function, if the finding is about one function."""
     rows: tuple[int, ...] = ()
-    """Rows that show it, if it is about a function."""
+    """Example rows, if the finding is about a function."""
 
 
 def require_bitsandbytes(setting: str) -> None:
-    """Raise ConfigError if bitsandbytes is not installed. `setting` needs it."""
+    """Raise ConfigError if bitsandbytes is not installed, which `setting` needs."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"{setting} needs bitsandbytes, which is not installed: pip install 'rl-vlm[bitsandbytes]', or leave it out"
@@ -129,13 +129,13 @@ def shorten(text: object, length: int = 300) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Return a text of others without escape sequences, control characters and line breaks."""
+    """Remove escape sequences, control characters and line breaks from a text of unknown origin."""
     without = ESCAPE_SEQUENCE.sub("", text)
     return " ".join("".join(letter if letter.isprintable() else " " for letter in without).split())
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception on one line, or a note instead of it if its `__str__` raises."""
+    """Return the text of an exception on one line. If its `__str__` raises, return a note instead."""
     return on_one_line(str(traceback.TracebackException.from_exception(error)))
 
 

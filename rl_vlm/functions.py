@@ -1,10 +1,10 @@
 """Loading of users' functions: `file.py:function`, `module:function`, or an entry point of an installed package.
 
-Objects of the running Python session can be named like functions of files. The digest in the name of a callable is that
-of its bytecode and of the values that it holds, so that a changed function is a changed setting. Rows in memory are a
+Objects of the running Python session can be named like functions of files. A callable's name has a digest of its
+bytecode and of the values that it holds, so that a changed function is a changed setting. Rows in memory are named as a
 function that returns them, with a digest of their contents.
 
-Modules are also imported from the working directory, as under `python -m`, but last, so that its files shadow no
+Modules are also imported from the working directory, as under `python -m`. It is searched last, so its files shadow no
 package. While a file is loaded, modules of its folder can be imported too.
 """
 
@@ -29,12 +29,12 @@ from rl_vlm.errors import RLVLMError, did_you_mean, listed, text_of
 Function = Callable[..., Any]
 
 LIVE: dict[str, Function] = {}
-"""The objects of the session that can be loaded now, by name."""
+"""Objects of the session that settings can name now, by name."""
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class LoadError(RLVLMError):
-    """A function that cannot be loaded. The message says what was tried, what was expected and what was found."""
+    """A function that cannot be loaded. The message says which source was tried, and why it failed."""
 
 
 def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
@@ -143,7 +143,7 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _load_errors(problem: str) -> Iterator[None]:
-    """Raise LoadError, whose message begins with `problem`, for anything that the block raises but Ctrl-C."""
+    """Turn every error of the block but Ctrl-C into a LoadError. Its message begins with `problem`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -154,7 +154,7 @@ def _load_errors(problem: str) -> Iterator[None]:
 
 @contextmanager
 def live(objects: Mapping[str, Function]) -> Iterator[None]:
-    """Let the settings of the block name these objects."""
+    """Let settings name these objects within the block."""
     before = dict(LIVE)
     LIVE.update(objects)
     try:
@@ -165,7 +165,7 @@ def live(objects: Mapping[str, Function]) -> Iterator[None]:
 
 
 def label_of(function: Any) -> str:
-    """Return the name of a function, of what a `functools.partial` calls, or of the class of another callable."""
+    """Return the name of a function. For a `functools.partial` name its function, for other callables their class."""
     if isinstance(function, functools.partial):
         return label_of(function.func)
     return getattr(function, "__name__", type(function).__name__)
@@ -175,13 +175,13 @@ def content_of(function: Any) -> str:
     """Return a text that is the same for equal callables in two runs of one program.
 
     It holds the bytecode, defaults and closure of a function, the function and arguments of a `functools.partial`, and
-    the methods and values of a class and of its instance. The qualified name stands for what is built in C.
+    the methods and values of a class and of its instance. Callables that are built in C count by qualified name.
     """
     return _described(function, is_whole=True)
 
 
 def _described(value: Any, seen: tuple[int, ...] = (), is_whole: bool = False) -> str:
-    """Return the text of a value. Objects that are neither data nor functions count by class unless `is_whole`."""
+    """Return the text of a value. Unless `is_whole`, objects other than data and functions count by class."""
     if isinstance(value, str | int | float | complex | bytes | None):
         return repr(value)
     if id(value) in seen:
@@ -192,7 +192,7 @@ def _described(value: Any, seen: tuple[int, ...] = (), is_whole: bool = False) -
     if isinstance(value, list | tuple | set | frozenset):
         items = map(inside, value)
         return f"{type(value).__name__}({', '.join(items if isinstance(value, list | tuple) else sorted(items))})"
-    if isinstance(value, CodeType):  # without file, lines and name, which say nothing about what it does
+    if isinstance(value, CodeType):  # without file, lines and name, which do not change its effect
         return inside((value.co_code, value.co_names, value.co_varnames, value.co_consts))
     if isinstance(value, functools.partial):
         return inside((value.func, value.args, value.keywords))
@@ -213,7 +213,7 @@ def _described(value: Any, seen: tuple[int, ...] = (), is_whole: bool = False) -
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the closure by name, without variables that have none."""
+    """Return the closure's values by name, without variables that have no value yet."""
     values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):
@@ -222,7 +222,7 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 
 
 def _class_values(place: type) -> list[tuple[str, Any]]:
-    """Return methods and values of a class and of its base classes, but for values that Python gives each class."""
+    """Return methods and values of a class and its base classes, without the values that Python gives each class."""
     bases = [base for base in place.__mro__ if base is not object]
     found = [(name, value) for base in bases for name, value in vars(base).items()]
     return [(name, value) for name, value in found if inspect.isroutine(value) or not name.startswith("__")]

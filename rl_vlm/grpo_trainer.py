@@ -1,7 +1,6 @@
 """Training from Python, with functions and data in memory: `GRPOTrainer`, named after TRL's.
 
-It only makes the settings of a run, in which objects in memory have names (`functions.py`), and calls `run/` and
-`evaluation/`.
+It builds the settings of a run and calls `run/` and `evaluation/`. Settings name objects in memory (`functions.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rl_vlm.passes.allocator import allocator_configured
 Summary = dict[str, Any]
 
 RUNNING = threading.Lock()
-"""Held while a trainer runs: the working directory, the process group and `LIVE` are those of the whole process."""
+"""Held while a trainer runs, since working directory, process group and `LIVE` belong to the whole process."""
 
 
 class GRPOTrainer:
@@ -62,18 +61,18 @@ class GRPOTrainer:
 
         `model` is a hub name, a directory, or a function that writes a checkpoint, called as `f(directory, seed)`.
         `reward_funcs` is a function, a name, a dict such as `{"function": f, "weight": 0.5}`, or a list of these.
-        `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or what `dataset_name` takes.
+        `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or any value of `dataset_name`.
         The dicts are copied.
-        `args` is a YAML file, a dict of what it holds, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
-        `settings` override it by their names, as on the command line. `loss_type` can be a function, too.
+        `args` is a YAML file, a dict with its content, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
+        `settings` override `args` by name, as on the command line. `loss_type` can be a function, too.
 
         Raises ConfigError for settings that cannot be used and for overrides without effect, and DataError for data
-        that have no rows.
+        without rows.
         """
         refuse_overrides(type(self))
         check_numbers()
         self.objects: dict[str, Function] = {}
-        """What the settings name, by name."""
+        """Objects that the settings name, by name."""
         given = {
             "reward_funcs": self._rewards(reward_funcs),
             "model.model_name_or_path": self._model(model),
@@ -90,15 +89,15 @@ class GRPOTrainer:
         self.config: RunConfig = config_from(args, keywords | arguments)
         check_workers(self.config, self.objects)
         self.checkpoint: str | None = None
-        """The newest checkpoint that the last call of `train` has written, or has resumed."""
+        """The newest checkpoint that the last `train` call wrote or resumed."""
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Summary:
-        """Train, and return the content of `summary.json`. The settings hold for every call.
+        """Train, and return the content of `summary.json`. The settings apply to every call.
 
-        True resumes the newest checkpoint of `output_dir`, if there is one, a path the checkpoint there. False resumes
-        none, and None leaves it to the setting. If training fails or is interrupted, `checkpoint` is the newest
-        complete one. Raises RLVLMError for errors that a user can fix. Ctrl-C and SIGTERM in the main thread save the
-        last complete step, and then raise KeyboardInterrupt, or SystemExit with status 143.
+        `resume_from_checkpoint`: True resumes the newest checkpoint of `output_dir`, if there is one. A path resumes
+        the checkpoint there, False resumes none, and None uses the setting. If training fails or is interrupted,
+        `checkpoint` is the newest complete one. Raises RLVLMError for errors that a user can fix. Ctrl-C and SIGTERM
+        in the main thread save the last complete step, and then raise KeyboardInterrupt, or SystemExit with status 143.
         """
         config = self.config
         if resume_from_checkpoint is not None:
@@ -123,8 +122,8 @@ class GRPOTrainer:
     def evaluate(self, checkpoint: Any = None) -> Summary:
         """Evaluate on `eval_dataset`, and return the content of `evaluation/summary.json`.
 
-        The model is `checkpoint`, a path or a hub name. By default it is the newest one that `train` has written, else
-        the one that training starts from. Raises RLVLMError for errors that a user can fix.
+        `checkpoint` is a path or a hub name. The default is the newest checkpoint of the last `train` call, or else the
+        model that training starts from. Raises RLVLMError for errors that a user can fix.
         """
         if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike):
             raise ConfigError(
@@ -146,11 +145,9 @@ class GRPOTrainer:
         return Path(self.config.train.output_dir) / "report.html"
 
     def show_report(self, height: int = 700) -> Any:
-        """Return the report as a frame of `height` pixels for a notebook, or its path if this is none.
+        """Return the report: in a notebook as a frame of `height` pixels, elsewhere as a path.
 
-        It is that of the run, or that of the evaluation if the run has none.
-
-        Raises ConfigError if there is no report yet.
+        If the run has no report, return the evaluation's. Raises ConfigError if there is no report yet.
         """
         reports = [
             path for path in (self.report, self.report.parent / "evaluation" / self.report.name) if path.is_file()
@@ -170,14 +167,14 @@ class GRPOTrainer:
         return HTML(f'<div><iframe srcdoc="{page}" width="100%" height="{height}" frameborder="0"></iframe></div>')
 
     def _complete_checkpoints(self) -> list[tuple[Path, int]]:
-        """Return the complete checkpoints of `output_dir`, oldest step first, with the times of their directories."""
+        """Return the complete checkpoints of `output_dir` and their modification times, oldest step first."""
         from rl_vlm.checkpoint.store import complete
 
         return [(path, path.stat().st_mtime_ns) for path in complete(Path(self.config.train.output_dir))]
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Let settings name the objects, show the log, and let another call follow in the same processes.
+        """Prepare this process for a call: let settings name the objects, and show the log. Allow another call later.
 
         Raises ConfigError if another call runs, or if a worker process imports the script.
         """
@@ -205,7 +202,7 @@ class GRPOTrainer:
                 raise KeyboardInterrupt from stopped
 
     def _model(self, model: Any) -> Any:
-        """Return the name of the model."""
+        """Return the model's name, and name it if it is a function."""
         if isinstance(model, type):
             raise ConfigError(f"model is the class {model.__name__}: give a hub name, a directory or a function")
         if hasattr(model, "state_dict"):
@@ -216,13 +213,13 @@ class GRPOTrainer:
         return self._named(model, label_of(model)) if callable(model) else model
 
     def _rewards(self, rewards: Any) -> Any:
-        """Return what `rewards.reward_funcs` holds for these functions."""
+        """Convert these functions to a value of `rewards.reward_funcs`."""
         if isinstance(rewards, list | tuple):
             return [self._reward(reward) for reward in rewards]
         return rewards if rewards is None or isinstance(rewards, str) else [self._reward(rewards)]
 
     def _reward(self, reward: Any) -> Any:
-        """Return an entry of `rewards.reward_funcs`."""
+        """Convert one reward to an entry of `rewards.reward_funcs`."""
         if isinstance(reward, Mapping):
             if callable(function := reward.get("function")):
                 return {**reward, "function": self._named_reward(function, reward.get("name") or label_of(function))}
@@ -235,7 +232,7 @@ class GRPOTrainer:
         return self._named_reward(reward, label_of(reward)) if callable(reward) else reward
 
     def _rows(self, label: str, data: Any) -> Any:
-        """Return the name of rows in memory, or anything else that `dataset_name` takes."""
+        """Name rows in memory. Return other values of `dataset_name` unchanged."""
         if data is None or isinstance(data, str | os.PathLike):
             return data
         if isinstance(data, list) and data and all(map(names_data, data)):
@@ -252,7 +249,7 @@ class GRPOTrainer:
         return name
 
     def _named_reward(self, function: Function, label: str) -> str:
-        """Return the name of a reward function. Raises ConfigError if another one has the same label."""
+        """Name a reward function. Raise ConfigError if another one has the same label."""
         if any(name.startswith(f"{PREFIX}{label}#") for name in self.objects):
             raise ConfigError(
                 f"two reward functions are called {label}: give them names, as in "
@@ -261,7 +258,7 @@ class GRPOTrainer:
         return self._named(function, label)
 
     def _named(self, function: Function, label: str) -> str:
-        """Return the name of a callable, and let settings name it."""
+        """Name a callable, so that settings can refer to it."""
         name = live_name(label, content_of(function))
         self.objects[name] = function
         return name
@@ -278,7 +275,7 @@ def refuse_overrides(trainer: type) -> None:
 
 
 def names_data(entry: Any) -> bool:
-    """Return whether an entry of a list is a name of data, or a mapping as in a mixture, and not a row."""
+    """Return whether a list entry names data: a string, or a mapping as in a mixture. Otherwise it is a row."""
     return isinstance(entry, str) or (
         isinstance(entry, Mapping) and "name" in entry and set(entry) <= DataSource.model_fields.keys()
     )
@@ -300,7 +297,7 @@ def check_workers(config: RunConfig, objects: Mapping[str, Function]) -> None:
 def problem_of_pickling(function: Function) -> str | None:
     """Return why another process cannot load the function, or None if it can.
 
-    It loads functions of a script by running the script again, and there is no script for those of a notebook.
+    Another process loads a script's functions by running the script again. A notebook has no script.
     """
     try:
         Sent(io.BytesIO()).dump(function)
@@ -310,10 +307,10 @@ def problem_of_pickling(function: Function) -> str | None:
 
 
 class Sent(pickle.Pickler):
-    """Pickles what another process can import."""
+    """Pickles objects that another process can import."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Raise PicklingError for a function or a class of a session without a file."""
+        """Raise PicklingError if a function or class is defined in a session without a file."""
         is_imported = isinstance(obj, type | FunctionType)
         if is_imported and obj.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
             raise pickle.PicklingError(

@@ -1,9 +1,9 @@
-"""The names of a run: its stages with who listens to them, and the columns and metrics that it writes.
+"""The names of a run: its stages, and the columns and metrics that it writes. Listeners hear of the stages.
 
     load ─ step( generation … rewards ─ old_logprobs ─ ref_logprobs ─ training( update ) ) ─ save
 
-The parts of a run announce each stage, each attempt of its passes, and each item of work in them. Timing, the sign of
-life, memory peaks, the profile and the memory plan listen. None of them is called by name.
+A run announces each stage, each attempt of its passes, and each item of work in them. Timing, the sign of life, memory
+peaks, the profile and the memory plan listen. The run does not call them by name.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 
 class Stage(StrEnum):
-    """A named part of a run. The seconds of a stage of a step are the metric `time/<stage>`."""
+    """A named part of a run. The metric `time/<stage>` holds the seconds of a step's stage."""
 
     LOAD = "load"
     """Models are loaded, before the first step."""
     STEP = "step"
-    """One optimizer step. All stages below but the last are parts of it."""
+    """One optimizer step. It includes all stages below but the last."""
     WEIGHT_SYNC = "weight_sync"
     ROLLOUT_WAIT = "rollout_wait"
-    """The step waits for a window that is generated ahead of it."""
+    """The step waits for a window that is generated ahead."""
     DATA = "data"
     GENERATION = "generation"
     REWARDS = "rewards"
@@ -43,11 +43,11 @@ class Stage(StrEnum):
 
 
 LogprobStage = Literal[Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS]
-"""Stages whose log-probs are stored with the groups, in the field of the same name."""
+"""Stages whose log-probs are stored with the groups, in a field of the same name."""
 PARTS_OF_TRAINING = (Stage.ENTROPY, Stage.UPDATE)
-"""Stages whose seconds are in those of `TRAINING` as well."""
+"""Stages that `TRAINING` includes, so that its seconds count theirs too."""
 AHEAD = "ahead/"
-"""Prefix of the stages of a window that is generated beside training."""
+"""Prefix for the stages of a window that is generated during training."""
 
 
 class Listener:
@@ -73,7 +73,7 @@ class Stages:
         self.listeners = listeners
 
     def with_listener(self, listener: Listener) -> Stages:
-        """Return stages that are announced to one more listener, before the others."""
+        """Return stages with one more listener, which hears of them before the others."""
         return Stages(listener, *self.listeners)
 
     def run(self, stage: Stage) -> AbstractContextManager[None]:
@@ -98,7 +98,7 @@ class Stages:
 
 
 NO_ONE = Stages()
-"""Stages that nobody listens to, such as those of a window that is generated beside training."""
+"""Stages without listeners, for instance of a window that is generated during training."""
 
 COLUMNS = frozenset(
     """
@@ -115,7 +115,7 @@ METRICS = frozenset(
     step_tokens data_wait_fraction
     """.split()
 )
-"""Metrics of a run, with the next. Reward functions use other names."""
+"""Metrics of a run, together with `METRIC_PREFIXES`. Reward functions use other names."""
 METRIC_PREFIXES = tuple(
     """
     balance/ clip_ratio/ completions/ compute/ eval_ memory/ out_of_memory/ resampling/ reward_faults/ rewards/

@@ -4,8 +4,7 @@
     check the engine ─ prefetch ─ old and reference log-probs  once per generation window
     groups ─► objective ─► gradients ─► update                        every optimizer step
 
-How a model runs over groups is in `passes/`, what is trained in `algorithm/`. `run/` calls the step, evaluates, and
-writes files.
+`passes/` runs a model over groups, and `algorithm/` has the loss. `run/` calls the step, evaluates, and writes files.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Trainer:
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
         self.is_updating = False
-        """Whether the step's update has begun and the step is not complete, so that the weights belong to no step."""
+        """Whether an update has begun and its step is not complete. The weights then belong to no step."""
 
     def step(self) -> StepMetrics:
         """Take one optimizer step and return its metrics."""
@@ -99,7 +98,7 @@ class Trainer:
             self.reference.start_step()
 
     def check_engine(self, window: Window, metrics: StepMetrics) -> None:
-        """Raise RolloutError if an engine has other weights than the policy. Checked once, before the first update."""
+        """Raise RolloutError if an engine's weights differ from the policy's. Check once, before the first update."""
         if not self.engine_checked:
             outputs = partial(self.passes.outputs, Stage.CHECK, self.policy)
             with metrics.stage(Stage.CHECK):
@@ -110,13 +109,13 @@ class Trainer:
     def add_logprobs(
         self, stage: LogprobStage, model: Policy | Reference | None, groups: Sequence[ScoredGroup], metrics: StepMetrics
     ) -> None:
-        """Compute the old or reference log-probs of the groups, if there are any to compute."""
+        """Compute the old or reference log-probs of the groups. Do nothing without groups or without a model."""
         if groups and model is not None:
             with metrics.stage(stage):
                 self.passes.add_logprobs(stage, model, groups, self.contributes)
 
     def objective(self, window: Window, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> Objective:
-        """Return the objective of an optimizer step on these groups of the window."""
+        """Build the objective of an optimizer step on these groups of the window."""
         lags = [self.progress.policy_version - group.group.policy_version for group in groups]
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
 
@@ -130,7 +129,7 @@ class Trainer:
         )  # fmt: skip
 
     def update(self, loss: Tensor, contributing: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
-        """Update the weights, unless no group contributes, or a loss or gradient of any rank is not finite."""
+        """Update the weights. Skip this if no group contributes, or if a loss or gradient of any rank is not finite."""
         loss_sum = self.ranks.sum([loss.item()])[0]
         norm, finite = 0.0, True
         any_contributes = self.ranks.max([len(contributing)])[0] > 0
@@ -152,7 +151,7 @@ class Trainer:
         self.move_reference()
 
     def stop_if_nonfinite(self, finite: bool, groups: Sequence[ScoredGroup]) -> None:
-        """Raise TrainingError after three steps in a row that were not finite."""
+        """Raise TrainingError after three consecutive steps with a non-finite loss or gradient."""
         if finite:
             self.progress.nonfinite_in_a_row = 0
             return

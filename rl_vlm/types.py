@@ -40,12 +40,12 @@ class Sample:
     """Chat messages; `{"type": "image"}` blocks stand for `images`, in order."""
     images: list[Image]
     columns: dict[str, Any]
-    """Every other column of the row, as reward functions receive it."""
+    """All other columns of the row, as reward functions receive them."""
     prompt: Any
     """The prompt as reward functions receive it: messages, or the text of a plain-text row."""
     encoded_images: dict[int, bytes] = field(default_factory=dict)
-    """By index in `images`: the row's own PNG, JPEG or WEBP file, if it decodes to these pixels. It is sent to servers
-    unchanged; other images are sent as PNG."""
+    """The row's own PNG, JPEG or WEBP files by index in `images`, if they decode to these pixels. They are sent to
+    servers unchanged; other images are sent as PNG."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,8 @@ class Prompt:
     mm_inputs: dict[str, Tensor]
     """The processor's per-image inputs under the model's names (`pixel_values`, `image_grid_thw`); empty for text."""
     image_sizes: list[tuple[int, int]] | None = None
-    """Width and height in pixels to which the processor resized each image; None if it has no such frame (tiles) or is
-    not known (endpoints)."""
+    """Width and height of each image in pixels, after the processor's resizing. None if the processor makes tiles, or
+    is not known (endpoints)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Sampling:
         return min(self.max_completion_length, start + (self.max_rollout_tokens or self.max_completion_length))
 
     def reason_at(self, length: int) -> FinishReason:
-        """Return why a completion of this length ends without a stop token."""
+        """Return the finish reason of a completion that ends at this length without a stop token."""
         return "length" if length == self.max_completion_length else "paused"
 
 
@@ -149,7 +149,7 @@ class Group:
     prompt: Prompt
     completions: list[Completion]
     policy_version: int
-    """Version of the weights that generated the first tokens; resumed completions have later tokens from newer ones."""
+    """Version of the weights that generated the first tokens. Resumed completions continue with newer weights."""
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class RolloutRequest:
     """A prompt to generate completions for. Random streams are hashes of (seed, group_id, completion index)."""
 
     group_id: str
-    """Identifies the draw, not only the row: optimizer step, epoch and sample id."""
+    """Optimizer step, epoch and sample id, which identify the draw and not only the row."""
     prompt: Prompt
     partial: Group | None = None
-    """The group from earlier rollouts. Its paused completions are equally long, since each reached the same limits."""
+    """The group so far. Its paused completions are equally long, since all of them reached the same limits."""
 
     def paused(self, num_generations: int) -> dict[int, Completion]:
-        """Return the completions to generate, by index, with the tokens that they have so far."""
+        """Return the completions to generate or continue, by index, with their tokens so far."""
         completions = self.partial.completions if self.partial else [NO_TOKENS] * num_generations
         return {i: completion for i, completion in enumerate(completions) if completion.is_paused}
 
@@ -189,7 +189,7 @@ class RewardTable:
     scores_PGF: Float[Tensor, "prompts group functions"]
     """NaN if a function does not apply to a completion, and for every fault."""
     valid_PG: Bool[Tensor, "prompts group"]
-    """False if a function failed on the completion or none applied: left out of baseline, loss and denominator."""
+    """False if a function failed on the completion or none applied. Baseline, loss and denominator leave it out."""
     faulted_PG: Bool[Tensor, "prompts group"]
     """True if a function failed on the completion."""
     breakdown: dict[str, list[list[Any]]] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class RewardTable:
     fault_counts: dict[str, int] = field(default_factory=dict)
     """Number of masked completions by `function/kind`, for instance `slow_judge/timeout`."""
     fault_messages: list[str] = field(default_factory=list)
-    """One line per fault: function, sample, completion, what it returned or raised."""
+    """One line per fault: function, sample, completion, and the returned value or the error."""
     faults: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """The faults of a completion, by prompt and index."""
 
@@ -219,7 +219,7 @@ class ScoredGroup:
     has_variance: bool
     """False if all valid rewards are equal: the group has no policy gradient."""
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
-    """By completion, once computed. The first optimizer step of a window uses those of its own forward, detached."""
+    """By completion, once computed. A window's first optimizer step uses its own forward's, detached."""
     ref_logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By completion, if the KL term needs them."""
 
@@ -231,7 +231,7 @@ class SubGroup:
     scored: ScoredGroup
     members: list[int]
     vision_apart: bool = False
-    """Whether a trained vision tower runs apart from the group's micro-batches (`model/features.py`): it is cut."""
+    """Whether the group is cut, so that a trained vision tower runs apart from its micro-batches."""
 
     @property
     def prompt(self) -> Prompt:
@@ -252,7 +252,7 @@ class MicroBatch:
     dense_reason: str | None = None
     """Why prefixes are not shared, for the metrics."""
     is_dummy: bool = False
-    """Whether it only pads this rank's number of micro-batches to that of the others. Its loss is multiplied by 0."""
+    """Whether it only gives this rank as many micro-batches as other ranks have. Its loss is multiplied by 0."""
 
     @property
     def completions(self) -> list[Completion]:
@@ -266,11 +266,11 @@ class Forward:
 
     batch: MicroBatch
     before: int = 0
-    """Runs of the tower without gradients, for features that are kept for this micro-batch and later ones."""
+    """Runs of the vision tower without gradients. Their features are kept for this micro-batch and later ones."""
     within: int = 0
-    """Runs as part of the forward, and of the backward if the tower is trained.
+    """Runs of the tower within the forward, and within the backward if the tower is trained.
 
-    If the rank needs fewer runs than these, it runs the tower without effect, so that ranks run it equally often."""
+    If the rank needs fewer runs, the rest have no effect: all ranks must run the tower equally often."""
 
 
 @dataclass(frozen=True)
@@ -302,25 +302,25 @@ def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> B
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device. The host does not wait for a GPU: the copy is from pinned memory."""
+    """Copy a host tensor to a device. The host does not wait for a GPU, since the copy is from pinned memory."""
     if device.type != "cpu" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to pinned host memory without waiting for its device: call `synchronize` before it is read."""
+    """Copy a tensor to pinned host memory without waiting for its device. Call `synchronize` before reading it."""
     return tensor.to("cpu", non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has completed its work."""
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 
 
 def concatenate_images(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the image inputs of all prompts that have some, in order of the prompts."""
+    """Concatenate the image inputs of the prompts, in their order. Skip prompts without images."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.mm_inputs)
     parts = {name: [p.mm_inputs[name] for p in prompts if name in p.mm_inputs] for name in names}
     return {name: to_device(torch.cat(tensors), device) for name, tensors in parts.items()}

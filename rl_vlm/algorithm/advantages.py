@@ -52,7 +52,7 @@ def compute_advantages(
     scale_rewards: Literal["group", "batch", "none"],
     batch_std: float | None = None,
 ) -> Advantages:
-    """Compute rewards minus the group's mean, divided by the standard deviation + 1e-4 that `scale_rewards` names.
+    """Subtract the group's mean reward, and divide by the standard deviation + 1e-4 that `scale_rewards` selects.
 
     `batch_std` is required for "batch": `reward_std` of all valid rewards of the generation batch over all ranks.
     Raises ValueError if it is missing.

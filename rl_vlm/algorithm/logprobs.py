@@ -1,4 +1,4 @@
-"""Log-probs that a group keeps between passes: those of the weights that generated it, and of the reference."""
+"""Log-probs that a group keeps between passes: from the weights that generated it, and from the reference."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class MetricSum(NamedTuple):
 
 
 class MetricExtreme(NamedTuple):
-    """A minimum or maximum, to be taken over micro-batches and ranks as well."""
+    """A minimum or maximum, also over micro-batches and ranks."""
 
     statistic: Literal["min", "max"]
     value: Float[Tensor, ""]
@@ -68,7 +68,7 @@ class LossInputs:
 
 
 TokenLoss = Callable[[Tensor, LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
-"""Loss per token before weighting, and what is logged of it: (ratio, inputs, settings) -> (loss, flags by metric name).
+"""Loss per token before weighting, and flags to log: (ratio, inputs, settings) -> (loss, flags by metric name).
 
 Shapes are (N, K)."""
 
@@ -109,9 +109,9 @@ def policy_loss(
 
 
 def importance_ratio(inputs: LossInputs, level: str) -> Float[Tensor, "completions #tokens"]:
-    """Compute policy / old per token, 1 if masked; at level "sequence" its geometric mean over each completion.
+    """Compute policy / old per token, 1 if masked.
 
-    The latter is GSPO's ratio (https://arxiv.org/abs/2507.18071).
+    At level "sequence", compute its geometric mean over each completion, as in GSPO (https://arxiv.org/abs/2507.18071).
     """
     log_ratio = torch.where(inputs.mask_NT, inputs.policy_logprobs_NT - old_logprobs(inputs), 0.0)
     if level == "sequence":
@@ -168,7 +168,7 @@ def kl_estimate(inputs: LossInputs) -> Float[Tensor, "completions tokens"]:
 
 
 def clipped_loss(ratio_NK: Tensor, inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped surrogate, of ratios per token or, as GSPO does, per completion.
+    """Compute PPO's clipped surrogate from ratios per token, or per completion as in GSPO.
 
     `delta` also bounds the unclipped side (INTELLECT-2, arXiv:2505.07291).
     """
@@ -218,7 +218,7 @@ def per_budget(mask_NT: Tensor, denominators: Denominators, max_completion_lengt
 
 
 def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
-    """Sum and count the values of unmasked tokens, or of completions with any if there is one value per completion."""
+    """Sum and count values of unmasked tokens. A value per completion counts if the completion has such a token."""
     counted = counted_of(values_NK, mask_NT)
     return MetricSum((values_NK.detach() * counted).sum(), counted.sum())
 
@@ -232,7 +232,7 @@ def masked_extreme(statistic: Literal["min", "max"], values_NK: Tensor, mask_NT:
 
 
 def counted_of(values_NK: Tensor, mask_NT: Tensor) -> Tensor:
-    """Return the mask of values that belong to unmasked tokens, or to completions with any."""
+    """Return the mask of values that belong to unmasked tokens, or to completions with an unmasked token."""
     return mask_NT if values_NK.shape == mask_NT.shape else mask_NT.any(dim=1, keepdim=True)
 
 

@@ -4,7 +4,7 @@
     groups ─ entropy threshold ─────────┼─► Objective ─ loss(micro-batch, log-probs) ─► (loss, metrics)
     groups ─ contributing ──────────────┘
 
-Denominators and threshold are those of the whole step, before any group is skipped. `losses.py` has the formulas.
+Denominators and threshold cover the whole step, before any group is skipped. `losses.py` has the formulas.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Objective:
     groups: Sequence[ScoredGroup]
     """This rank's groups of the step."""
     contributing: Sequence[ScoredGroup]
-    """Those of `groups` whose loss has a gradient. The others need no training pass."""
+    """The groups whose loss has a gradient. Others need no training pass."""
     denominators: Denominators
-    """Of the step's groups on all ranks."""
+    """Over the step's groups on all ranks."""
     entropy_threshold: float | None
     """Tokens below it get no policy loss; None if all do."""
     form: LossForm
-    """What `configured_loss` returned."""
+    """The result of `configured_loss`."""
 
     @classmethod
     def of_step(
@@ -102,8 +102,8 @@ class Objective:
     ) -> Objective:
         """Build the objective of a step on these groups. All ranks must call this together.
 
-        `window_groups` are those of all `steps_per_window` steps of the generation window. `outputs` is called if
-        `top_entropy_quantile` needs it.
+        `window_groups` are the groups of all `steps_per_window` steps of the generation window. `outputs` is called
+        only if `top_entropy_quantile` needs it.
         """
         algorithm = config.algorithm
         return cls(
@@ -141,10 +141,10 @@ class Objective:
 
 
 def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Prompt], bool]) -> bool:
-    """Return whether the loss of a group has a gradient of a trained weight. All other groups need no training pass.
+    """Return whether a group's loss has a gradient for a trained weight. Other groups need no training pass.
 
-    Without a KL term, a group whose rewards are all equal has none. `trains_on` returns whether a forward of the prompt
-    uses a trained weight.
+    Without a KL term, a group whose rewards are all equal has no gradient. `trains_on` returns whether a forward of the
+    prompt uses a trained weight.
     """
     has_loss = bool(scored.valid_G.any()) and (scored.has_variance or has_kl)
     return has_loss and trains_on(scored.group.prompt)
@@ -194,9 +194,9 @@ def step_denominators(
 
 
 def entropy_threshold(algorithm: AlgorithmConfig, ranks: Collectives, outputs: Outputs) -> float | None:
-    """Return the entropy below which tokens of this step are not trained, or None if all are.
+    """Return the entropy below which tokens of this step are not trained on, or None if all are.
 
-    Takes the outputs of all groups, also of those that do not contribute, so that it does not depend on them.
+    The threshold counts the tokens of all groups, including groups that do not contribute.
     """
     if algorithm.top_entropy_quantile == 1.0:
         return None
@@ -206,9 +206,10 @@ def entropy_threshold(algorithm: AlgorithmConfig, ranks: Collectives, outputs: O
 
 
 def top_entropy_threshold(entropies: Tensor, top_entropy_quantile: float) -> float:
-    """Compute the entropy that this share of a step's trained tokens over all ranks reaches; infinity without tokens.
+    """Compute the entropy that a share `top_entropy_quantile` of a step's trained tokens over all ranks reaches.
 
-    For training on high-entropy tokens alone ("Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939).
+    Return infinity without tokens. Training on high-entropy tokens alone is from "Beyond the 80/20 rule"
+    (https://arxiv.org/abs/2506.01939).
     """
     if entropies.numel() == 0:
         return torch.inf

@@ -1,8 +1,8 @@
-"""A token loss of the user, which `algorithm.loss_type` names: how it is loaded, and checked before a run.
+"""The user's token loss, named by `algorithm.loss_type`: loads it, and checks it before a run.
 
     name ─ load ─ signature ─► function ─ called on two completions of up to three tokens ─► shapes, values, gradient
 
-torch is imported when the function is called, so that a dry run can load it without.
+torch is imported only when the function is called, so that a dry run can load the function without torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CALL = "f(ratio_NK, inputs, algorithm)"
 RESULT = "(loss_NK, metrics): a tensor of shape (N, T) or (N, 1), and a dict of such tensors by metric name"
 OF_LOSSES = ("clip_ratio/", "cispo_clip_ratio")
-"""Beginnings of the names of metrics that token losses log. A user's loss may use them as well."""
+"""Prefixes of the metrics that token losses log. A user's loss may use them, too."""
 
 
 def load_loss(name: str) -> TokenLoss:
@@ -59,9 +59,9 @@ def check_own_loss(algorithm: AlgorithmConfig) -> None:
 
 
 def made_up_inputs(algorithm: AlgorithmConfig, is_first: bool) -> LossInputs:
-    """Return the inputs of two completions, of three tokens and of two.
+    """Build the inputs of two completions, with three and two tokens.
 
-    `is_first`: as in a window's first update, which has no old log-probs.
+    With `is_first` there are no old log-probs, as in a window's first update.
     """
     import torch
 
@@ -80,7 +80,7 @@ def made_up_inputs(algorithm: AlgorithmConfig, is_first: bool) -> LossInputs:
 
 
 def problem_of(loss: TokenLoss, inputs: LossInputs, algorithm: AlgorithmConfig) -> str | None:
-    """Call a token loss. Returns what is wrong with it, or None. The text completes a sentence about the function."""
+    """Call a token loss. Return its problem, worded to follow the function's name, or None."""
     import torch
 
     from rl_vlm.algorithm.losses import importance_ratio
@@ -106,7 +106,7 @@ def problem_of(loss: TokenLoss, inputs: LossInputs, algorithm: AlgorithmConfig) 
 
 
 def problem_of_tensor(values: Any, inputs: LossInputs, what: str = "a loss") -> str | None:
-    """Return what is wrong with the shape or the values of a tensor (N, K), or None."""
+    """Return the problem of a tensor's shape (N, K) or values, or None."""
     import torch
 
     num_completions, num_tokens = inputs.mask_NT.shape
@@ -120,7 +120,7 @@ def problem_of_tensor(values: Any, inputs: LossInputs, what: str = "a loss") -> 
 
 
 def problem_of_metrics(metrics: Any, inputs: LossInputs) -> str | None:
-    """Return what is wrong with the metrics of a loss, or None."""
+    """Return the problem of a loss's metrics, or None."""
     if not isinstance(metrics, dict):
         return f"returned {described(metrics)} as metrics; it must return {RESULT}"
     if taken := [name for name in metrics if is_metric(str(name)) and not str(name).startswith(OF_LOSSES)]:
@@ -130,7 +130,7 @@ def problem_of_metrics(metrics: Any, inputs: LossInputs) -> str | None:
 
 
 def described(value: Any) -> str:
-    """Return what a value is, in a few words."""
+    """Describe a value in a few words."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return f"a tensor of shape {tuple(shape)}"

@@ -1,4 +1,4 @@
-"""Collectives: what the ranks of a run exchange with each other."""
+"""Collectives: communication between the ranks of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Collectives(Protocol):
         ...
 
     def agree(self) -> AbstractContextManager[None]:
-        """Raise on every rank the RLVLMError that the block raises on any rank."""
+        """Raise an RLVLMError on every rank if the block raises it on any rank."""
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ class Collectives(Protocol):
 
 
 class SingleRank:
-    """`Collectives` of one rank, for work that others take no part in. It joins no processes."""
+    """`Collectives` of one rank, for work without other ranks. It joins no processes."""
 
     rank = 0
     world_size = 1

@@ -21,7 +21,7 @@ from rl_vlm.distributed.optim import load_optimizer_state, optimizer_state
 from rl_vlm.distributed.shardings import UNSHARDED
 
 BUCKET_ELEMENTS = 2**22
-"""Gradients that are sent in one all-reduce; 16 MiB. A larger gradient is sent alone."""
+"""Gradient values that one all-reduce sends; 16 MiB. A larger gradient is sent alone."""
 
 
 class DDP:
@@ -44,7 +44,7 @@ class DDP:
     place_frozen = place
 
     def prepare(self, policy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """Give all ranks the weights of rank 0, and return the policy, which computes gradients of its own rank."""
+        """Broadcast the weights of rank 0, and return the policy, which computes this rank's gradients."""
         self.policy, self.optimizer = policy, optimizer
         for tensor in [*policy.parameters(), *policy.buffers()]:
             self.ranks.broadcast(tensor.detach())
@@ -61,7 +61,7 @@ class DDP:
         loss.backward()
 
     def reserve_update(self) -> None:
-        """Allocate what `update` needs."""
+        """Allocate the memory that `update` needs."""
         reserve_update(self.optimizer)
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:

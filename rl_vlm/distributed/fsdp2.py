@@ -19,7 +19,7 @@ from rl_vlm.distributed.ranks import Ranks
 class FSDP2:
     """A `Strategy` that gathers each layer's weights for its forward and its backward.
 
-    accelerate ignores its own FSDP plugin on CPUs, so this one calls `fully_shard` on CPUs and GPUs alike.
+    accelerate ignores its own FSDP plugin on CPUs, so this class calls `fully_shard` on CPUs and GPUs alike.
     """
 
     name = "FSDP2"
@@ -45,7 +45,7 @@ class FSDP2:
         self.shard(policy, reshard=True)
 
     def shard(self, policy: Any, reshard: bool) -> None:
-        """Shard a policy; `reshard` frees a layer's weights after its forward. All others are freed always."""
+        """Shard a policy. With `reshard`, layers free their weights after each forward; other modules always do."""
         from torch.distributed.fsdp import fully_shard
 
         for layer in layers_of(policy, self.ranks.launch.layers):
@@ -64,7 +64,7 @@ class FSDP2:
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Reduce an adapter's gradients in the last micro-batch of a step.
 
-        Other gradients are reduced to shards in every micro-batch, since whole ones would need the memory.
+        Other gradients are reduced to shards in every micro-batch, since unsharded ones would take too much memory.
         """
         self.policy.set_requires_gradient_sync(last or not self.trains_adapter)
         return nullcontext()
@@ -74,7 +74,7 @@ class FSDP2:
         (loss * (self.ranks.world_size if is_share else 1)).backward()  # FSDP2 averages over ranks
 
     def reserve_update(self) -> None:
-        """Allocate what `update` needs."""
+        """Allocate the memory that `update` needs."""
         reserve_update(self.optimizer)
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
@@ -109,7 +109,7 @@ class FSDP2:
 
     @contextmanager
     def unsharded(self, units: Sequence[Any]) -> Iterator[None]:
-        """Gather the weights of some sharded modules, the first of which is the policy, within the context."""
+        """Gather the weights of sharded modules within the context. The first module is the policy."""
         units[0]._get_fsdp_state()._lazy_init()  # else the first layer that is called would become the root
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)

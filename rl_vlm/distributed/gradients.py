@@ -13,15 +13,15 @@ from rl_vlm.distributed.collectives import Collectives
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-    """Clip the gradients and return their global norm before that. A `max_norm` of 0 does not clip."""
+    """Clip the gradients and return their global norm before clipping. A `max_norm` of 0 does not clip."""
     norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Set missing gradients to 0, such as those of the vision tower in a step without images.
+    """Set missing gradients to 0, for instance the vision tower's in a step without images.
 
-    DeepSpeed does the same. Optimizers skip a weight without a gradient, which would then have a step count of its own.
+    DeepSpeed does the same. Otherwise optimizers would skip these weights, and their step counts would differ.
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -29,7 +29,7 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def sum_gradients(gradients: Sequence[Tensor], bucket: Tensor, ranks: Collectives) -> None:
-    """Add up gradients over ranks, in place. Those that fit together in `bucket`, a vector, are sent together."""
+    """Add up gradients over ranks, in place. Send as many at once as fit in `bucket`, a vector."""
     together: list[Tensor] = []
     for gradient in gradients:
         if sum(g.numel() for g in together) + gradient.numel() > len(bucket):
@@ -63,7 +63,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def reserve_update(optimizer: torch.optim.Optimizer) -> None:
     """Allocate missing gradients and AdamW's moments, so that its `step` allocates nothing while it changes weights.
 
-    If memory is not sufficient, the optimizer state is unchanged. Other optimizers make their state as they update.
+    If memory runs out, the optimizer state is unchanged. Other optimizers create their state in the update.
     """
     parameters = parameters_of(optimizer)
     fill_gradients(parameters)
@@ -85,7 +85,7 @@ def clip_and_update(
 ) -> tuple[float, bool]:
     """Clip the gradients, and update the weights if loss and gradients are finite on all ranks.
 
-    Arguments and results are those of `Strategy.update`.
+    Arguments and results are as in `Strategy.update`.
     """
     parameters = parameters_of(optimizer)
     norm = clip_gradients(parameters, max_norm)

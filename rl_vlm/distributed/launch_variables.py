@@ -1,4 +1,4 @@
-"""What `accelerate launch` asks for, read from the environment variables that it sets."""
+"""The request of `accelerate launch`, read from the environment variables that it sets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FSDP_KEYS: dict[str, list[str]] = {
     "fsdp_use_orig_params": ["true"],
     "fsdp_ignored_modules": [],
 }
-"""Keys of `fsdp_config` that are not read, with the values that describe what happens anyway."""
+"""Keys of `fsdp_config` that are not read, with their accepted values: these describe how FSDP2 runs anyway."""
 READ_BY_FSDP2 = "fsdp_version, fsdp_reshard_after_forward, fsdp_transformer_layer_cls_to_wrap"
 NOT_SUPPORTED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config (tensor, context or sequence parallelism)",
@@ -55,20 +55,20 @@ class Launch:
     """Name of a kind of sharding in rl_vlm/distributed/shardings.py."""
     mixed_precision: str = "no"
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """The DeepSpeed config: a user's JSON file, with the options of `deepspeed_config` in accelerate's file."""
+    """The DeepSpeed config: the user's JSON file, merged with `deepspeed_config` of accelerate's file."""
     reshard_after_forward: bool = True
     """Whether FSDP2 frees a layer's weights after its forward and gathers them again for its backward."""
     layers: tuple[str, ...] = ()
-    """Classes of the layers that FSDP2 shards one by one; by default those that the model names."""
+    """Classes of the layers that FSDP2 shards one by one; by default the classes that the model names."""
 
     @property
     def facts(self) -> Kind:
-        """What is true of all shardings of its kind."""
+        """Return the facts that all shardings of its kind share."""
         return kinds()[self.kind]
 
     @property
     def sharding(self) -> Sharding:
-        """The row of the sharding. Raises an error if the launcher's config is not supported."""
+        """Return the row of the sharding. Raise an error if the launcher's config is not supported."""
         if self.facts.sharding is not None:
             return resolve_name(self.facts.sharding)(self)
         return next(row for row in SHARDINGS.values() if row.kind is self.facts)
@@ -78,7 +78,7 @@ def take_launch() -> Launch:
     """Return the launcher's request, and remove it from the environment.
 
     accelerate then joins the processes as for DDP, and the strategies of this package shard the model. Raises
-    LaunchError if something is asked for that would have no effect.
+    LaunchError if the launcher asks for something without effect.
     """
     refuse_unsupported()
     asked = (kind for kind in kinds().values() if kind.variable is not None and _take(kind.variable))
@@ -87,17 +87,17 @@ def take_launch() -> Launch:
 
 
 def plain_launch(kind: str, environment: Mapping[str, str]) -> Launch:
-    """Return a launch without options."""
+    """Build a launch without options."""
     return Launch(kind, _mixed_precision(environment))
 
 
 def deepspeed_launch(kind: str, environment: Mapping[str, str]) -> Launch:
-    """Return a launch with DeepSpeed's config. Raises LaunchError if the config cannot be read."""
+    """Build a launch with DeepSpeed's config. Raise LaunchError if the config cannot be read."""
     return Launch(kind, _mixed_precision(environment), deepspeed=deepspeed_config(environment))
 
 
 def fsdp2_launch(kind: str, environment: Mapping[str, str]) -> Launch:
-    """Return a launch with the options of FSDP2. Raises LaunchError if one of them is not supported."""
+    """Build a launch with the options of FSDP2. Raise LaunchError if one of them is not supported."""
     check_fsdp(environment)
     reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
     layers = tuple(filter(None, environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").replace(" ", "").split(",")))
@@ -110,7 +110,7 @@ def _mixed_precision(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def kept_request() -> Iterator[None]:
-    """Restore after the block the launcher's request that `take_launch` has removed in it."""
+    """Restore the launcher's request after the block, in which `take_launch` removes it."""
     taken = [kind.variable for kind in kinds().values() if kind.variable is not None]
     request = {name: os.environ[name] for name in taken if name in os.environ}
     try:
@@ -143,7 +143,7 @@ def refuse_unsupported() -> None:
 
 
 def check_fsdp(environment: Mapping[str, str]) -> None:
-    """Raise LaunchError if `fsdp_config` sets something that FSDP2 does not do here."""
+    """Raise LaunchError if `fsdp_config` sets an unsupported option of FSDP2."""
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
         raise LaunchError(
@@ -163,7 +163,7 @@ def check_fsdp(environment: Mapping[str, str]) -> None:
 
 
 def deepspeed_config(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the DeepSpeed config: the JSON file, if one is named, with the launcher's own options.
+    """Build the DeepSpeed config from the JSON file, if one is named, and the launcher's own options.
 
     Raises LaunchError if the file cannot be read, or if it has another value for an option.
     """
@@ -192,7 +192,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def set_option(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value by its dotted key. Raises LaunchError if there is another one that is not `auto`."""
+    """Set a value by its dotted key. Raise LaunchError if the key has another value, unless that is `auto`."""
     *sections, name = key.split(".")
     for section in sections:
         config[section] = config.get(section) or {}

@@ -1,4 +1,4 @@
-"""What launchers do to their ranks: their variables, the end of a rank whose launcher is gone, and torchrun's time."""
+"""Launchers: checks of their variables, the end of ranks whose launcher is gone, and torchrun's time limit."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from collections.abc import Mapping
 from rl_vlm.errors import LaunchError
 
 LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
-"""Launch variables that are whole numbers, with the least value of each."""
+"""Launch variables that are integers, with their minimum."""
 LAST_PORT = 65535
 COUNT_OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
-"""Numbers of a process, each below a number of processes."""
+"""Indices of a process. Each is below the number of processes in another variable."""
 TOGETHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Launch variables without which several processes do not find each other."""
+"""Launch variables that several processes need to find each other."""
 HOW_TO_LAUNCH = "Start the processes with `accelerate launch`, which sets all of them, or unset them for one process"
 SET_BY_LAUNCHERS = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 """Environment variables of torchrun and of `accelerate launch`."""
 INTERVAL = 1.0
 TORCHRUN_SECONDS = 30.0
-"""Time after a signal in which torchrun, and with it `accelerate launch`, lets ranks end, by default."""
+"""Default time that torchrun, and so `accelerate launch`, gives ranks to end after a signal."""
 
 logger = logging.getLogger(__name__)
 
 
 def check_numbers(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise LaunchError if a launch variable is no number, or none that it can have."""
+    """Raise LaunchError if a launch variable is not a number, or is out of range."""
     numbers = {name: environment[name] for name in LEAST if name in environment}
-    if numbers.keys() == {"MASTER_PORT"}:  # of another service on this machine: one process has no use for it
+    if numbers.keys() == {"MASTER_PORT"}:  # set for another service; a single process does not use it
         return
     for name, text in numbers.items():
         is_number = text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= LEAST[name]
@@ -50,7 +50,7 @@ def check_numbers(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise LaunchError unless the launch variables are those of one process, or of one among several."""
+    """Raise LaunchError unless the launch variables describe a single process, or one of several."""
     check_numbers(environment)
     given = [name for name in (*TOGETHER, "LOCAL_RANK") if environment.get(name)]
     missing = [name for name in TOGETHER if name not in given]
@@ -72,9 +72,9 @@ def is_one_of_several(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM if the launcher that started it ends, even if that is killed.
+    """Send this process SIGTERM when its launcher ends, even if the launcher is killed.
 
-    Ranks of a dead launcher would go on writing into a directory that a new run uses.
+    Otherwise the ranks of a dead launcher would keep writing into a directory that a new run uses.
     """
     if any(name in os.environ for name in SET_BY_LAUNCHERS):
         threading.Thread(target=_watch, args=(os.getppid(),), name="launcher", daemon=True).start()
@@ -87,7 +87,7 @@ def _watch(launcher: int) -> None:
 
 
 def note_short_grace(grace_seconds: float) -> None:
-    """Log that torchrun kills ranks before the grace period is over, if it does."""
+    """Log a note if torchrun kills ranks before the grace period is over."""
     seconds = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SECONDS))
     if "TORCHELASTIC_RUN_ID" in os.environ and seconds < grace_seconds:
         logger.info(

@@ -1,4 +1,4 @@
-"""The layers of a model, which are sharded one after the other so that no rank ever holds the whole model."""
+"""The layers of a model. They are sharded one after the other, so that no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def parameters_without_storage() -> AbstractContextManager[None]:
 def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
     """Return the repeated layers of a policy's model, inner ones first.
 
-    `classes` are the names of their classes; by default those that transformers keeps on one device
-    (`_no_split_modules`). Raises LaunchError if there is none, or none of a class in `classes`.
+    `classes` are the names of their classes. By default these are `_no_split_modules`, which transformers keeps on one
+    device. Raises LaunchError if the model has no such layer, or none of a class in `classes`.
     """
     names = set(classes or policy.transformer._no_split_modules or ())
     found = [module for module in policy.modules() if type(module).__name__ in names]
@@ -47,7 +47,7 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
 
 @torch.no_grad()
 def receive_weights(module: nn.Module, ranks: Ranks) -> None:
-    """Send a module's buffers, and its weights that are not sharded yet, from rank 0 to all ranks, on their devices.
+    """Broadcast a module's buffers and unsharded weights from rank 0 to the devices of all ranks.
 
     Other ranks may hold the weights without storage, on the meta device.
     """
@@ -64,7 +64,7 @@ def receive_weights(module: nn.Module, ranks: Ranks) -> None:
 
 
 def received(parameter: nn.Parameter, ranks: Ranks) -> nn.Parameter:
-    """Return a parameter with the values of rank 0, on this rank's device. On other ranks it may be without storage."""
+    """Return a parameter with rank 0's values on this rank's device. Other ranks may pass it without storage."""
     if parameter.is_meta:
         empty = torch.empty_like(parameter, device=ranks.device)
         parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)

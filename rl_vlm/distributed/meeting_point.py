@@ -1,4 +1,4 @@
-"""The store at which the launcher lets the processes of a run meet."""
+"""The launcher's store, where the processes of a run meet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESTARTED = "rl-vlm-restarted"
 
 
 def connect(prefix: str, timeout: timedelta) -> Any:
-    """Return a client of the launcher's store, with keys of this start of the processes alone.
+    """Connect to the launcher's store. Each start of the processes has its own keys.
 
     If the launcher keeps no store, rank 0 does, and its process group shares it.
     """
@@ -31,15 +31,15 @@ def connect(prefix: str, timeout: timedelta) -> Any:
 def init_method() -> str | None:
     """Return torch's `init_method`, or None for its default.
 
-    With `--max_restarts`, the static rendezvous of `accelerate launch` keeps its store. After a restart processes would
-    find the addresses of ended ones there, and try to connect to them.
+    With `--max_restarts`, the static rendezvous of `accelerate launch` keeps its store. After a restart, processes
+    would find the addresses of ended processes there, and try to connect to them.
     """
     has_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return f"{RESTARTED}://" if has_restarted and "TORCHELASTIC_USE_AGENT_STORE" in os.environ else None
 
 
 def _meet_again(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield what torch expects of a rendezvous: the store, the rank and the number of processes."""
+    """Yield the store, the rank and the number of processes, as torch expects of a rendezvous."""
     yield connect("process_group", timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

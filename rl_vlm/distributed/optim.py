@@ -16,16 +16,16 @@ WHOLE_WEIGHTS = {
     "adamw_8bit": "its moments are quantized in blocks of 256 values, which shards would cut",
     "adafactor": "its moments are those of the rows and columns of whole matrices",
 }
-"""Optimizers that need whole weights, by the reason."""
+"""Optimizers that need whole weights, with the reason."""
 QUANTIZATION_MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
-"""Constants that bitsandbytes keeps in every 8-bit state, by their names in the optimizer."""
+"""Constants that bitsandbytes keeps in every 8-bit state, with their names in the optimizer."""
 
 
 def check_optim(optim: str, launcher: str, shards_state: bool) -> None:
     """Raise an error if an optimizer cannot be used.
 
-    Raises LaunchError if ranks would shard what it needs whole, and ConfigError if its package is missing. `launcher`
-    is the name of what the launcher asks for.
+    Raises LaunchError if ranks would shard weights that it needs whole, and ConfigError if its package is missing.
+    `launcher` names the launcher's request in the message.
     """
     refuse_shards(optim, launcher, shards_state)
     if optim == "adamw_8bit":
@@ -33,7 +33,7 @@ def check_optim(optim: str, launcher: str, shards_state: bool) -> None:
 
 
 def refuse_shards(optim: str, sharding: str, shards_state: bool) -> None:
-    """Raise LaunchError if ranks would shard what an optimizer needs whole. `sharding` is the name in the message."""
+    """Raise LaunchError if ranks would shard weights that an optimizer needs whole. The message names `sharding`."""
     if shards_state and optim in WHOLE_WEIGHTS:
         raise LaunchError(
             f"train.optim: {optim} cannot be used with {sharding}: {WHOLE_WEIGHTS[optim]}. Use adamw_torch, whose "
@@ -58,7 +58,7 @@ def build_optimizer(trainable: Sequence[nn.Parameter], train: TrainConfig) -> to
         from bitsandbytes.optim.adamw import AdamW8bit
 
         return AdamW8bit(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon)
-    # The fused kernel has no temporary tensors, for which memory could run out when some weights are updated.
+    # The fused kernel has no temporary tensors. With them, memory could run out after some weights are updated.
     return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, eps=train.adam_epsilon, fused=True)
 
 
@@ -69,7 +69,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -
 
 
 def load_optimizer_state(optimizer: Any, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-    """Replace a parameter's state by one that `optimizer_state` returned."""
+    """Replace a parameter's state by a result of `optimizer_state`."""
     values: dict[str, Any] = {name: loaded(value, parameter.device) for name, value in state.items()}
     if "absmax1" in state:
         maps = optimizer.name2qmap
@@ -78,7 +78,7 @@ def load_optimizer_state(optimizer: Any, parameter: nn.Parameter, state: dict[st
 
 
 def loaded(value: Tensor, device: torch.device) -> Tensor | int:
-    """Return a copy of a saved value, in the form in which optimizers keep it."""
+    """Copy a saved value in the form that optimizers keep: integers as `int`, all else as a tensor on the device."""
     if value.ndim == 0 and value.dtype == torch.int64:
         return int(value)
     return value.to(device, copy=True)

@@ -16,7 +16,7 @@ from rl_vlm.distributed.strategy import Strategy
 class Optimizer:
     """The torch optimizer of a policy's trainable weights, with its learning-rate schedule.
 
-    `policy` is the module to call for training: gradients of its forward are added up over ranks by `backward`.
+    `policy` is the module to call for training. The strategy adds up its gradients over ranks.
     """
 
     def __init__(self, strategy: Strategy, policy: nn.Module, train: TrainConfig, num_steps: int) -> None:

@@ -2,7 +2,7 @@
 
 optimizer/state-00001-of-00002.safetensors     model.layers.0.mlp.up_proj.weight/exp_avg, …/exp_avg_sq, …/step
 
-Each rank of a sharded run writes some of them. Any strategy, on any number of ranks, can load them.
+Each rank of a sharded run writes one file. Any strategy on any number of ranks can load them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import whole_shape
 from rl_vlm.errors import CheckpointError
 
-FOLDER = "optimizer"  # loaders of models may read every tensor file beside the model's
+FOLDER = "optimizer"  # a separate folder, since loaders of models may read every tensor file in theirs
 
 
 class OptimizerFiles:
-    """The optimizer's state as it is when this is made."""
+    """A copy of the optimizer's state at the time of construction."""
 
     def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
         """Copy this rank's share of the state to host memory. All ranks must call this together."""
@@ -52,7 +52,7 @@ class OptimizerFiles:
 
 
 def choose_writers(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return for each parameter the rank that writes its state: the one with the smallest share so far."""
+    """Choose the rank that writes each parameter's state: the rank with the smallest share so far."""
     shares = [0] * num_ranks
     writers = []
     for size in sizes:
@@ -63,7 +63,7 @@ def choose_writers(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path) -> None:
-    """Load the state that `OptimizerFiles` wrote. Raises CheckpointError if it is not that of the trained weights."""
+    """Load the state that `OptimizerFiles` wrote. Raise CheckpointError if it does not match the trained weights."""
     states: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for path in sorted((directory / FOLDER).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

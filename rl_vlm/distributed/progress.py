@@ -1,4 +1,4 @@
-"""Where the main thread is, and for how long it has made no progress: its sign of life."""
+"""The main thread's sign of life: its position, and the time since its last progress."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from rl_vlm.stages import Listener, Stage
 
 NUM_FRAMES = 12
-"""Innermost frames of a position: enough to reach this project's own through those of torch."""
+"""Innermost frames of a position: enough to reach this project's frames through torch's."""
 
 _last_mark = time.monotonic()
 
 
 def mark_progress() -> None:
-    """Note that the run makes progress, or waits for something that may take long and is not stuck."""
+    """Note progress. Also call this while the run waits for something slow, so that it does not count as stuck."""
     global _last_mark
     _last_mark = time.monotonic()
 
@@ -41,7 +41,7 @@ def seconds_without_progress() -> float:
 
 
 def position() -> str:
-    """Return the main thread's innermost frames, one on a line, the innermost last."""
+    """Return the main thread's innermost frames, one per line, the innermost last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     walked = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=NUM_FRAMES, lookup_lines=False)
     return "\n".join(f"  {entry.filename}:{entry.lineno} in {entry.name}" for entry in reversed(walked))

@@ -32,7 +32,7 @@ If the interpreter ends before they have it, the process is aborted: "terminate 
 
 
 class Ranks:
-    """One process's view of all processes, which are numbered by rank. A run on one process has a single rank."""
+    """One process's view of all processes, numbered by rank. A run on one process has a single rank."""
 
     stays_joined = False
     """Whether the process group outlives this object."""
@@ -44,7 +44,7 @@ class Ranks:
     def __init__(self, train: TrainConfig | None = None) -> None:
         """Join the processes that the launcher started, with the time limits of `train`, or the defaults.
 
-        Raises LaunchError if accelerate sees another number of them, if the launcher asks for something that has no
+        Raises LaunchError if accelerate sees another number of processes, if the launcher asks for something without
         effect, or if its variables do not fit together.
         """
         from accelerate import Accelerator, InitProcessGroupKwargs
@@ -108,9 +108,9 @@ class Ranks:
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """Raise on every rank the RLVLMError that the block raises on any rank, so that no rank waits forever.
+        """Raise an RLVLMError on every rank if the block raises it on any rank, so that no rank waits forever.
 
-        All ranks must enter the block. Those that have left it wait for as long as others make progress in it.
+        All ranks must enter the block. Ranks that have left it wait as long as others make progress in it.
         """
         error = None
         try:
@@ -135,11 +135,11 @@ class Ranks:
             torch.distributed.all_reduce(tensor)
 
     def failures_shared(self) -> AbstractContextManager[None]:
-        """Show the other ranks an error that ends the block on this one alone. Raises RankLost if another is lost."""
+        """Show the other ranks an error that only this rank raises in the block. Raise RankLost if a rank is lost."""
         return self.watch.failures_shared() if self.watch else nullcontext()
 
     def close(self) -> None:
-        """Leave the process group, whose threads may outlive it. Within `stay_joined`, leave it at exit."""
+        """Stop watching, and leave the process group. Within `stay_joined`, leave it only when the process exits."""
         if self.watch:
             self.watch.leave()
         if not Ranks.stays_joined:
@@ -151,9 +151,9 @@ class Ranks:
 
 @contextmanager
 def joined(train: TrainConfig) -> Iterator[Ranks]:
-    """Join the processes for the block, as `Ranks` does, and leave them however it ends.
+    """Join the processes for the block, as `Ranks` does, and leave them even if it fails.
 
-    A rank that ended otherwise would be watched, and would watch, while the interpreter is torn down.
+    Otherwise this rank would still watch and be watched while its interpreter shuts down.
     """
     with closing(Ranks(train)) as ranks, ranks.failures_shared():
         yield ranks
@@ -180,9 +180,9 @@ def leave_group() -> None:
 
 
 def refuse_together() -> None:
-    """Give the other processes time to refuse as well, if this one has refused before it was joined with them.
+    """Wait for the other processes to refuse as well, if this one refused to start before they were joined.
 
-    The launcher ends the others when the first one has ended.
+    The launcher ends all other processes when the first one has ended.
     """
     if not Ranks.num_joined and is_one_of_several():
         with suppress(DistError):  # there is no store: nobody to wait for
@@ -192,7 +192,7 @@ def refuse_together() -> None:
 
 
 def check_launch(seen: int) -> None:
-    """Raise LaunchError if the launcher asked for other than `seen` processes.
+    """Raise LaunchError if the launcher asked for another number of processes than `seen`.
 
     `accelerate launch --cpu --num_processes 2` starts one process, with a rendezvous address and no world size.
     """
@@ -209,7 +209,7 @@ def check_launch(seen: int) -> None:
 
 
 def check_devices(num_devices: int) -> None:
-    """Raise LaunchError if this machine has devices, but fewer than processes were started on it."""
+    """Raise LaunchError if this machine has devices, but fewer than its processes."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < num_devices < processes:
         raise LaunchError(

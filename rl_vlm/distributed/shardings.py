@@ -1,7 +1,7 @@
-"""The ways in which ranks hold a model, one row each. Whoever needs to know what is true of a sharding reads its row.
+"""The ways in which ranks hold a model, one row each. All other code reads facts about a sharding from its row.
 
-A launcher asks for a kind of sharding. Its config decides between the rows of a kind, such as the stages of ZeRO.
-Imports no torch: a kind names the functions of its own file, as `module:function`.
+A launcher asks for a kind of sharding. Its config selects a row of the kind, such as a stage of ZeRO. This module
+imports no torch: a kind names its functions as `module:function`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Kind:
-    """What a launcher asks for, and what is true of all shardings that this can be."""
+    """A kind of sharding that a launcher can ask for, and the facts that all its rows share."""
 
     name: str
     strategy: str
@@ -20,11 +20,11 @@ class Kind:
     distributed_types: tuple[str, ...]
     """Values of `distributed_type` in a file for `accelerate launch`."""
     variable: str | None = None
-    """Variable by which accelerate asks for it. None: it is what accelerate does if it is asked for nothing."""
+    """Variable by which accelerate asks for this kind. None: the kind is accelerate's default."""
     launch: str = "rl_vlm.distributed.launch_variables:plain_launch"
-    """Function that returns the `Launch` that a kind's name and environment variables ask for."""
+    """Function that builds the `Launch` from the kind's name and the environment variables."""
     section: str | None = None
-    """Section with its options in a file for `accelerate launch`."""
+    """Section with the kind's options in a file for `accelerate launch`."""
     variable_of: Callable[[str], str] = str.upper
     """Returns the variable that accelerate sets for an option of the section."""
     sharding: str | None = None
@@ -44,7 +44,8 @@ class Sharding:
     shards_weights: bool = False
     """Each rank keeps a part of the weights. All must call every module equally often, since each call gathers them."""
     shards_gradients: bool = False
-    """Gradients of every micro-batch. ZeRO-1 adds them up on every rank, and reduces the sums after the last one."""
+    """Each micro-batch's gradients are reduced to shards. ZeRO-1 adds up whole gradients on every rank, and reduces the
+    sums after the last micro-batch."""
     copies: bool = False
     """DeepSpeed's optimizer updates a flat copy of the trained weights."""
     offloads_state: bool = False
@@ -67,7 +68,7 @@ class Sharding:
 
     @property
     def offloads(self) -> bool:
-        """Whether something is in host memory, which helps on one rank too."""
+        """Whether state or weights are in host memory, which saves device memory on one rank too."""
         return self.offloads_state or self.offloads_weights
 
     def gathers(self, num_ranks: int) -> bool:
@@ -127,7 +128,7 @@ SHARDINGS: dict[str, Sharding] = {
         replace(ZERO3, name="zero3_offload", offloads_state=True, offloads_weights=True),
     )
 }
-"""By the name in `--sharding`. Of those that take the same time, `rl-vlm plan --suggest` shows the first one first."""
+"""By name in `--sharding`. If several take equal time, `rl-vlm plan --suggest` shows them in this order."""
 
 
 def kinds() -> dict[str, Kind]:
@@ -136,6 +137,6 @@ def kinds() -> dict[str, Kind]:
 
 
 def listed_names(holds: Callable[[Sharding], bool] = lambda sharding: True) -> list[str]:
-    """Return the names of shardings of which something is true, for options: those of one kind together."""
+    """Return the names of shardings for which `holds` is true, grouped by kind, for options."""
     found = [sharding for sharding in SHARDINGS.values() if holds(sharding)]
     return [sharding.name for sharding in sorted(found, key=lambda sharding: sharding.kind.name)]

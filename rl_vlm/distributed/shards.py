@@ -1,4 +1,4 @@
-"""Sharded parameters, of which each rank holds a part: DTensors (FSDP2), or those of DeepSpeed ZeRO-3."""
+"""Sharded parameters, of which each rank holds a part: DTensors (FSDP2) or parameters of DeepSpeed ZeRO-3."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def whole_shape(parameter: Any) -> torch.Size:
-    """Return the shape of the unsharded parameter, which is that of a DTensor."""
+    """Return the shape of the unsharded parameter. A DTensor reports it as its own shape."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def local_part(parameter: Any) -> Tensor:
-    """Return this rank's part of a parameter, without gradients; changing it changes the parameter.
+    """Return this rank's part of a parameter, without gradients. Changing it changes the parameter.
 
-    Parts of two parameters of equal shapes, sharded by the same strategy, correspond.
+    If one strategy shards two parameters of equal shapes, their parts correspond.
     """
     if hasattr(parameter, "to_local"):
         return parameter.detach().to_local()
@@ -48,7 +48,7 @@ def whole(parameter: Any) -> Tensor:
 
 
 def set_whole(parameter: Any, value: Tensor) -> None:
-    """Replace a parameter's values by unsharded ones, which every rank has; all ranks must call this together."""
+    """Replace a parameter's values by unsharded ones, equal on every rank; all ranks must call this together."""
     if hasattr(parameter, "full_tensor"):
         parts = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local_part(parameter).copy_(parts.to_local())

@@ -34,15 +34,15 @@ COUNTS_AS = {
 REPEAT_SECONDS = 10.0
 """Time in which further signals are repetitions of the first: launchers send each signal several times."""
 NO_MORE = b"\0"
-"""What is written to the pipe behind the last signal."""
+"""Byte in the pipe after the last signal."""
 BUILD_SECONDS = 30.0
-"""Time that a run which is still being built, or an evaluation, has to end after a signal."""
+"""Time that an evaluation, or a run that is still being built, has to end after a signal."""
 WAIT_SECONDS = 0.5
-"""Time between checks while something is awaited."""
+"""Time between checks during a wait."""
 
 
 class Stop:
-    """A request to stop, by a signal to this process or, as `Watch` learns, to another rank."""
+    """A request to stop, by a signal to this process or to another rank. `Watch` reports the latter."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -51,7 +51,7 @@ class Stop:
         """Time of the first signal to this process."""
         self.is_handled = False
         self.is_joining = False
-        """Whether this is one of several processes which are not joined yet."""
+        """Whether this is one of several processes that are not joined yet."""
         self.is_deferred = False
         self.has_raised = False
         self.num_postponed = 0
@@ -64,9 +64,9 @@ class Stop:
         return 128 + (self.signum or signal.SIGINT)
 
     def check(self) -> None:
-        """Raise Stopped if the run is to stop. Called at safe points: a step that is cut off here is repeated exactly.
+        """Raise Stopped if the run is to stop. Call this at safe points: a step that ends here is repeated exactly.
 
-        All ranks must learn of it: call it within `Ranks.agree`. Marks progress.
+        Call it within `Ranks.agree`, so that all ranks stop. It marks progress.
         """
         mark_progress()
         if self.signum is not None and not self.num_postponed:
@@ -79,7 +79,7 @@ class Stop:
             yield item
 
     def ask(self, signum: int) -> None:
-        """Ask the run to stop, and end the process if it has not stopped after the grace period."""
+        """Ask the run to stop. End the process if it has not stopped after the grace period."""
         self.signum = self.signum or signum
         if self.timer is not None:
             return
@@ -90,25 +90,25 @@ class Stop:
 
     @property
     def raises(self) -> bool:
-        """Return whether a signal raises KeyboardInterrupt in the main thread, wherever that is."""
+        """Return whether a signal raises KeyboardInterrupt in the main thread, at any point."""
         return not (self.is_joining or self.is_deferred or self.has_raised)
 
     def end_joining(self) -> None:
-        """Let signals raise KeyboardInterrupt from now on. Raises it if one came while the processes were joined."""
+        """Let signals raise KeyboardInterrupt from now on. Raise it now if a signal came before."""
         self.is_joining = False
         if self.signum is not None and self.raises:
             self.has_raised = True
             raise KeyboardInterrupt
 
     def ask_for_others(self, signum: int) -> None:
-        """Ask this rank to stop, since another one was sent the signal."""
+        """Ask this rank to stop because another rank got the signal."""
         if self.signum is None:
             self.ask(signum)
             if self.is_handled and self.raises:
                 _thread.interrupt_main(signal.Signals(signum))
 
     def note_signal(self, number: int) -> None:
-        """Note a signal to this process. One that comes later than repetitions do ends the process at once."""
+        """Note a signal to this process. If it comes too late to be a repetition, end the process at once."""
         now = time.monotonic()
         if self.first_signal is None:
             self.first_signal = now
@@ -117,12 +117,12 @@ class Stop:
             self.end("was sent a second signal, and ends at once")
 
     def end(self, reason: str) -> NoReturn:
-        """End the process, and say where the main thread was."""
+        """End the process, and print the position of the main thread."""
         end_process(self.exit_status, f"process {os.getpid()} {reason}. The main thread was at\n{position()}")
 
     @contextmanager
     def deferred(self, grace_seconds: float) -> Iterator[None]:
-        """Let `check` alone raise in the block, which has this long to stop."""
+        """Let only `check` raise in the block. After a signal, the block has `grace_seconds` to stop."""
         self.is_deferred, self.grace_seconds = True, grace_seconds
         try:
             yield
@@ -134,7 +134,7 @@ class Stop:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Let `check` not raise in the block, which other processes take part in."""
+        """Keep `check` from raising in the block, because other processes take part in it."""
         self.num_postponed += 1
         try:
             yield
@@ -143,10 +143,10 @@ class Stop:
 
 
 _restored: dict[int, Any] = {}
-"""Handlers that `handled` sets at its end in place of the earlier ones."""
+"""Handlers that `handled` sets at its end instead of the earlier ones."""
 
 stop = Stop()
-"""The request to stop this process, which is one for all of its runs."""
+"""The request to stop this process. All of its runs share it."""
 
 
 def wait_for(future: Future[T]) -> T:
@@ -167,11 +167,10 @@ def wait_until_done(future: Future[Any]) -> None:
 
 @contextmanager
 def handled(is_joining: bool = False) -> Iterator[None]:
-    """Handle the signals in this context, unless it is in another such context, or not in the main thread.
+    """Handle the signals in this context. Do nothing in a nested context, or outside the main thread.
 
-    With `is_joining`, no signal raises before `stop.end_joining`: one of several processes is joined with the others
-    first, so that all learn of it.
-    A signal that is ignored already, as SIGHUP with nohup, stays ignored.
+    With `is_joining`, no signal raises before `stop.end_joining`: this process is joined with the others first, so that
+    all of them learn of the signal. Signals that are ignored already, such as SIGHUP with nohup, stay ignored.
     """
     if stop.is_handled or threading.current_thread() is not threading.main_thread():
         yield
@@ -200,7 +199,7 @@ def handled(is_joining: bool = False) -> Iterator[None]:
 
 @contextmanager
 def ignored_afterwards() -> Iterator[None]:
-    """Run a process's command in this context, and ignore the signals from its end: its exit status stands.
+    """Ignore the signals after this context, which runs a process's command, so that its exit status stands.
 
     The launcher sends the other ranks a signal when the first one has ended.
     """
@@ -226,7 +225,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _note_signals(reader: int) -> None:
-    """Note every signal whose number comes through the pipe, until `NO_MORE` comes."""
+    """Note the signals whose numbers are read from the pipe, up to `NO_MORE`."""
     while (number := os.read(reader, 1)) != NO_MORE:
         if number[0] in COUNTS_AS:
             stop.note_signal(number[0])
@@ -246,7 +245,7 @@ def _unblock_signals() -> None:
 
 
 def _forget_in_child() -> None:
-    """Handle no signal in a forked process: its signals would come through the pipe of this one."""
+    """Stop handling signals in a forked process. Otherwise its signals would go through the parent's pipe."""
     if stop.is_handled:
         signal.set_wakeup_fd(-1)
         for number in COUNTS_AS:
@@ -266,7 +265,7 @@ def end_process(status: int, message: str) -> NoReturn:
 
 
 def kill_children() -> None:
-    """Kill all processes that this one and its children have started."""
+    """Kill all descendants of this process."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

@@ -1,4 +1,4 @@
-"""How the ranks hold the model: what differs between DDP, DeepSpeed ZeRO and FSDP2."""
+"""How the ranks hold the model: the interface of DDP, DeepSpeed ZeRO and FSDP2, and the choice between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_vlm.errors import LaunchError
 
 @runtime_checkable
 class Strategy(Protocol):
-    """How weights, gradients and optimizer state are held by the ranks, which call each method together."""
+    """Holds weights, gradients and optimizer state on the ranks. All ranks call each method together."""
 
     name: str
     loads_empty: bool
@@ -28,8 +28,8 @@ class Strategy(Protocol):
     needs_all_gradients: bool
     """Whether every micro-batch must give a gradient to the vision tower, even if it has no image."""
     is_sharded: bool
-    """Whether optimizer state is sharded: every rank writes a part of a checkpoint, and ranks communicate in every
-    backward, so that they must run equally many."""
+    """Whether optimizer state is sharded. Then every rank writes a part of a checkpoint, and ranks communicate in every
+    backward, so they must run equally many."""
 
     def place(self, policy: Any) -> None:
         """Move a policy to the rank's device, and shard it if this strategy shards weights."""
@@ -44,24 +44,24 @@ class Strategy(Protocol):
         ...
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Run one micro-batch's forward and backward in this context; `last` is the last one of the step."""
+        """Run one micro-batch's forward and backward in this context. `last` marks the last one of the step."""
         ...
 
     def backward(self, loss: Tensor, is_share: bool = True) -> None:
-        """Add the gradients of a loss: this rank's share of a sum over ranks, or else a loss made of gradients.
+        """Backpropagate a loss. With `is_share`, it is this rank's share of a sum over ranks.
 
-        The gradients in the latter already have the factor that turns an average over ranks into a sum.
+        Otherwise it is made of gradients, which already have the factor that turns an average over ranks into a sum.
         """
         ...
 
     def reserve_update(self) -> None:
-        """Allocate what `update` needs while it changes weights. Called before it; a second call does no harm."""
+        """Allocate the memory that `update` needs to change weights. Call this first; a second call does no harm."""
         ...
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Sum the gradients over ranks, clip them, and update the weights if they and the loss are finite on all ranks.
 
-        `loss_is_finite` is that of the loss over all ranks. Returns the gradient's global norm before clipping, and
+        `loss_is_finite` refers to the loss over all ranks. Returns the gradient's global norm before clipping, and
         whether the weights were updated.
         """
         ...
@@ -96,7 +96,7 @@ def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
 
 
 def check_evaluation_launch(launch: Launch, dtype: str) -> None:
-    """Raise LaunchError if the launcher asks for DeepSpeed, FSDP or another precision: no rank shards its model."""
+    """Raise LaunchError if the launcher asks for another precision, or to shard the model by DeepSpeed or FSDP."""
     check_precision(launch.mixed_precision, dtype)
     if launch.facts.shards_state:
         raise LaunchError(
@@ -107,7 +107,7 @@ def check_evaluation_launch(launch: Launch, dtype: str) -> None:
 
 
 def check_precision(mixed_precision: str, dtype: str) -> None:
-    """Raise LaunchError if the launcher's mixed precision is not that of `model.dtype`."""
+    """Raise LaunchError if the launcher's mixed precision contradicts `model.dtype`."""
     if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
         raise LaunchError(
             f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: set mixed_precision "

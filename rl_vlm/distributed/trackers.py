@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """Rollouts with a path to an image each, or None."""
+    """Rollouts, each with the path of an image or None."""
 
     columns: list[str]
-    """Names of the values in a row, of which the first is the image."""
+    """Names of the values in a row. The first value is the image."""
     rows: list[list[Any]]
 
 
@@ -31,7 +31,7 @@ class Trackers:
     """Sends settings and metrics to trackers; does nothing if `report_to` is empty."""
 
     def __init__(self, log: LogConfig, output_dir: str) -> None:
-        """Select the trackers of `log.report_to`. Raises ConfigError if the package of one is not installed."""
+        """Select the trackers of `log.report_to`. Raise ConfigError if a tracker's package is not installed."""
         from accelerate import Accelerator
         from accelerate.tracking import get_available_trackers
 
@@ -44,7 +44,7 @@ class Trackers:
         )
 
     def start(self, run_name: str, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Open the trackers and send them the settings as `section.leaf`: numbers unchanged, all else as text.
+        """Open the trackers and send the settings as `section.leaf`. Numbers stay numbers, all else becomes text.
 
         Secrets are starred out.
         """
@@ -61,7 +61,7 @@ class Trackers:
             logger.warning("the metrics of step %d were not sent to all trackers: %s", step, text_of(error))
 
     def report_rollouts(self, table: RolloutTable, step: int) -> None:
-        """Send rollouts to the trackers that take tables or images. Called by the main process alone.
+        """Send rollouts to the trackers that take tables or images. Only the main process calls this.
 
         An error of a tracker is logged, and does not end the run.
         """
@@ -104,4 +104,4 @@ def send_to_tensorboard(tracker: Any, table: RolloutTable, step: int) -> None:
 SENDERS: dict[str, Callable[[Any, RolloutTable, int], None]] = {
     "wandb": send_table, "trackio": send_table, "tensorboard": send_to_tensorboard,
 }  # fmt: skip
-"""What sends rollouts, by the name of the tracker."""
+"""Functions that send rollouts, by the name of the tracker."""

@@ -1,9 +1,9 @@
-"""Ranks that watch each other, so that a rank which dies or hangs ends the run soon, and by name.
+"""Ranks watch each other. If a rank dies or hangs, the run ends soon, and the message names the rank.
 
     rank 0 ── beat each second ──► store ──► ranks 1 and N-1 read it          (each rank reads its two neighbours)
     rank 0 ◄── "stop", "failed" ── store ◄── any rank that got a signal, failed, or found a neighbour lost
 
-The store is the one at which the launcher lets the ranks meet. Threads do this, because the main thread may be in a
+The store is the launcher's, where the ranks meet. Threads do the watching, because the main thread may be in a
 collective, which ends only at its time-out.
 """
 
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 INTERVAL = 1.0
 """Seconds between beats."""
 RAISE_SECONDS = 5.0
-"""Time that the main thread has to raise and close after a verdict."""
+"""Time in which the main thread must raise and close after a verdict."""
 LEAVE_SECONDS = 15.0
-"""Time in which the other ranks finish as well."""
+"""Time to wait for the other ranks to finish as well."""
 OF_COLLECTIVES = re.compile(r"gloo|NCCL|DistBackendError|[Cc]onnection (closed|reset) by")
-"""What an error says whose cause may be the end of another rank."""
+"""Text of errors that the end of another rank may cause."""
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself each second."""
+    """The state that a rank reports each second."""
 
     number: int
     host: str
@@ -83,19 +83,19 @@ class Beat:
 
 @dataclass
 class Neighbour:
-    """What a rank knows of one that it watches."""
+    """The last known state of a watched rank."""
 
     rank: int
     beat: Beat | None = None
     last_seen: float = 0.0
 
     def hear(self, beat: Beat, now: float) -> None:
-        """Note the last beat, which may be an old one."""
+        """Note the last beat, unless it is known already."""
         if self.beat is None or beat.number != self.beat.number:
             self.beat, self.last_seen = beat, now
 
     def loss(self, now: float, lost_seconds: float) -> str | None:
-        """Say how the rank was lost, if it was."""
+        """Describe how the rank was lost. Return None if it was not."""
         beat = self.beat
         if beat is None or beat.has_left:
             return None
@@ -108,7 +108,7 @@ class Neighbour:
         return f"rank {self.rank} ({beat.process}) {found}. Its main thread was last at\n{beat.position}"
 
     def absence(self, now: float, hang_seconds: float) -> str | None:
-        """Say so if the rank has not begun to beat in that time. Ranks may start long after each other."""
+        """Describe a rank that sends no beat within `hang_seconds`, or return None. Ranks may start far apart."""
         if self.beat is not None or now <= hang_seconds:
             return None
         return f"rank {self.rank} has not started within {hang_seconds:g} s (train.ddp_timeout)"
@@ -119,15 +119,15 @@ class Neighbour:
 
 
 class Watch:
-    """One rank's part: it beats, watches its neighbours, and ends this process if a rank is lost.
+    """Watches from one rank: sends beats, reads its neighbours' beats, and ends this process if a rank is lost.
 
-    `failure` is the verdict on the rank that was lost.
+    `failure` is the verdict on the lost rank.
     """
 
     def __init__(
         self, store: Store, meeting_store: Store, rank: int, world_size: int, lost_seconds: float, hang_seconds: float
     ) -> None:
-        """Each store is used by one thread: by that of the watch, and by the main thread in `meet`."""
+        """Each store belongs to one thread: `store` to the watching thread, `meeting_store` to the main thread."""
         self.store = store
         self.meeting_store = meeting_store
         self.rank = rank
@@ -143,7 +143,7 @@ class Watch:
         self.beats = itertools.count()
         self.neighbours = [Neighbour(r) for r in sorted({(rank - 1) % world_size, (rank + 1) % world_size})]
         self.awake = 0.0
-        """Seconds since the start, without those in which this process itself was stopped, as by a scheduler."""
+        """Seconds since the start, without the time in which a scheduler, for instance, suspended this process."""
         self.last_contact = 0.0
         self.is_leaving = threading.Event()
         self.threads = [
@@ -197,11 +197,11 @@ class Watch:
             self.look_at(neighbour)
 
     def publish_stop(self, store: Store) -> bytes:
-        """Show all ranks the signal that this one got, unless another one was the first, and return the first."""
+        """Show all ranks this rank's signal, unless another rank was first. Return the first signal."""
         return store.compare_set("stop", "", f"{stop.signum} rank {self.rank} ({Beat.now(0).process})")
 
     def hear_of_stop(self, store: Store) -> int:
-        """Ask this rank to stop, as the one that got a signal first, and return the signal."""
+        """Ask this rank to stop because of another rank's signal, and return the signal."""
         signum, _, process = store.get("stop").decode().partition(" ")
         if not self.has_heard_of_stop:
             self.has_heard_of_stop = True
@@ -222,12 +222,12 @@ class Watch:
             self.failure = self.store.compare_set("failed", "", problem).decode()
 
     def beat_of(self, rank: int) -> Beat | None:
-        """Return a rank's last beat, if it has begun to beat."""
+        """Return a rank's last beat, or None before its first."""
         key = f"beat/{rank}"
         return Beat(**json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def describe_hang(self) -> str:
-        """Say where all ranks are. The fewest at one place come first: the others probably wait for these."""
+        """Describe the positions of all ranks. The rarest come first, since the other ranks probably wait there."""
         at: dict[str, list[str]] = {}
         for rank in range(self.world_size):
             if beat := self.beat_of(rank):
@@ -239,9 +239,9 @@ class Watch:
     # In the main thread
 
     def join(self) -> None:
-        """Wait until all ranks are here, after which they form the process group without waiting for each other.
+        """Wait until all ranks are here. Then they can form the process group without waiting for each other.
 
-        Raises RankLost if one is lost. Raises Stopped, on every rank, if one was told to stop before all were here.
+        Raises RankLost if a rank is lost. Raises Stopped on every rank if one got a signal before all were here.
         """
         if stop.signum is None and self.meeting_store.add("here", 1) == self.world_size:
             self.meeting_store.compare_set("joined", "", "all")
@@ -256,9 +256,9 @@ class Watch:
         self.has_joined = True
 
     def meet(self) -> None:
-        """Wait for all ranks, for as long as they make progress. Raises RankLost if one is lost.
+        """Wait for all ranks as long as they make progress. Raise RankLost if one is lost.
 
-        Unlike a collective this has no time-out, so that a rank can wait for another one's slow reward function.
+        Unlike a collective, this has no time-out. So a rank can wait for a slow reward function on another rank.
         """
         number = next(self.meetings)
         with suppress(DistNetworkError):  # the store is gone: the collective that follows is enough
@@ -277,10 +277,10 @@ class Watch:
 
     @contextmanager
     def failures_shared(self) -> Iterator[None]:
-        """Show the other ranks the error that ends the block, unless all have it.
+        """Show the other ranks the error that ends the block, unless all ranks raise it.
 
-        If a lost rank may be the cause of the error, wait for the verdict and raise RankLost instead. An RLVLMError
-        names its own cause: ranks that refuse the same settings, one after the other, all say why.
+        If a lost rank may have caused the error, wait for the verdict and raise RankLost instead. An RLVLMError names
+        its own cause and is kept, so that ranks which refuse the same settings one after the other all say why.
         """
         try:
             yield
@@ -299,7 +299,7 @@ class Watch:
             raise
 
     def await_verdict(self, seconds: float) -> None:
-        """Wait for a verdict."""
+        """Wait for a verdict, for this many seconds."""
         end = time.monotonic() + seconds
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.1)
@@ -313,10 +313,9 @@ class Watch:
             self.meeting_store.compare_set("failed", "", f"rank {self.rank} ({process}) failed:\n{text}")
 
     def leave(self) -> None:
-        """Wait a while for the other ranks to finish, and stop watching. Ends of ranks are no losses from now on.
+        """Wait a while for the other ranks to finish, then stop watching. Ranks that end from now on are not lost.
 
-        The launcher ends the other ranks when the first one has ended. So a rank that has failed gives them time to
-        raise.
+        The launcher ends the other ranks when the first one has ended. So a failed rank gives them time to raise.
         """
         seconds = LEAVE_SECONDS if self.has_joined and not self.has_failed else RAISE_SECONDS
         with suppress(DistNetworkError):
@@ -335,7 +334,7 @@ HOW_TO_CONTINUE = "To continue from the last checkpoint, repeat the command with
 
 
 def watch_ranks(number: int, lost_seconds: float, hang_seconds: float) -> Watch | None:
-    """Start to watch the ranks of this process's launch. `number` counts the runs of these processes.
+    """Start to watch the ranks of this launch. `number` counts the runs of these processes.
 
     Returns None for a single process, or if the launcher gave no address of a store.
     """
@@ -349,9 +348,9 @@ def watch_ranks(number: int, lost_seconds: float, hang_seconds: float) -> Watch 
 
 
 def until(store: Store, key: str) -> Iterator[None]:
-    """Yield until the key is there, at first each millisecond and later ten times a second.
+    """Yield until the key exists, at first each millisecond and later ten times a second.
 
-    The store's own `wait` prints warnings when its time is up.
+    It replaces the store's `wait`, which prints warnings when its time is up.
     """
     pause = 0.001
     while not store.check([key]):
@@ -372,7 +371,7 @@ def waiting_for_all(store: Store, name: str, world_size: int, seconds: float) ->
 
 
 def this_host() -> str:
-    """Return the name of this host, and of its PID namespace."""
+    """Return the names of this host and its PID namespace."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
 

@@ -83,7 +83,7 @@ class ZeRO:
         settings = self.deepspeed_config(hidden_size_of(policy))
         offload = settings["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
         if offload and settings.get("zero_force_ds_cpu_optimizer", True):
-            # With its parameter groups, so the schedule sets both.
+            # It has the same parameter groups, so the schedule sets both.
             self.adamw = map_pytorch_optim_to_deepspeed(optimizer)
         self.engine: Any = deepspeed.initialize(model=policy, optimizer=self.adamw, config=settings)[0]
         if self.stage == 3:
@@ -98,13 +98,13 @@ class ZeRO:
 
     def backward(self, loss: Tensor, is_share: bool = True) -> None:
         """Add a micro-batch's gradients."""
-        # DeepSpeed averages over ranks. It drops gradients that are not finite, and ignores the loss: one that is not
-        # finite makes them NaN.
+        # DeepSpeed averages over ranks. It drops gradients that are not finite, but ignores the loss. So a loss that is
+        # not finite makes them NaN.
         factor = torch.where(loss.detach().isfinite(), float(self.ranks.world_size if is_share else 1), float("nan"))
         self.engine.backward(loss * factor, scale_wrt_gas=False)
 
     def reserve_update(self) -> None:
-        """Do nothing: DeepSpeed makes the moments when its engine is built or in its first update."""
+        """Do nothing: DeepSpeed creates the moments when its engine is built, or in its first update."""
 
     def update(self, loss_is_finite: bool) -> tuple[float, bool]:
         """Clip the gradients, and update the weights if loss and gradients are finite on all ranks."""
@@ -170,7 +170,7 @@ class ZeRO:
                 state["step"] = int(steps)  # DeepSpeed's own Adam counts in Python
 
     def load_moment(self, parameter: Any, name: str, value: Tensor) -> None:
-        """Load this rank's part of a moment that every rank has whole."""
+        """Load this rank's part of a moment, which every rank passes whole."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if self.stage < 3:
@@ -184,7 +184,7 @@ class ZeRO:
         return max((int(state["step"]) for state in self.adamw.state.values() if "step" in state), default=0)
 
     def make_states(self) -> None:
-        """Make the moments, which DeepSpeed's optimizer has from its first update on."""
+        """Create the moments, which DeepSpeed's optimizer would create in its first update."""
         optimizer = self.engine.optimizer
         for flat in (
             optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
@@ -195,7 +195,7 @@ class ZeRO:
         self.link_states()
 
     def link_states(self) -> None:
-        """Connect parameters with their moments: DeepSpeed 0.19.8 does that after its first group's first update."""
+        """Connect parameters with their moments. DeepSpeed 0.19.8 does so after its first group's first update."""
         if self.stage < 3:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -217,10 +217,10 @@ def import_deepspeed() -> None:
         )
     if Version(deepspeed.__version__) >= Version(FIRST_UNTESTED):
         logger.warning("DeepSpeed %s is newer than what rl-vlm is tested with, 0.19", deepspeed.__version__)
-    # In DeepSpeed's own calls, at every step.
+    # DeepSpeed's own calls cause it at every step.
     warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
-        # An operator that is compiled for minutes at the first start, and whose lock outlives a killed job.
+        # Compiling this operator takes minutes at the first start, and its lock outlives a killed job.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -231,8 +231,8 @@ def hidden_size_of(policy: Any) -> int:
 def gather_weights_read(policy: Any) -> None:
     """Gather weights that a forward reads without calling their module, such as the LM head's or a position table.
 
-    DeepSpeed's engine does that in its own forwards, which are those of training. The LM head's weight is gathered once
-    per forward of the policy: ranks have unlike numbers of chunks of tokens.
+    DeepSpeed's engine does so only in its own forwards, in training. The LM head's weight is gathered once per forward
+    of the policy, because ranks have different numbers of token chunks.
     """
     import deepspeed
 
@@ -242,7 +242,7 @@ def gather_weights_read(policy: Any) -> None:
 
 
 def allow_reading(module: nn.Module, allowed: bool) -> None:
-    """Let a module that reads another one's weight gather it first, or stop that."""
+    """Allow modules to gather a weight of another module before they read it, or forbid that."""
     for part in module.modules():
         parameters: Any = part._parameters  # DeepSpeed's own kind of dict
         parameters._in_forward = allowed

@@ -1,6 +1,6 @@
-"""The DeepSpeed config of a run: the launcher's, with the run's values for what the run sets.
+"""The DeepSpeed config of a run: the launcher's config, completed by the run's settings.
 
-A config is checked first. Every key is used, or has a value that asks for nothing, or is refused by name.
+The config is checked first. Each key is used, has a value that asks for nothing, or is refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PASSED_ON = """
     prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown memory_breakdown dump_state
     flops_profiler comms_logger disable_python_gc log_level
 """.split()
-"""Keys that DeepSpeed gets unchanged."""
+"""Keys that are passed to DeepSpeed unchanged."""
 SECTIONS = "bf16 fp16 flops_profiler comms_logger zero_optimization".split()
 PRECISION = "the precision is model.dtype, with trained weights, their gradients and moments in float32"
 ZERO_REFUSED = """
@@ -38,11 +38,11 @@ ZERO_REFUSED = """
 """.split()
 """Keys of `zero_optimization` that are not supported."""
 ZERO_NEEDED = ("ignore_unused_parameters", "compute_grad_norm")
-"""Keys of `zero_optimization` that must not be false: a batch of text alone leaves the vision tower without gradients,
-and the norm says whether gradients are finite."""
+"""Keys of `zero_optimization` that must not be false. A text-only batch leaves the vision tower without gradients, and
+the norm shows whether gradients are finite."""
 
 REDUCE_BUCKET = 5 * 10**8
-"""Values of gradients that DeepSpeed sends at once (`reduce_bucket_size`), its default."""
+"""DeepSpeed's default of `reduce_bucket_size`: the number of gradient values that it sends at once."""
 AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 """Sizes that depend on the model's width if they are `auto`."""
 
@@ -66,7 +66,7 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
 
 
 def check_readable(asked: Mapping[str, Any]) -> None:
-    """Raise LaunchError if DeepSpeed cannot read a value, apart from those of `auto`."""
+    """Raise LaunchError if DeepSpeed cannot read a value. Ignore `auto`."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for name in [*PASSED_ON, *SECTIONS]:
@@ -138,7 +138,7 @@ def check_zero(zero: Mapping[str, Any]) -> None:
 
 
 def check_zero_keys(zero: Mapping[str, Any]) -> None:
-    """Raise LaunchError if DeepSpeed, unless it is not installed, does not know a key or cannot use its value."""
+    """Raise LaunchError if DeepSpeed does not know a key or cannot use its value. Skip this if it is not installed."""
     if find_spec("deepspeed") is None:
         return
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -155,7 +155,7 @@ def check_zero_keys(zero: Mapping[str, Any]) -> None:
 
 
 def check_offload(zero: Mapping[str, Any]) -> None:
-    """Raise LaunchError if optimizer state or weights are to be kept elsewhere than in host memory."""
+    """Raise LaunchError if the config offloads optimizer state or weights to anything but host memory."""
     sections = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
     for name, section in sections.items():
         if not isinstance(section, Mapping):
@@ -174,9 +174,9 @@ def check_offload(zero: Mapping[str, Any]) -> None:
 
 
 def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, has_gpu: bool) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`, from one that `check_zero_config` accepts.
+    """Build the config for `deepspeed.initialize` from one that `check_zero_config` accepts.
 
-    `auto` takes the run's value.
+    The run's values replace `auto`.
     """
     result = {name: copy.deepcopy(asked[name]) for name in PASSED_ON if name in asked}
     fill_sizes(result["zero_optimization"], hidden_size)
@@ -192,7 +192,7 @@ def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, h
 
 
 def fill_sizes(zero: dict[str, Any], hidden_size: int) -> None:
-    """Replace `auto` sizes by those of Hugging Face's Trainer."""
+    """Replace `auto` sizes by the sizes that Hugging Face's Trainer uses."""
     sizes = dict(zip(AUTO_SIZES, (hidden_size**2, int(0.9 * hidden_size**2), 10 * hidden_size), strict=True))
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     for name in [name for name, value in zero.items() if value == "auto"]:
@@ -200,7 +200,7 @@ def fill_sizes(zero: dict[str, Any], hidden_size: int) -> None:
 
 
 def launched_sharding(launch: Launch) -> Sharding:
-    """Return the row of a launch with DeepSpeed. Raises an error if its config is not supported."""
+    """Return the row of a DeepSpeed launch. Raise an error if its config is not supported."""
     zero = launch.deepspeed["zero_optimization"]
     check_zero(zero)
     return zero_sharding(zero)
@@ -226,7 +226,7 @@ def row_of(zero: Mapping[str, Any]) -> Sharding:
 
 
 def reduce_bucket(zero: Mapping[str, Any]) -> int | None:
-    """Return the size of DeepSpeed's bucket, or None if the model decides it. Raises ConfigError if it is no size."""
+    """Return the size of DeepSpeed's bucket, or None if it depends on the model. Raise ConfigError if it is invalid."""
     size = zero.get("reduce_bucket_size", REDUCE_BUCKET)
     if size == "auto":
         return None
@@ -236,5 +236,5 @@ def reduce_bucket(zero: Mapping[str, Any]) -> int | None:
 
 
 def is_offloaded(zero: Mapping[str, Any], name: str) -> bool:
-    """Return whether a section of `zero_optimization` keeps something in host memory."""
+    """Return whether this section of `zero_optimization` offloads to host memory."""
     return (zero.get(name) or {}).get("device", "none") != "none"

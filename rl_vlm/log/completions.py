@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 FOLDER = "completions"
 MOST_TRACKED_GROUPS, MOST_TRACKED_COMPLETIONS = 4, 8
-"""Groups of a window, and completions of a group, that are sent to trackers."""
+"""Maximum groups of a window, and completions of a group, that are sent to trackers."""
 LONGEST_VALUE = 10_000
-"""Characters of a list or a mapping of the data that are written as JSON."""
+"""Maximum characters of a list or mapping from the data that is written as JSON."""
 
 
 class CompletionsLog:
     """Writes and prints the completions of each generation window."""
 
     def __init__(self, output_dir: Path, ranks: Ranks, log: LogConfig, num_prompts: int = 0) -> None:
-        """`num_prompts` is the number of different prompts of the run, of which some keep their images."""
+        """`num_prompts` is the number of distinct prompts of the run. The images of some of them are kept."""
         self.output_dir = output_dir
         self.ranks = ranks
         self.writes = log.log_completions
@@ -67,7 +67,7 @@ class CompletionsLog:
                 write_rows(self.output_dir / FOLDER / f"held_out_{step:05d}.parquet", rows)
 
     def add_data(self, rows: Sequence[dict[str, Any]], groups: Sequence[ScoredGroup]) -> None:
-        """Add the columns of the data to rows, and write the images that are kept."""
+        """Add the columns of the data to the rows, and write the images to keep."""
         position = iter(rows)
         for scored in groups:
             sample = scored.group.prompt.sample
@@ -79,8 +79,9 @@ class CompletionsLog:
 
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
-    """Build a row per completion. A reward is None if it does not apply or failed, a length if it is not known, a fault
-    if there is none.
+    """Build a row per completion.
+
+    A reward is None if it does not apply or failed. A length is None if it is not known, a fault if there is none.
     """
     return [
         {
@@ -108,9 +109,9 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
 
 
 def data_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row of the data as `data/<column>`: texts and numbers, and lists and mappings as JSON.
+    """Rename the columns of a data row to `data/<column>`. Keep texts and numbers; write lists and mappings as JSON.
 
-    Values that JSON does not have, and long lists and mappings, are left out.
+    Leave out values that JSON cannot hold, and long lists and mappings.
     """
     found: dict[str, Any] = {}
     for name, value in columns.items():
@@ -122,7 +123,7 @@ def data_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_json(value: Any) -> str | None:
-    """Return a value as JSON, or None if JSON does not have it or it is too long."""
+    """Return a value as JSON, or None if JSON cannot hold it or the text is too long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -140,9 +141,9 @@ def number(value: float) -> float | None:
 
 
 def rollout_table(path: Path, step: int, functions: Sequence[str]) -> RolloutTable:
-    """Return a few groups of a window for trackers: those whose images are kept, then the first ones.
+    """Return a few groups of a window for trackers. Groups with kept images come first.
 
-    `step` is the step of the metrics that the rollouts are sent with.
+    The rollouts are sent with the metrics of `step`.
     """
     import pyarrow.parquet
 
@@ -159,7 +160,7 @@ def rollout_table(path: Path, step: int, functions: Sequence[str]) -> RolloutTab
 
 
 def windows_of(rows: Sequence[dict[str, Any]]) -> dict[int, list[list[dict[str, Any]]]]:
-    """Return the groups of rows by step."""
+    """Group rows by step, and within a step by their groups."""
     windows: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         windows.setdefault(row["step"], {}).setdefault(row["group_id"], []).append(row)
@@ -213,7 +214,7 @@ def window_path(output_dir: Path, step: int) -> Path:
 
 
 def drop_after(output_dir: Path, step: int | None, next_window: int) -> None:
-    """Delete what a run that resumes from `step` writes again: windows from `next_window` on, and later evaluations.
+    """Delete the files that a run resumed from `step` rewrites: windows from `next_window` on, and later evaluations.
 
     If `step` is None, the run starts anew, and all files are deleted.
     """
@@ -237,7 +238,7 @@ def held_out_paths(output_dir: Path) -> list[Path]:
 
 
 def window_before(output_dir: Path, step: int) -> Path | None:
-    """Return the file of the window that an optimizer step, from 1, has trained on."""
+    """Return the file of the window that an optimizer step trained on. Steps count from 1."""
     paths = [path for path in window_paths(output_dir) if step_of(path) < step]
     return paths[-1] if paths else None
 

@@ -34,6 +34,6 @@ def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def series(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of a metric, for steps at which it was measured."""
+    """Return the steps and values at which a metric was measured."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]

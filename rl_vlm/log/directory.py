@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 EVALUATED, COMPARISON = "completions.parquet", "comparison.json"
-"""Of an evaluation, and of several."""
+"""Results of one evaluation, and of several."""
 REPORT = "report.html"
 DROPPED = "dropped_prompts.jsonl"
 MEMORY_PROFILE = ("memory_profile.json", "memory_profile.png")
@@ -68,7 +68,7 @@ class RunDirectory:
         return (self.path / LOCK).is_file()
 
     def refuse_wrong_kinds(self) -> None:
-        """Raise ConfigError if there is a directory where the run writes a file, or a file where it has a directory."""
+        """Raise ConfigError if a directory has the name of a run's file, or a file the name of a run's directory."""
         for path in self.path.iterdir():
             is_directory = path.name == FOLDER or CHECKPOINT.fullmatch(path.name) is not None
             if (is_directory or path.name in FILES) and path.is_dir() != is_directory:
@@ -79,7 +79,7 @@ class RunDirectory:
                 )
 
     def refuse_another_run(self, config: RunConfig, resumed: Path | None) -> None:
-        """Raise ConfigError if the directory holds a run that is neither the resumed one nor to be overwritten."""
+        """Raise ConfigError if the directory holds a run that is neither resumed nor overwritten."""
         if not self.metrics.path.exists():
             return
         if resumed and resumed.parent.resolve() != self.path.resolve():
@@ -99,8 +99,8 @@ class RunDirectory:
     ) -> None:
         """Delete an earlier run, or the records after the checkpoint at `step` from which the run resumes.
 
-        `last_line` is the last step whose metrics are kept. `next_window` is the step that the next window will be
-        generated for. Called after all checks of the settings, since it deletes files.
+        `last_line` is the last step whose metrics are kept. `next_window` is the step for which the next window will be
+        generated. Call this after all checks of the settings, since it deletes files.
         """
         self.metrics.truncate_after(last_line)
         drop_after(self.path, step, next_window)
@@ -120,7 +120,7 @@ class RunDirectory:
             self.metrics.append(line)
 
     def write_nonfinite(self, groups: Sequence[ScoredGroup], step: int, rank: int) -> None:
-        """Write the groups of a step whose loss or gradient was not finite. A full disk is no error here."""
+        """Write the groups of a step with a non-finite loss or gradient. If the disk is full, only log that."""
         path = self.path / f"nonfinite-step-{step}-rank-{rank}.pt"
         try:
             torch.save(list(groups), path)
@@ -148,5 +148,5 @@ def checkpoint_of_run(run: Path) -> Path:
 
 
 def write_dropped(path: Path, dropped: Sequence[dict[str, Any]]) -> None:
-    """Write a line for each row that is left out."""
+    """Write a line for each row that was left out."""
     path.write_text("".join(json.dumps(record) + "\n" for record in dropped), encoding="utf-8")

@@ -23,14 +23,14 @@ BUDGET = "micro_batch_tokens.jsonl"
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, then move it to `path`. Several processes can do so at once."""
+    """Yield a temporary path to write to, then move the file to `path`. Several processes can do so at once."""
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     yield unfinished
     os.replace(unfinished, path)
 
 
 def check_output(path: Path, option: str) -> None:
-    """Raise ConfigError if `option` names a place where no file can be: a directory, or one in no directory."""
+    """Raise ConfigError if `option` names a directory, or a file in a directory that does not exist."""
     if path.is_dir():
         raise ConfigError(f"{option} {path} cannot be written: it is a directory; name a file")
     if not path.parent.is_dir():
@@ -39,9 +39,9 @@ def check_output(path: Path, option: str) -> None:
 
 @contextmanager
 def output(path: Path, option: str) -> Iterator[Path]:
-    """Yield the path to write to for the file that `option` names, which is written completely or not at all.
+    """Yield a path to write to, so that the file of `option` is written completely or not at all.
 
-    A pipe or a device, such as /dev/stdout, is written to and never replaced. Raises ConfigError if that fails.
+    A pipe or a device, such as /dev/stdout, is written to and never replaced. Raises ConfigError if writing fails.
     """
     check_output(path, option)
     try:
@@ -87,7 +87,7 @@ def lock_directory(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path, file: TextIO) -> None:
-    """Lock the open file of a directory. Raises ConfigError if another process has."""
+    """Lock the open file of a directory. Raise ConfigError if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -111,7 +111,7 @@ def unwritable(path: Path) -> Iterator[None]:
 
 
 def check_held(path: Path) -> None:
-    """Raise CheckpointError if the directory that this process has locked is no longer at `path`, or above it."""
+    """Raise CheckpointError if `path` is in a locked directory of this process that was renamed or removed."""
     for directory, file in _held.items():
         if path.is_relative_to(directory) and not is_same(file, directory / LOCK):
             raise CheckpointError(
@@ -122,7 +122,7 @@ def check_held(path: Path) -> None:
 
 
 def is_same(file: TextIO, path: Path) -> bool:
-    """Return whether the file that is open is the one at `path`."""
+    """Return whether the open file is the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -143,7 +143,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def refuse_earlier_run(path: Path, train: TrainConfig) -> None:
-    """Raise ConfigError if the directory holds a run that is neither to be resumed nor to be overwritten."""
+    """Raise ConfigError if the directory holds a run that is neither resumed nor overwritten."""
     if (path / METRICS).exists() and train.resume_from_checkpoint is None and not train.overwrite_output_dir:
         raise ConfigError(
             f"train.output_dir {path} holds an earlier run; choose another, resume it with "

@@ -1,4 +1,4 @@
-"""Small copies of the images of some prompts, beside the completions, for the report."""
+"""Small copies of some prompts' images for the report, stored with the completions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_PROMPTS = 200
-"""Prompts of the training data whose images are kept, about."""
+"""Approximate number of training prompts whose images are kept."""
 MOST_HELD_OUT = 50
-"""Of the held-out data."""
+"""Approximate number of held-out prompts whose images are kept."""
 MOST_PER_PROMPT = 4
 LONG_SIDE = 448
 """Pixels of the long side of a copy."""
@@ -26,15 +26,15 @@ class PromptImages:
     """Writes the images of some prompts as small JPEG files, each once. Any rank can write."""
 
     def __init__(self, folder: Path, num_prompts: int, most: int = MOST_PROMPTS) -> None:
-        """`num_prompts` is the number of different prompts, and `most` that of prompts whose images are kept, about."""
+        """Keep the images of about `most` of `num_prompts` different prompts."""
         self.folder = folder
         self.share = most / max(1, num_prompts)
 
     def write(self, sample: Sample) -> list[str] | None:
-        """Write the first images of a prompt, and return their paths relative to the folder of `folder`.
+        """Write the first images of a prompt, and return their paths relative to the parent of `folder`.
 
-        Returns None for most prompts: those whose hash is not in the share that is kept. So it does not matter which
-        rank has a prompt, or whether the run was resumed.
+        Return None if there are none, or if the hash of the sample's id is not in the share to keep. The hash makes the
+        choice independent of ranks and of resuming.
         """
         if not sample.images or not is_kept(sample.sample_id, self.share):
             return None

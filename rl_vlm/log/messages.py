@@ -1,4 +1,4 @@
-"""What a run says before its first step, and what it advises if something looks wrong; each a plain line of the log."""
+"""Plain lines of the log: facts about a run before its first step, and advice if something looks wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_vlm.model.quantization import is_in_4bit, num_weights
 logger = logging.getLogger(__name__)
 
 TOO_MANY = 0.5
-"""Share from which a hint is given."""
+"""Share above which a hint is given."""
 HINTS = {
     "completions/clipped_ratio": (
         "of the completions were cut off at max_completion_length, and an answer without its end rarely gets a reward. "
@@ -28,17 +28,17 @@ HINTS = {
         "prompts of medium difficulty, which `rl-vlm eval --keep 0.1..0.9` selects."
     ),
 }
-"""By metric, the sentence that follows its value."""
+"""The sentence that follows a metric's value, by metric."""
 
 
 class Hints:
-    """Logs what to do about a metric that is too high, the first time that it is."""
+    """Logs advice about a metric the first time that it is too high."""
 
     def __init__(self) -> None:
         self.given: set[str] = set()
 
     def give(self, line: Mapping[str, Any]) -> None:
-        """Log the hints that a line of `metrics.jsonl` is the first to need."""
+        """Log the hints for a line of `metrics.jsonl` that were not given before."""
         for metric, advice in HINTS.items():
             if metric not in self.given and line.get(metric, 0.0) > TOO_MANY:
                 self.given.add(metric)
@@ -72,7 +72,7 @@ def rows_to_evaluate_line(num_rows: int, num_finished: int) -> str:
 
 
 def batch_line(plan: BatchPlan, num_steps: int) -> str:
-    """Say what a step is, and how many the run has."""
+    """Describe a step, and say how many steps the run has."""
     processes = "one process" if plan.world_size == 1 else f"{plan.world_size} processes"
     window = plan.steps_per_window * plan.num_iterations
     reused = f", sampled for {window} steps at once" if window > 1 else ""

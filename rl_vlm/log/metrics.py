@@ -1,4 +1,4 @@
-"""Metrics of an optimizer step, over micro-batches and ranks, times per stage, and their log on disk."""
+"""Metrics of an optimizer step over micro-batches and ranks, with the times of stages, and their log on disk."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StepMetrics:
             self.values[statistic, name] += values[~values.isnan()].tolist()
 
     def add_loss_metrics(self, batches: Sequence[LossMetrics]) -> None:
-        """Add the metrics of the losses of micro-batches, which are copied from their device once for all."""
+        """Add the loss metrics of micro-batches. Copy all of them from their device at once."""
         parts = [(name, part) for metrics in batches for name, part in metrics.items()]
         values = iter(read_together([x for _, part in parts for x in part if isinstance(x, torch.Tensor)]))
         for name, part in parts:
@@ -89,7 +89,7 @@ class StepMetrics:
         return self.stages.run(stage)
 
     def include(self, other: StepMetrics, prefix: str = "") -> None:
-        """Add the metrics of `other`; the names of its stages get the prefix."""
+        """Add the metrics of `other`. Put the prefix before the names of its stages."""
         for name, (total, count) in other.means.items():
             self.add_mean(name, total, count)
         for name, value in other.sums.items():
@@ -111,7 +111,7 @@ class StepMetrics:
         return metrics
 
     def reduce(self, gather: Gather) -> dict[str, float]:
-        """Compute the metrics over all ranks. Times are the slowest rank's. A statistic of no values is left out."""
+        """Compute the metrics over all ranks. Times are the slowest rank's. Statistics without values are left out."""
         ranks = gather([(dict(self.means), dict(self.sums), dict(self.values), dict(self.seconds))])
         means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         sums: dict[str, float] = defaultdict(float)
@@ -145,16 +145,16 @@ def seconds_of(stage: str) -> str:
 
 
 def read_together(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalars on a device, by one copy. float64 holds counts and losses exactly."""
+    """Copy scalars from a device at once, and return their values. float64 holds counts and losses exactly."""
     return torch.stack([scalar.double() for scalar in scalars]).cpu().tolist() if scalars else []
 
 
 def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], names: Sequence[str]) -> None:
     """Add rewards, their spread and the completions' lengths, under TRL's names.
 
-    As in TRL, `reward_std` is the standard deviation of all rewards of the step, not that within groups. There are two
-    differences. `step_tokens` has a name of its own, since TRL's `num_tokens` adds up over the run. If no completion
-    terminated, the terminated lengths are left out, which TRL logs as 0.
+    As in TRL, `reward_std` is the standard deviation over all rewards of the step, not within groups. There are two
+    differences. `step_tokens` counts one step, while TRL's `num_tokens` adds up over the run. If no completion
+    terminated, the terminated lengths are left out, while TRL logs 0.
     """
     for scored in groups:
         metrics.add_values(scored.rewards_G, mean="reward", std="reward_std")
@@ -191,7 +191,7 @@ def skipped_updates(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def named_with(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics with this prefix, without it."""
+    """Return the metrics whose names have this prefix, and remove it from the names."""
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 

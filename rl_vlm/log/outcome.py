@@ -87,7 +87,7 @@ def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) ->
 
 
 def functions(metrics: dict[str, Any]) -> list[str]:
-    """Return the reward functions that scored something."""
+    """Return the reward functions that have scores."""
     return [function_name(metric) for metric in metrics if is_score(metric)]
 
 

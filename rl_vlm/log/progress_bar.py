@@ -1,6 +1,6 @@
 """The progress of a run or an evaluation: figures and time left, on a bar or on plain lines.
 
-A notebook shows a bar of its own, or the terminal's if ipywidgets is not installed.
+A notebook shows its own bar, or the terminal's bar if ipywidgets is not installed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rl_vlm.log.metrics import function_name, is_score, reward_faults, skipped_u
 
 
 class ProgressBar:
-    """Shows progress on standard error or in a notebook: plain lines if `plain` or if no bar can be drawn, else a bar.
+    """Shows progress as a bar, on standard error or in a notebook. Prints lines if `plain` or if no bar can be drawn.
 
-    A bar within another one, as that of an evaluation during training, disappears when it is complete. `title` stands
-    before it. `silent` prints nothing.
+    A nested bar, such as an evaluation's during training, disappears when it is complete. `title` is shown before the
+    bar. `silent` prints nothing.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ProgressBar:
 
 
 def bar_class() -> type[tqdm.tqdm]:
-    """Return the bar of a notebook with ipywidgets, or that of terminals."""
+    """Return the notebook's bar in a notebook with ipywidgets, or else the terminal's."""
     if in_notebook() and find_spec("ipywidgets"):
         from tqdm.notebook import tqdm_notebook
 
@@ -72,9 +72,9 @@ def in_notebook() -> bool:
 
 
 def can_draw_bar() -> bool:
-    """Return whether this is a notebook, or standard error a terminal of known width.
+    """Return whether this is a notebook, or standard error is a terminal of known width.
 
-    In a terminal that reports 0 columns no bar can be drawn.
+    A terminal that reports 0 columns cannot show a bar.
     """
     if in_notebook():
         return True
@@ -85,7 +85,7 @@ def can_draw_bar() -> bool:
 
 
 def training_figures(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rewards of a line of `metrics.jsonl` by short names, its faults, and why its update was skipped."""
+    """Return figures of a line of `metrics.jsonl`: rewards by short names, faults, and why its update was skipped."""
     figures = {short_name(name): f"{line[name]:.2f}" for name in line if name == "reward" or is_score(name)}
     if faults := reward_faults(line):
         figures["reward faults"] = f"{sum(faults.values()):.0f}"
@@ -95,9 +95,9 @@ def training_figures(line: Mapping[str, Any]) -> dict[str, str]:
 
 
 def short_name(metric: str) -> str:
-    """Return `exact_match` for `rewards/exact_match/mean`, and `held-out exact_match` for that on held-out rows.
+    """Shorten `rewards/exact_match/mean` to `exact_match`, and `eval_rewards/…` to `held-out exact_match`.
 
-    `reward` is the total. A function of that name is `rewards/reward`.
+    `reward` is the total. The score of a function called `reward` becomes `rewards/reward`.
     """
     if not is_score(metric):
         return metric

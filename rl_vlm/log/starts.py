@@ -1,4 +1,4 @@
-"""`starts.jsonl`: a line per start of a run or an evaluation, with the command and what it ran on."""
+"""`starts.jsonl`: a line per start of a run or an evaluation, with the command, the machine and versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCHERS = {
     "accelerate": "accelerate", "torchrun": "torchrun", "deepspeed": "deepspeed",
     "accelerate.commands.launch": "accelerate launch", "torch.distributed.run": "torchrun",
 }  # fmt: skip
-"""How a launcher is typed, by its script or its module."""
+"""Commands of launchers, by script or module."""
 PACKAGES = """
     rl-vlm torch torchvision transformers accelerate peft datasets pillow numpy vllm deepspeed bitsandbytes trl
 """.split()
@@ -38,13 +38,13 @@ EMPTY: dict[str, Any] = {
     "python": "",
     "packages": {},
 }
-"""A start of which nothing is known: lines of other versions may have fewer entries."""
+"""Default entries of a line, since lines of other versions may have fewer entries."""
 
 
 def describe_start(num_processes: int) -> dict[str, Any]:
-    """Return the command of this process, when and where it started, and the versions of what it runs on.
+    """Describe this start: the command, time and folder, the device, and versions of the platform and packages.
 
-    Of several processes, the command is that of their launcher.
+    If there are several processes, give their launcher's command.
     """
     return {
         "command": launcher_command() if num_processes > 1 else command_line(sys.argv),
@@ -59,7 +59,7 @@ def describe_start(num_processes: int) -> dict[str, Any]:
 
 
 def command_line(arguments: list[str]) -> str:
-    """Return the command as it can be typed: an installed script without its folder, a module of `launch` by name.
+    """Return the command as a user can type it: installed scripts without folder, modules of `launch` by name.
 
     Secrets are starred out.
     """
@@ -75,9 +75,9 @@ def command_line(arguments: list[str]) -> str:
 
 
 def launcher_command() -> str:
-    """Return the command of the process that started this one, as torchrun and `accelerate launch` start ranks.
+    """Return the command of the launcher that started this process, such as torchrun or `accelerate launch`.
 
-    Without a launcher, or where its command cannot be read, this is the command of one process.
+    If there is no launcher, or its command cannot be read, return this process's own command.
     """
     try:
         arguments = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
@@ -90,7 +90,7 @@ def launcher_command() -> str:
 
 
 def without_secrets_in(argument: str) -> str:
-    """Return an argument of a command with `***` in place of secrets: those of a setting, and what looks like one."""
+    """Replace secrets in an argument of a command by `***`: values of secret settings, and text like a secret."""
     key, equals, text = argument.partition("=")
     try:
         value = yaml_text.parse(text) if equals else None
@@ -118,7 +118,7 @@ def device_name() -> str:
 
 
 def append_start(folder: Path, num_processes: int, is_first: bool) -> None:
-    """Add a line on this start to the file in `folder`, which is begun anew if it is the first one."""
+    """Append a line about this start to the file in `folder`. If `is_first`, replace an earlier file."""
     with (folder / STARTS).open("w" if is_first else "a") as file:
         file.write(json.dumps(describe_start(num_processes)) + "\n")
 

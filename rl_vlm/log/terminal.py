@@ -1,4 +1,4 @@
-"""What a command or a Python session shows: the log of rl_vlm and its bars, without those of other libraries."""
+"""Output of a command or a Python session: the log and bars of rl_vlm, without other libraries' bars."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ class BarAwareHandler(logging.Handler):
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Print what rl_vlm logs while the block runs: everything of the first process, and warnings of the others."""
+    """Print rl_vlm's log during the block: info and warnings of the first process, warnings of the others."""
     logger, handler = logging.getLogger("rl_vlm"), BarAwareHandler()
     level = logger.level
     logger.setLevel(logging.INFO if is_first_process() else logging.WARNING)
@@ -33,7 +33,7 @@ def shown_log() -> Iterator[None]:
 
 
 def hide_bars_of_libraries() -> None:
-    """Hide the bars that transformers and datasets show for every file, so that only those of the run are shown."""
+    """Hide the bars that transformers and datasets show for every file, so that only the run's bars are shown."""
     import datasets
     from transformers.utils.logging import disable_progress_bar
 

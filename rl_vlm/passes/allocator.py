@@ -20,7 +20,7 @@ EXPANDABLE = "expandable_segments:True"
 def configure_allocator(config: RunConfig) -> None:
     """Set `memory.expandable_segments`, unless the user has set the variable. Call it before PyTorch is imported.
 
-    By default a run with vLLM does not set it: vLLM has pools of its own, and servers inherit the environment.
+    By default a run with vLLM does not set it: vLLM has its own pools, and its servers inherit the environment.
     """
     wanted = config.memory.expandable_segments
     if wanted is None:
@@ -31,7 +31,7 @@ def configure_allocator(config: RunConfig) -> None:
 
 @contextmanager
 def allocator_configured(config: RunConfig) -> Iterator[None]:
-    """Configure the allocator while the block runs, so that a later run of the process does so by its own settings."""
+    """Configure the allocator for the block only, so that a later run in this process uses its own settings."""
     own = any(name in os.environ for name in VARIABLES)
     configure_allocator(config)
     torch = sys.modules.get("torch")

@@ -1,11 +1,10 @@
-"""The token budget of micro-batches: what a prompt costs, what is in force, and why it changes.
+"""The token budget of micro-batches: the price of a prompt, and changes after measured peaks or lack of memory.
 
     memory plan ─► budget ─ a pass runs out of memory (recovery.py) ─► lowered to half of the failed micro-batch ─┐
                           ─ peaks of the first steps (calibration.py) ─► corrected once, on a GPU ────────────────┤
                                               recorded (changes.py), and replayed by a resumed run ◄──────────────┘
 
-Tokens are those of the language model, padding included. Patches of images count as well if the vision tower is
-trained.
+The budget counts the language model's tokens, with padding. If the vision tower is trained, image patches count too.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class PlannedBudget:
-    """The budget that a run starts with, and what its memory plan says of forward and backward passes, in bytes."""
+    """The budget that a run starts with, and its memory plan's figures for forward and backward passes, in bytes."""
 
     tokens: int
     patch_price: float = 0.0
-    """Language tokens that hold as much as a patch of an image; 0 if no plan was made for the budget."""
+    """Language tokens that take as much memory as one image patch; 0 if no plan was made for the budget."""
     available: int | None = None
-    """What weights, gradients, optimizer state and activations may take together; None if no plan was made."""
+    """Bytes for weights, gradients, optimizer state and activations together; None if no plan was made."""
     fixed: float = 0.0
-    """What a pass holds whatever its size, beside weights and gradients."""
+    """Bytes of a pass that do not depend on its size, without weights and gradients."""
     peak: int = 0
     most_tokens: int = 0
     """The largest budget that `auto` chooses."""
@@ -70,7 +69,7 @@ class TokenBudget:
     ) -> None:
         """`record` records a change in the run directory.
 
-        `min_pixels` is the least that `data.max_pixels` can be, or None if it has no effect on the processor.
+        `min_pixels` is the smallest value of `data.max_pixels`, or None if the setting does not affect the processor.
         """
         self.ranks = ranks
         self.progress = progress
@@ -80,14 +79,14 @@ class TokenBudget:
         self.record = record
         self.min_pixels = min_pixels
         self.peaks: MicroBatchPeaks | None = None
-        """Peaks of the first steps, which correct the budget; None leaves it as planned."""
+        """Peaks of the first steps, which correct the budget. If None, the budget stays as planned."""
         self.tokens = planned.tokens
         self.patch_price = planned.patch_price
         self.measured = MeasuredPeaks()
         self.to_replay: Sequence[BudgetChange] = ()
-        """Recorded changes after the checkpoint that the run is resumed from."""
+        """Recorded changes after the checkpoint that the run resumes from."""
         self.has_run_out = False
-        """Whether this process has lowered the budget, beside what it replays."""
+        """Whether this process has lowered the budget itself. Replayed changes do not count."""
         self.has_warned = False
 
     def price(self, prompt: Prompt) -> int:
@@ -104,7 +103,7 @@ class TokenBudget:
     def check(self, prompts: Mapping[str, Prompt]) -> None:
         """Raise DataError if a prompt alone exceeds the budget that the run starts with.
 
-        Under `auto` it logs a warning instead, once. `prompts` are given by the names of their rows.
+        Under `auto`, log a warning once instead. `prompts` are keyed by the names of their rows.
         """
         if self.has_warned:
             return
@@ -117,17 +116,17 @@ class TokenBudget:
         self.has_warned = True
 
     def replay(self, changes: Sequence[BudgetChange]) -> None:
-        """Store the changes of the first run that a resumed one makes again, at their steps."""
+        """Store the first run's changes, which the resumed run repeats at the same steps."""
         self.to_replay = changes
 
     def correct_by(self, peaks: MicroBatchPeaks) -> None:
-        """Correct the budget once by these peaks of the first steps."""
+        """Let these peaks of the first steps correct the budget, once."""
         self.peaks = peaks
 
     def before(self, stage: Stage) -> int:
-        """Change the budget as is due or recorded before a stage's passes. Returns the number of replayed failures.
+        """Change the budget before a stage's passes if that is due or recorded. Return how many failures are replayed.
 
-        A budget that this run has lowered itself is not raised again.
+        If this run has lowered the budget itself, replayed changes do not raise it.
         """
         if stage is Stage.TRAINING and self.peaks and self.is_to_be_corrected:
             if self.measured.steps == MEASURED_STEPS:
@@ -142,7 +141,7 @@ class TokenBudget:
         return sum(change.reason == "out_of_memory" for change in found)
 
     def after(self) -> None:
-        """Add the measured peaks of the passes that `before` began, over all ranks."""
+        """Collect the peaks of the passes since `before`, from all ranks."""
         if self.peaks is None or not self.peaks.is_measuring:
             return
         found = [self.figures(peak) for peak in self.peaks.take() if self.tokens_of(peak.batch) >= self.tokens / 2]
@@ -152,17 +151,17 @@ class TokenBudget:
         self.measured.steps += 1
 
     def figures(self, peak: MicroBatchPeak) -> tuple[int, float]:
-        """Return the bytes beside a micro-batch, and its bytes per token."""
+        """Return the bytes held before a micro-batch, and the bytes that it takes per token."""
         return peak.before, (peak.peak - peak.before - self.planned.fixed) / self.tokens_of(peak.batch)
 
     def lower(self, stage: Stage, tokens: int, message: str, is_writer: bool) -> None:
-        """Set a smaller budget from this stage on, since a micro-batch ran out of memory. `message` says why."""
+        """Set a smaller budget from this stage on, after a micro-batch ran out of memory. `message` says why."""
         self.has_run_out = True
         self.change(tokens, stage, "out_of_memory", message, is_writer)
 
     @property
     def is_to_be_corrected(self) -> bool:
-        """Return whether nothing has corrected the budget, and no change that is replayed will."""
+        """Return whether the budget was not corrected yet, and no replayed change will correct it."""
         return not self.measured.is_used and all(change.reason != "calibration" for change in self.to_replay)
 
     def correct(self) -> None:
@@ -176,8 +175,9 @@ class TokenBudget:
         self.change(tokens, Stage.TRAINING, "calibration", message, self.ranks.is_main)
 
     def fitting_tokens(self) -> int:
-        """Return the largest budget that fits. It stays if nothing was measured, and does not rise again if a pass ran
-        out of memory.
+        """Return the largest budget that fits.
+
+        Return the present budget if nothing was measured. Return no larger one if a pass ran out of memory before.
         """
         measured, planned = self.measured, self.planned
         if measured.bytes_per_token <= 0 or planned.available is None:
@@ -186,7 +186,7 @@ class TokenBudget:
         return max(1, min(fitting, self.tokens if self.tokens < planned.tokens else planned.most_tokens))
 
     def change(self, tokens: int, stage: Stage, reason: BudgetReason, message: str, is_writer: bool) -> None:
-        """Set the budget from a stage of this step on; `is_writer` is the rank that records it."""
+        """Set the budget from a stage of this step on. The rank with `is_writer` records the change."""
         self.tokens = tokens
         if is_writer:
             step = self.progress.global_step + 1
@@ -194,7 +194,7 @@ class TokenBudget:
             logger.log(logging.WARNING if reason == "out_of_memory" else logging.INFO, "%s", message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the budget in force, as it is after the last complete step."""
+        """Return the budget and its measurements after the last complete step."""
         return {"tokens": self.tokens, "patch_price": self.patch_price, "measured": asdict(self.measured)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

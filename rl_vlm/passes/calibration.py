@@ -1,9 +1,9 @@
 """Calibration of `micro_batch_tokens: auto` on a GPU: the plan's budget is corrected once, by measured peaks.
 
-first steps ─ peaks of their micro-batches ─► bytes per token of the large ones, maximum over ranks ─► what fits
+first steps ─ peaks of micro-batches ─► bytes per token of the large ones, maximum over ranks ─► fitting budget
 
-The memory that the plan offers does not depend on the memory that is free. What was measured is in the checkpoint, and
-the change is recorded as any other, so that a resumed run replays it.
+The plan's memory limit does not depend on how much memory is free. Checkpoints hold the measurements, and the change is
+recorded like any other, so that a resumed run replays it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MEASURED_STEPS = 3
 
 @dataclass
 class MeasuredPeaks:
-    """Bytes that the large micro-batches of the first steps held, the maximum over ranks."""
+    """Bytes held in the first steps' large micro-batches, maximum over ranks."""
 
     steps: int = 0
     """Optimizer steps so far."""
     held: int = 0
-    """Before the second and later ones: weights, gradients, and the optimizer state from the second step on."""
+    """Bytes before a micro-batch: weights, gradients, and from the second step on the optimizer state."""
     bytes_per_token: float = 0.0
     """0 if no micro-batch was large enough."""
     is_used: bool = False
@@ -37,7 +37,7 @@ class MeasuredPeaks:
 
 
 class MicroBatchPeak(NamedTuple):
-    """Bytes before the forward and backward of a micro-batch, and their peak."""
+    """Bytes held before a micro-batch's forward and backward, and the peak during them."""
 
     batch: MicroBatch
     before: int
@@ -47,11 +47,11 @@ class MicroBatchPeak(NamedTuple):
 class MicroBatchPeaks(Listener):
     """Measures the micro-batches of training passes, between `start` and `take`.
 
-    The first one of a step has no gradients beside it before its backward, and is not measured.
+    A step's first micro-batch is not measured, because no gradients are held before its backward.
     """
 
     def __init__(self, peaks: Peaks, of_engine: int) -> None:
-        """`of_engine` are the bytes of the rollout engine, which `peaks` counts as well and this does not."""
+        """`of_engine` are the bytes of the rollout engine. `peaks` counts them, and they are subtracted here."""
         self.peaks = peaks
         self.of_engine = of_engine
         self.is_measuring = False
@@ -63,7 +63,7 @@ class MicroBatchPeaks(Listener):
         self.is_measuring = True
 
     def take(self) -> list[MicroBatchPeak]:
-        """Return what was measured in the last attempt of the passes, and measure no longer."""
+        """Return the measurements of the passes' last attempt, and stop measuring."""
         found, self.found, self.is_measuring = self.found, [], False
         return found
 

@@ -1,6 +1,6 @@
 """`micro_batch_tokens.jsonl`: one line per change of the token budget of micro-batches.
 
-A resumed run replays the changes after its checkpoint: it makes the micro-batches that the first run made, and so
+A resumed run replays the changes after its checkpoint. So it makes the same micro-batches as the first run, and
 computes the same sums.
 """
 
@@ -23,18 +23,18 @@ class BudgetChange:
     """A change of the budget."""
 
     step: int
-    """The optimizer step that it was made in, counted from 1."""
+    """The optimizer step of the change, counted from 1."""
     stage: str
-    """The stage of the step that begins, or begins again, with the new budget."""
+    """The stage that starts, or is repeated, with the new budget."""
     micro_batch_tokens: int
     setting: BudgetSetting
-    """`memory.micro_batch_tokens` of the run that made it. A run with another setting does not replay the change."""
+    """`memory.micro_batch_tokens` when the change was made. A run with another setting does not replay the change."""
     reason: BudgetReason
     message: str
 
 
 def read_changes(directory: Path) -> list[BudgetChange]:
-    """Return all changes of the run in a directory. A line that a killed process has not completed is left out."""
+    """Return all changes of the run in a directory. Ignore a last line that a killed process left incomplete."""
     path = directory / BUDGET
     if not path.exists():
         return []
@@ -48,7 +48,7 @@ def append_change(directory: Path, change: BudgetChange) -> None:
 
 
 def write_changes(directory: Path, changes: Sequence[BudgetChange]) -> None:
-    """Replace the file, if there is one or there are changes."""
+    """Rewrite the file with these changes. Do nothing if there are no changes and no file."""
     if changes or (directory / BUDGET).exists():
         with atomic_write(directory / BUDGET) as unfinished:
             unfinished.write_text("".join(map(to_line, changes)))

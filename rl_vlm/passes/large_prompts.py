@@ -1,9 +1,9 @@
-"""Prompts that exceed the token budget by themselves, so that no division into micro-batches stays within it.
+"""Prompts that exceed the token budget alone, however they are split into micro-batches.
 
     a group that is cut    images of one prompt  │  prompt and one completion  │  prompt and one completion  │ …
 
-A completion may take a row beyond the budget, since its length is not known before: it gets a micro-batch of its own. A
-prompt that leaves no token for it is an error of the settings, found at the start or when the row is drawn.
+A row may exceed the budget by its completion, whose length is not known before. It then gets its own micro-batch. If a
+prompt leaves no token for a completion, the settings are wrong: this is found at the start or when the row is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def problem_of(prompts: Mapping[str, Prompt], budget: TokenBudget) -> str | None:
     """Describe the largest prompt that exceeds the budget, and name the others. Return None if all fit.
 
-    `prompts` are given by the names of their rows.
+    `prompts` are keyed by the names of their rows.
     """
     needed = {row: needed_tokens(prompt, budget) for row, prompt in prompts.items() if exceeds(prompt, budget)}
     large = sorted(needed, key=needed.__getitem__, reverse=True)
@@ -37,12 +37,12 @@ def exceeds(prompt: Prompt, budget: TokenBudget) -> bool:
 
 
 def needed_tokens(prompt: Prompt, budget: TokenBudget) -> int:
-    """Return the smallest budget for a prompt: that of its images, or of its tokens and one of a completion."""
+    """Return the smallest budget that fits a prompt: its images, or its tokens plus one for a completion."""
     return max(budget.price(prompt), len(prompt.token_ids) + 1)
 
 
 def describe(prompt: Prompt, budget: TokenBudget) -> str:
-    """Say what exceeds the budget, and which settings fit."""
+    """Explain why a prompt exceeds the budget, and name settings that fit."""
     sizes = ", ".join(f"{image.width}x{image.height}" for image in prompt.sample.images)
     price, needed = budget.price(prompt), needed_tokens(prompt, budget)
     if price == needed:

@@ -1,7 +1,7 @@
-"""From the groups of an optimizer step to micro-batches under a token budget.
+"""Packing of an optimizer step's groups into micro-batches under a token budget.
 
-Groups are packed whole if they fit. A larger one is split into sub-groups, each of which computes the prefix again, but
-not its images; a single completion is never split. Packing changes neither the loss nor the gradient.
+Groups are packed whole if they fit. A larger group is split into sub-groups. Each computes the prefix again, but not
+the images. A single completion is never split. Packing changes neither the loss nor the gradient.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Split groups into micro-batches of at most `budget` tokens, which together hold every valid completion once.
 
-    Tokens are those that the language model computes, padding included, plus the `vision_tokens` of the prompts. A
-    single completion that is longer than the budget gets a micro-batch of its own; prompts that leave no room for any
-    are found before (`passes/large_prompts.py`). If `mixes_prompts` is False, every micro-batch holds one prompt.
+    The budget counts the language model's tokens, with padding, plus the `vision_tokens` of the prompts. A completion
+    that exceeds it gets its own micro-batch. Prompts that leave no room for a completion are refused before
+    (`passes/large_prompts.py`). If `mixes_prompts` is False, every micro-batch holds one prompt.
     """
     by_reason: dict[str | None, list[ScoredGroup]] = {None: []}
     for group in groups:
@@ -92,7 +92,7 @@ def batch_tokens(batch: MicroBatch, vision_tokens: VisionTokens) -> int:
 
 
 def sharing_ratio(group: ScoredGroup) -> float:
-    """Compute the language tokens of one padded row per completion, divided by those of the shared row."""
+    """Compute the ratio of language tokens, dense (one padded row per completion) to shared."""
     size = Size.of(group, valid_members(group))
     return size.tokens(shared=False) / size.tokens(shared=True)
 
@@ -129,7 +129,7 @@ class Packer:
     def split(self, group: ScoredGroup) -> list[SubGroup]:
         """Split the group's valid completions into sub-groups that each fit the budget.
 
-        The sub-groups of a group that is cut do not pay for its images: the vision tower runs apart from them.
+        If a group is cut, its sub-groups do not pay for the images: the vision tower runs apart from them.
         """
         members = valid_members(group)
         if self.fits(self.size(group, members)):

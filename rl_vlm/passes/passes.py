@@ -1,4 +1,4 @@
-"""Passes of a model over the groups of a step, by a schedule under the token budget, repeated if memory runs out.
+"""Passes of a model over a step's groups: scheduled under the token budget, and repeated if memory runs out.
 
 groups ─ micro-batches ─ schedule ─► outputs without gradients
                                  └─► gradients of an objective
@@ -59,7 +59,7 @@ class Passes:
     def outputs(
         self, stage: Stage, model: Policy | Reference, groups: Sequence[ScoredGroup], where: Where = lambda group: True
     ) -> list[tuple[MicroBatch, PolicyOutput]]:
-        """Compute a model's outputs without gradients, in host memory, for the groups that `where` is true of."""
+        """Compute a model's outputs for the groups that `where` accepts, without gradients and in host memory."""
         together = self.optimizer.strategy.equal_calls  # ranks gather the weights in each forward
 
         def attempt() -> list[tuple[MicroBatch, PolicyOutput]]:
@@ -80,14 +80,14 @@ class Passes:
     def add_logprobs(
         self, stage: LogprobStage, model: Policy | Reference, groups: Sequence[ScoredGroup], where: Where
     ) -> None:
-        """Compute a model's log-probs of the groups that `where` is true of, and store them with the groups."""
+        """Compute a model's log-probs for the groups that `where` accepts, and store them with the groups."""
         for batch, output in self.outputs(stage, model, groups, where):
             store_logprobs(batch, output.logprobs_NT, stage)
 
     def gradients(self, objective: Objective, keeps_logprobs: bool) -> tuple[Tensor, StepMetrics]:
-        """Add the gradients of an objective. Returns this rank's share of the step's loss, and metrics.
+        """Add the gradients of an objective. Return this rank's share of the step's loss, and metrics.
 
-        `keeps_logprobs` stores the log-probs of the forwards with the groups, as their old log-probs.
+        With `keeps_logprobs`, store the forwards' log-probs with the groups, as their old log-probs.
         """
         attempt = partial(self.add_gradients, objective, keeps_logprobs)
         together = self.optimizer.strategy.is_sharded  # ranks reduce gradients to their shards in each backward
@@ -99,7 +99,7 @@ class Passes:
     def add_gradients(
         self, objective: Objective, keeps_logprobs: bool
     ) -> tuple[Tensor, list[tuple[MicroBatch, Tensor]], StepMetrics]:
-        """Run the training passes once. Returns the loss, the log-probs to keep, and metrics."""
+        """Run the training passes once. Return the loss, the log-probs to keep, and metrics."""
         strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
         step_loss, outputs, sums = torch.zeros((), device=self.ranks.device), [], []
         for work in self.training_schedule(objective):
@@ -114,7 +114,7 @@ class Passes:
             sums.append(found)
             if keeps_logprobs and not batch.is_dummy:
                 outputs.append((batch, to_host(output.logprobs_NT.detach())))
-        synchronize(self.ranks.device)  # once for all: a wait in a micro-batch would leave a GPU idle
+        synchronize(self.ranks.device)  # once at the end: a wait in each micro-batch would leave the GPU idle
         metrics.add_loss_metrics(sums)
         if not strategy.is_sharded:  # shards make ranks wait in every micro-batch
             seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
@@ -138,14 +138,14 @@ class Passes:
     ) -> list[Round]:
         """Cut groups into micro-batches under the token budget, and return the rounds in which they run.
 
-        `together` says whether ranks communicate within the passes, so that each must have as many as the others.
+        If `together`, ranks communicate within the passes, and all get equally many rounds.
         """
         budget, mixes_prompts = self.recovery.budget, not self.policy.family.cross_attends
         batches = make_micro_batches(groups, budget.tokens, self.sharing, budget.price, mixes_prompts)
         return make_schedule(batches, vision, spare, self.ranks if together else None, needs_all_gradients)
 
     def repeated(self, stage: Stage, attempt: Callable[[], T], together: bool) -> T:
-        """Return the result of passes, which are repeated under a smaller budget if they run out of memory."""
+        """Run passes and return their result. Repeat them under a smaller budget if they run out of memory."""
         marks = [model.mark() for model in self.models]
 
         def undo() -> None:

@@ -1,4 +1,4 @@
-"""Peaks of memory: the most bytes that this process has held within a block, by the device's own counter.
+"""Memory peaks: the most bytes that this process holds within a block, by the device's own counter.
 
 with peaks.block() as outer:            outer.peak counts the inner block as well,
     with peaks.block() as inner:        unless that is `apart`
@@ -30,10 +30,10 @@ class PeakCounter(Protocol):
     """A counter of the largest number of bytes."""
 
     meaning: str
-    """What the bytes are."""
+    """Description of the counted bytes."""
 
     def restart(self) -> None:
-        """Begin from what is held now."""
+        """Restart the peak at the bytes held now."""
         ...
 
     def read(self) -> int:
@@ -62,12 +62,12 @@ class ResidentPeak:
     meaning = "growth of the process's resident memory"
 
     def __init__(self) -> None:
-        """Raise ConfigError if the system does not count it."""
+        """Raise ConfigError if the system does not count this peak."""
         if not CLEAR_REFS.exists():
             raise ConfigError(f"log.memory_profile: on a CPU it needs Linux, which counts memory in {CLEAR_REFS}")
 
     def restart(self) -> None:
-        """Return freed memory to the system, which counts as resident otherwise, and begin from the rest."""
+        """Return freed memory to the system, since it would count as resident, and restart the peak."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
         if trim is not None:
             trim(0)
@@ -85,7 +85,7 @@ def counter_of(device: torch.device) -> PeakCounter:
 
 @dataclass
 class Block:
-    """Bytes before, at most in, and after a block of code."""
+    """Bytes held before a block of code, at its peak, and after it."""
 
     before: int
     peak: int
@@ -93,16 +93,16 @@ class Block:
 
 
 class Peaks:
-    """Peaks of nested blocks. Whoever measures a device shares one, since its counter has one peak."""
+    """Peaks of nested blocks. All measurements of a device share one instance, since its counter has one peak."""
 
     def __init__(self, counter: PeakCounter) -> None:
         self.counter = counter
         self.open: list[list[Block]] = [[]]
-        """Blocks that count what is held now. A block that is apart hides the lists before its own."""
+        """Lists of open blocks. Only the last list counts the bytes held now. A block `apart` opens a new list."""
 
     @contextmanager
     def block(self, apart: bool = False) -> Iterator[Block]:
-        """Measure a block. If it is `apart`, the blocks around it do not count what it holds."""
+        """Measure a block. If it is `apart`, the blocks around it do not count its bytes."""
         self.note()
         held = self.counter.read()
         block = Block(held, held)
@@ -127,21 +127,22 @@ class Peaks:
 
 
 class StagePeaks(Listener):
-    """Measures stages, each apart from those within it.
+    """Measures each stage without the stages nested in it.
 
-    Training is measured by its passes, since the optimizer state that its first update makes is no part of them.
+    Of training, only the passes are measured: its first update creates the optimizer state, which is no part of them.
     """
 
     def __init__(self, peaks: Peaks, stages: Container[Stage] = Stage, num_blocks: int | None = None) -> None:
-        """Measure the first `num_blocks` blocks of each of these stages, or all. Others count as part of the stages
-        around them.
+        """Measure the first `num_blocks` blocks of each of these stages, or all blocks.
+
+        All others count as part of the stages around them.
         """
         self.peaks = peaks
         self.stages = stages
         self.num_blocks = num_blocks
         self.num_measured: Counter[Stage] = Counter()
         self.largest: dict[Stage, Block] = {}
-        """Of the blocks of each stage, the one with the highest peak."""
+        """The block with the highest peak, by stage."""
 
     def stage(self, stage: Stage) -> AbstractContextManager[Any]:
         return nullcontext() if stage is Stage.TRAINING else self.measured(stage)
@@ -150,7 +151,7 @@ class StagePeaks(Listener):
         return self.measured(stage) if stage is Stage.TRAINING else nullcontext()
 
     def measured(self, stage: Stage) -> AbstractContextManager[Any]:
-        """Measure a block of a stage if it is among the stages and the first blocks."""
+        """Measure a block if its stage is selected and it is among the stage's first blocks."""
         is_measured = stage in self.stages and self.num_measured[stage] != self.num_blocks
         return self.noted(stage) if is_measured else nullcontext()
 

@@ -2,8 +2,8 @@
 
 passes ─ a rank runs out ─► all ranks agree ─► free memory, lower the budget ─► the same passes, cut finer
 
-Gradients are dropped before passes are repeated, so they are those of a run that never ran out. If ranks communicate
-within the passes, one of them cannot leave alone: the run ends, and resumes under the lower budget.
+Gradients are dropped before passes are repeated, so a run that never ran out has the same gradients. If ranks
+communicate within the passes, no rank can repeat them alone: the run ends, and resumes under the lower budget.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALLOCATOR_ERRORS = (
     "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory",
 )
-"""Texts of errors without a class of their own."""
+"""Texts of errors that have no specific class."""
 FOR_ONE_COMPLETION = (
     "Set memory.gradient_checkpointing or model.use_peft to true, set data.max_pixels or rollout.max_completion_length "
     "lower, or share the model between devices: launch/accelerate/zero3.yaml."
@@ -48,7 +48,7 @@ FOR_THE_UPDATE = (
 
 @dataclass(frozen=True)
 class Failure:
-    """What ran out of memory: a micro-batch, or a batch of completions that are sampled at once."""
+    """A micro-batch that ran out of memory, or a batch of completions that are sampled at once."""
 
     num_prompts: int
     num_completions: int
@@ -68,7 +68,7 @@ class Failure:
         tokens: int,
         rank: int | None = None,
     ) -> Failure:
-        """Describe what ran out of memory by its prompts."""
+        """Describe the batch of these prompts, which ran out of memory."""
         images = [f"{image.width}x{image.height}" for image in prompts[0].sample.images]
         with_images = f" with images of {', '.join(images)} pixels" if images else ""
         first = f"sample {prompts[0].sample.sample_id}{with_images}"
@@ -85,7 +85,7 @@ class Failure:
 class AttemptFailed(Exception):
     """Ends an attempt that ran out of memory.
 
-    Its cause holds the frames of the attempt with their tensors: drop it before the next one, as `tried` does.
+    Its cause holds the attempt's frames with their tensors. Drop it before the next attempt, as `tried` does.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -110,10 +110,10 @@ def repeated(
     undo: Callable[[], None] = lambda: None,
     shared: Callable[[Failure | None], list[Failure]] = lambda failure: [failure] if failure else [],
 ) -> T:
-    """Return the result of an attempt, which is repeated while it runs out of memory.
+    """Make an attempt and return its result. Repeat it while it runs out of memory.
 
-    Before it is repeated, `undo` drops what it has changed, and `shrink` makes the next attempt smaller or raises
-    OutOfMemory. `shared` adds the failures of other ranks.
+    After a failure, `undo` reverts the changes, and `shrink` makes the next attempt smaller or raises OutOfMemory.
+    `shared` adds the failures of other ranks.
     """
     while True:
         result, failure = tried(attempt)
@@ -127,7 +127,7 @@ def repeated(
 
 
 class Recovery:
-    """Repeats what ran out of memory on any rank. Each method is called by all ranks together."""
+    """Repeats work that ran out of memory on any rank. All ranks call each method together."""
 
     def __init__(self, ranks: Collectives, budget: TokenBudget, stages: Stages = NO_ONE) -> None:
         """`stages` announces the passes."""
@@ -135,7 +135,7 @@ class Recovery:
         self.budget = budget
         self.stages = stages
         self.events: Counter[Stage] = Counter()
-        """Number of events of this step by stage, replayed ones included."""
+        """Out-of-memory events of this step by stage, including replayed ones."""
 
     def start_step(self) -> None:
         """Clear the events of the last step."""
@@ -143,7 +143,7 @@ class Recovery:
 
     @contextmanager
     def running(self, work: Round) -> Iterator[None]:
-        """Run one round of a schedule in this context, which raises AttemptFailed if it runs out of memory."""
+        """Run one round of a schedule in this context. Raise AttemptFailed if it runs out of memory."""
         with described(partial(self.failure, work.forward.batch)), self.stages.work(work):
             yield
 
@@ -153,10 +153,10 @@ class Recovery:
         return Failure.of(error, prompts, len(batch.completions), self.budget.tokens_of(batch), self.ranks.rank)
 
     def repeat(self, stage: Stage, attempt: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
-        """Return the result of passes, which are repeated under smaller budgets while any rank runs out of memory.
+        """Run passes and return their result. Repeat them under smaller budgets while any rank runs out of memory.
 
-        `undo` drops what they have changed. `together` says whether ranks communicate within them. Raises OutOfMemory
-        if a micro-batch cannot be split, on every rank, or if ranks communicate, on the rank that ran out.
+        `undo` reverts their changes. `together` says whether ranks communicate within them. Raises OutOfMemory on every
+        rank if a micro-batch cannot be split. If ranks communicate, raises it on the rank that ran out.
         """
         self.events[stage] += self.budget.before(stage)
 
@@ -189,7 +189,7 @@ class Recovery:
         self.events[stage] += 1
 
     def end(self, stage: Stage, failure: Failure) -> None:
-        """Record the lower budget for the run that is resumed, and raise OutOfMemory."""
+        """Record the lower budget for the resumed run, and raise OutOfMemory."""
         tokens = self.half_of(failure)
         message = (
             f"{self.describe(stage, failure, tokens)} when the run is resumed with resume_from_checkpoint=auto. It "
@@ -214,9 +214,9 @@ class Recovery:
         )
 
     def reserve(self, allocate: Callable[[], None]) -> None:
-        """Allocate what the update needs, before it changes a weight, and once more if that runs out of memory.
+        """Allocate the memory of an update before it changes a weight. If that fails, free memory and try once more.
 
-        Raises OutOfMemory on every rank if it runs out again on any.
+        Raises OutOfMemory on every rank if any rank runs out of memory again.
         """
         for _ in range(2):
             error = None
@@ -256,7 +256,7 @@ def first_line(error: BaseException) -> str:
 
 
 def free_memory() -> None:
-    """Free tensors in reference cycles, and what the allocator caches for later."""
+    """Free tensors in reference cycles, and the allocator's cache."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

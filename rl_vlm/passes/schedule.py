@@ -1,8 +1,8 @@
-"""The schedule of a pass: the work of each rank in order, equal in number on ranks that run together.
+"""The schedule of a pass: each rank's rounds in order. Ranks that run together have equally many.
 
-One round is a forward and its backward, and then the vision tower's own backwards, on prompts that no later forward
-uses: a trained tower runs apart from the forwards of groups that are cut (`model/features.py`). Two ranks, of which the
-second has one micro-batch less:
+A round is a forward and its backward, and then the vision tower's own backwards. A trained tower runs apart from the
+forwards of groups that are cut (`model/features.py`). Its backward for a prompt follows the last forward that uses the
+prompt. Two ranks, the second with one micro-batch less:
 
     rank 0   Forward(a, before=1)   Forward(a, within=0) TowerBackward(A)      │ exchange of gradients
     rank 1   Forward(b, before=1)   Forward(dummy)       TowerBackward(idle)   │ in the last round
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Runs(NamedTuple):
-    """Numbers of runs of the vision tower in a round: those of its forward, and its own backwards."""
+    """How often the vision tower runs in a round: before its forward, within it, and in the tower's own backwards."""
 
     before: int
     within: int
@@ -31,7 +31,7 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """A forward, and the vision tower's own backwards after that of the forward."""
+    """A forward and its backward, followed by the vision tower's own backwards."""
 
     forward: Forward
     tower_backwards: tuple[TowerBackward, ...] = ()
@@ -43,7 +43,7 @@ class Round:
         return Runs(self.forward.before, self.forward.within, len(self.tower_backwards))
 
     def at_least(self, runs: Runs, idle_prompt: Prompt | None) -> Round:
-        """Return the round with idle runs of the vision tower, so that there are as many as on other ranks."""
+        """Pad the round with idle runs of the vision tower, so that it has as many as on other ranks."""
         missing = runs.num_backwards - len(self.tower_backwards)
         idle = [] if idle_prompt is None else [TowerBackward(idle_prompt)] * missing
         forward = replace(self.forward, before=runs.before, within=runs.within)
@@ -59,9 +59,9 @@ def make_schedule(
 ) -> list[Round]:
     """Return the rounds of a pass over micro-batches, in order.
 
-    If `ranks` are given, which run the pass together, all of them get equally many rounds with equally many runs of the
-    vision tower. A rank that has fewer micro-batches runs dummies without effect. `spare` is any group of this rank.
-    `needs_all_gradients` lets the first and the last backward give a gradient to every trained weight.
+    If `ranks` are given, they run the pass together: all get equally many rounds with equally many runs of the vision
+    tower. A rank with fewer micro-batches runs dummies without effect. `spare` is any group of this rank. With
+    `needs_all_gradients`, the first and the last backward give a gradient to every trained weight.
     """
     rounds = equal_rounds(batches, vision, spare, ranks) if ranks else own_rounds(batches, vision)
     if needs_all_gradients and not vision.is_frozen:
@@ -70,9 +70,9 @@ def make_schedule(
 
 
 def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Round]:
-    """Return the rounds of this rank's micro-batches, which start without kept features.
+    """Return the rounds of this rank's micro-batches. No features are kept before the first one.
 
-    The tower runs on a prompt before the first forward that uses its kept features, and once more after the last one.
+    The tower runs on a prompt before the first forward that uses its kept features, and again after the last one.
     """
     apart = [vision.apart(batch) for batch in batches]
     last = {prompt: i for i, prompts in enumerate(apart) for prompt in prompts}
@@ -93,10 +93,10 @@ def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Rou
 def equal_rounds(
     batches: Sequence[MicroBatch], vision: VisionEncoder, spare: ScoredGroup, ranks: Collectives
 ) -> list[Round]:
-    """Return as many rounds as the rank with most has, with the most runs of the tower that any rank has in each.
+    """Return this rank's rounds, padded so that all ranks have equally many, with equally many tower runs in each.
 
-    Ranks tell each other the runs of their own rounds, and those of a first and of a later dummy: the features of a
-    frozen tower are cached by then.
+    Ranks exchange the runs of their own rounds, of a first dummy and of a later dummy. Later dummies need no run of a
+    frozen tower, since its features are cached by then.
     """
     rounds = own_rounds([*batches, dummy(spare), dummy(spare)], vision)
     runs_of_ranks = ranks.gather([[each.runs for each in rounds]])
@@ -113,13 +113,13 @@ def with_all_gradients(rounds: Sequence[Round], spare: ScoredGroup) -> list[Roun
 
 
 def at(rounds: Sequence[T], i: int) -> T:
-    """Return what a rank has in round `i`: after its own, the first dummy, and then the later one."""
+    """Return item `i` of a rank's rounds. The last item, a later dummy, stands for all further rounds."""
     return rounds[min(i, len(rounds) - 1)]
 
 
 def dummy(spare: ScoredGroup) -> MicroBatch:
-    """Return a micro-batch of one completion whose loss is multiplied by 0.
+    """Build a micro-batch of one completion whose loss is multiplied by 0.
 
-    The tokens of `spare`, any group of this rank, are valid: 0 x loss is 0.
+    Its tokens are valid, since they come from `spare`, any group of this rank. So 0 x loss is 0.
     """
     return MicroBatch([SubGroup(spare, [0])], shared=False, is_dummy=True)

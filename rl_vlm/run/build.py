@@ -1,4 +1,4 @@
-"""The parts of a training run on one rank, built in the order in which they need each other.
+"""The parts of a training run on one rank, built in the order of their dependencies.
 
 processes ─ lock the directory, read the checkpoint ─ reward functions ─ rows ─► Data
 policy, reference ─ optimizer ─ rollout engine ─ collector ─ evaluator ─► Trainer
@@ -74,17 +74,17 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 NUM_PLANNED = 8
-"""Rows whose prompts `micro_batch_tokens: auto` plans with."""
+"""Number of rows whose prompts `micro_batch_tokens: auto` uses for its plan."""
 
 NUM_LARGEST = 16
-"""Rows with the most pixels, and rows with the longest texts, whose prompts are held against the token budget."""
+"""Number of rows with the most pixels, and of rows with the longest texts, that are checked against the budget."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Data:
-    """The training rows, and what prompts are built with."""
+    """The training rows, with the model's processor and the builder of their prompts."""
 
     usable: UsableRows
     initial: str
@@ -92,30 +92,30 @@ class Data:
     processor: ProcessorMixin
     builder: PromptBuilder
     fingerprints: dict[str, str]
-    """Those of the rows and of the initial checkpoint, on the main process."""
+    """Fingerprints of the rows and of the initial checkpoint, on the main process only."""
 
     def largest_prompts(self) -> dict[str, Prompt]:
         """Return the prompts of the rows with the largest images and longest texts, by the names of the rows."""
         prompts = {}
         for index in self.usable.largest(NUM_LARGEST):
-            with suppress(DataError):  # raised when it is drawn
+            with suppress(DataError):  # the error is raised when the row is drawn
                 prompts[self.usable.rows.place(index)] = build_prompt(self.usable.rows, index, self.builder)
         return prompts
 
     def first_prompts(self) -> Iterator[Prompt]:
-        """Yield the prompts of the first `NUM_PLANNED` rows that can be built, to plan with."""
+        """Yield the prompts of the first `NUM_PLANNED` rows that can be built, for the memory plan."""
         return islice(self.prompts(), NUM_PLANNED)
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the prompts of the rows that can be built."""
         for index in self.usable.indices:
-            with suppress(DataError):  # raised, or the row left out, when it is drawn
+            with suppress(DataError):  # when the row is drawn, the error is raised or the row is left out
                 yield build_prompt(self.usable.rows, index, self.builder)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a run needs. `SavedRun` is the checkpoint to restore, which only the policy has loaded."""
+    """All parts of a run. `saved` is the checkpoint to restore; so far only the models have loaded it."""
 
     ranks: Ranks
     strategy: Strategy
@@ -216,7 +216,7 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
 
 
 def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, ranks: Ranks) -> Data:
-    """Load and check the training rows, and choose the forms in which reward functions get completions."""
+    """Load and check the training rows, and choose the form in which each reward function gets completions."""
     names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
     logger.info("loading the training data %s", names)
     usable = checked_rows(config, "train", rewards, ranks)
@@ -236,7 +236,7 @@ def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, r
 def checked_fingerprints(
     config: RunConfig, saved: SavedRun | None, usable: UsableRows, initial: str, ranks: Ranks
 ) -> dict[str, str]:
-    """Compute the fingerprints of data and model, and compare them with those of the checkpoint, if any."""
+    """Compute the fingerprints of data and model, and compare them with the checkpoint's, if there is one."""
     fingerprints: dict[str, str] = {}
     with ranks.agree():
         if ranks.is_main:
@@ -281,7 +281,7 @@ def load_models(
 
 
 def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strategy, ranks: Ranks) -> SyncedEngine:
-    """Build the rollout engine, which is sent the policy's weights."""
+    """Build the rollout engine, which receives the policy's weights."""
     weights = PolicyWeights(policy, config.rollout.lora_sync)
     engine = training_engine(config, data.initial, weights, data.builder, ranks)
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))

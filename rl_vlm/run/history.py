@@ -22,7 +22,7 @@ class Record:
     """Metrics of the last step, if its evaluation is due and not complete."""
 
     def note_evaluation(self, metrics: dict[str, float], step: int, train: TrainConfig) -> None:
-        """Note an evaluation, and with `load_best_model_at_end` the step if it is the best so far.
+        """Note an evaluation. With `load_best_model_at_end`, also note the step if it is the best so far.
 
         Raises ConfigError if the deciding metric does not exist.
         """

@@ -1,4 +1,4 @@
-"""Instruments: they look at a run from outside. Whoever starts a run hands in how to make them."""
+"""Instruments observe a run from outside. The caller of a run passes functions that make them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Observed:
 
     @cached_property
     def peaks(self) -> Peaks:
-        """Return the peaks of the rank's device, which all share. Raises ConfigError if they cannot be measured."""
+        """Return the device's peaks, which all measurements share. Raise ConfigError if they cannot be measured."""
         return Peaks(counter_of(self.ranks.device))
 
 

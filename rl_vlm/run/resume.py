@@ -1,4 +1,4 @@
-"""The states in a checkpoint of a run, and whether the settings, data and model of a resumed run fit them."""
+"""The states in a run's checkpoint, and checks that the settings, data and model of a resumed run fit them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_files(
 ) -> dict[str, bytes]:
     """Return the files that `SavedRun.load` reads, by name.
 
-    `sources` are those of `function_sources` at the start of the run, and `own_states` those of all ranks.
+    `sources` is the result of `function_sources` at the start of the run. `own_states` has a state per rank.
     """
     plan = plan_batches(config, len(own_states))
     state = {
@@ -73,16 +73,16 @@ class SavedRun:
     own_state: dict[str, Any]
     """The rank's random states, the state of its collector, and the forms of the reward functions.
 
-    The random states are None if the checkpoint has none of this rank."""
+    The random states are None if the checkpoint has none for this rank."""
     changes: dict[str, str]
-    """The settings that the run has changed, as `old -> new`."""
+    """The settings that differ from the saved run's, as `old -> new`."""
 
     @classmethod
     def load(cls, path: Path, config: RunConfig, rank: int, world_size: int) -> SavedRun:
-        """Read a checkpoint, and log the settings that have changed and apply from now on.
+        """Read a checkpoint, and log changed settings, which apply from now on.
 
-        Raises CheckpointError if another version wrote it, if a changed setting cannot be applied, or if the settings
-        make another batch on this number of processes.
+        Raises CheckpointError if another version wrote it, if a changed setting cannot be applied, or if the batch
+        would change on this number of processes.
         """
         state = json.loads((path / "trainer_state.json").read_text())
         if "budget" not in state:
@@ -101,7 +101,7 @@ class SavedRun:
 
     @property
     def last_line(self) -> int:
-        """Return the last step whose metrics are complete: the one before, if its evaluation failed."""
+        """Return the last step with complete metrics: the one before the saved step if its evaluation failed."""
         return self.step - (self.state["record"]["unevaluated"] is not None)
 
     @property
@@ -111,9 +111,9 @@ class SavedRun:
         return any(collector[part] for part in ("window", "next_window", "in_flight"))
 
     def check_settings(self, world_size: int, keeps_best: bool) -> None:
-        """Log the settings that have changed and apply from now on. Raises CheckpointError if one cannot.
+        """Log changed settings, which apply from now on. Raise CheckpointError if one of them cannot change.
 
-        On another number of processes, batch sizes are left to `check_batch`.
+        On another number of processes, `check_batch` checks the batch sizes instead.
         """
         same_ranks = self.state["world_size"] == world_size
         changes = self.changes if same_ranks else {n: c for n, c in self.changes.items() if n not in OF_BATCHES}
@@ -128,7 +128,7 @@ class SavedRun:
             logger.warning("resumed with a changed setting: %s %s", name, change)
 
     def check_batch(self, config: RunConfig, world_size: int) -> None:
-        """Raise CheckpointError if steps or windows would have other numbers of prompts than on the saved ranks."""
+        """Raise CheckpointError if the prompts per step or the steps per window would differ from the saved run's."""
         prompts, steps = self.state["prompts_per_step"], self.state["steps_per_window"]
         plan = plan_batches(config, world_size)
         if (plan.prompts_per_step, plan.steps_per_window) == (prompts, steps):
@@ -146,7 +146,7 @@ class SavedRun:
         )
 
     def check_fingerprints(self, present: Mapping[str, str]) -> None:
-        """Raise CheckpointError if the training data or the initial model are others than the run began with."""
+        """Raise CheckpointError if the training data or the initial model differ from the saved run's."""
         changed = [name for name in self.changes if name.startswith(("data.", "model."))]
         settings = f" These settings have changed: {', '.join(changed)}." if changed else ""
         for name, saved in self.state["fingerprints"].items():
@@ -161,8 +161,8 @@ class SavedRun:
 def read_own_state(path: Path, num_saved: int, rank: int, num_ranks: int) -> dict[str, Any]:
     """Read a rank's own state from a checkpoint of `num_saved` ranks.
 
-    If the run has another number of ranks, the collectors' states are dealt to them. A rank that the checkpoint does
-    not have gets no random states.
+    If the run has another number of ranks, the collectors' states are dealt to them. A rank without a saved state gets
+    no random states.
     """
     if num_saved == num_ranks:
         return torch.load(path / f"rank_{rank}.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""A training run: loops over steps, evaluates, saves and restores.
+"""A training run: takes steps, evaluates, saves and restores.
 
 Run.__init__    build.py: all parts ─ restore them from a checkpoint
 Run.run         evaluate ─ step ─ step … evaluate ─ save … ─► summary
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, instruments: Sequence[MakeInstrument] = ()) -> dict[str, Any]:
-    """Run a training job, or resume one, and return its summary. `instruments` look at it.
+    """Run a training job, or resume one, and return its summary. `instruments` observe it.
 
     Raises RLVLMError for errors that a user can fix, and Stopped after a signal, if the caller has opened `handled`.
     """
@@ -82,7 +82,7 @@ class Run:
             self.opened = opened.pop_all()
 
     def replayed_changes(self, saved: SavedRun | None) -> list[BudgetChange]:
-        """Let the run replay the budget's changes after its checkpoint, and return these and earlier ones.
+        """Let the run replay the budget changes after its checkpoint. Return these and the earlier changes.
 
         A run that failed before its first checkpoint is repeated under the budget that it has recorded.
         """
@@ -95,7 +95,7 @@ class Run:
         return changes
 
     def prepare_directory(self, saved: SavedRun | None, budget_changes: Sequence[BudgetChange]) -> None:
-        """Prepare the run directory. Called last, since it may delete an earlier run."""
+        """Prepare the run directory. Call this last, since it may delete an earlier run."""
         if self.ranks.is_main:
             step, last_line = (saved.step, saved.last_line) if saved else (None, -1)
             next_window = self.collector.step_of_next_generation(self.progress.global_step)
@@ -116,7 +116,7 @@ class Run:
         return self.finish()
 
     def take_all_steps(self) -> None:
-        """Take the steps that are left, with what is due before the first and after each."""
+        """Take the remaining steps. Before the first and after each, evaluate, save and report if that is due."""
         log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
@@ -136,7 +136,7 @@ class Run:
                     instrument.after_step(is_last=progress.global_step == progress.max_steps)
 
     def next_step(self) -> dict[str, Any]:
-        """Take one step with its evaluation and its checkpoint. Returns its line in `metrics.jsonl`."""
+        """Take one step, with its evaluation and checkpoint if they are due. Return its line in `metrics.jsonl`."""
         step = self.progress.global_step + 1
         with self.saved_on_failure(), self.ranks.agree():
             stop.check()
@@ -171,7 +171,7 @@ class Run:
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """Run a block, and if it fails save the last complete step, or say why that is not possible."""
+        """Run a block. If it fails, save the last complete step, or log why that is not possible."""
         try:
             yield
         except Exception as error:
@@ -183,7 +183,7 @@ class Run:
             raise
 
     def problem_of_saving(self, error: Exception) -> str | None:
-        """Save the last complete step after `error`. Returns why it cannot be saved, or None if it is."""
+        """Save the last complete step after `error`. Return why that is not possible, or None if it is saved."""
         if self.ranks.world_size > 1 and not getattr(error, "on_all_ranks", False):
             return "the error came on one rank, and others cannot join"
         try:
@@ -252,11 +252,11 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Begin to write a checkpoint of the last complete step, after the one before is finished.
+        """Finish the previous checkpoint, and begin to write one of the last complete step.
 
-        Raises CheckpointError on every rank if one of them cannot be written.
+        Raises CheckpointError on every rank if either cannot be written.
 
-        A prefetched window is completed first: a resumed run does not have the weights that it is sampled from.
+        A prefetched window is completed first, because a resumed run does not have the weights that generate it.
         Older checkpoints are not deleted while steps are skipped because they are not finite.
         """
         self.writer.finish()
@@ -279,7 +279,7 @@ class Run:
             self.writer.write(self.progress.global_step, lambda: self.checkpoint_files(states), prune)
 
     def prune_checkpoints(self, best_step: int | None) -> None:
-        """Delete old checkpoints beyond `save_total_limit`, but for the best one."""
+        """Delete old checkpoints beyond `save_total_limit`, except the best one."""
         path = self.directory.path
         if not self.progress.nonfinite_in_a_row:
             keep = None if best_step is None else store.checkpoint_path(path, best_step)
@@ -295,7 +295,7 @@ class Run:
             )
 
     def checkpoint_files(self, states: Sequence[dict[str, Any]]) -> CheckpointFiles:
-        """Copy this rank's share of a checkpoint to host memory. `states` are those of all ranks."""
+        """Copy this rank's share of a checkpoint to host memory. `states` has a state per rank."""
         trainer, data, in_parts = self.trainer, self.parts.data, self.parts.strategy.is_sharded
         parts: list[tuple[str, Files]] = [
             ("", PolicyFiles(trainer.policy, data.processor, self.ranks, in_parts)),
@@ -311,7 +311,7 @@ class Run:
         return CheckpointFiles(parts, own)
 
     def restore(self, saved: SavedRun) -> None:
-        """Restore a checkpoint, which can be within a generation window. The policy's weights are loaded already.
+        """Restore a checkpoint, which may be within a generation window. The models are loaded already.
 
         Raises CheckpointError if paused completions do not fit the settings.
         """

@@ -29,10 +29,10 @@ def build_tiny(
 ) -> Path:
     """Write a random tiny checkpoint of `family` (a key of `families`) to `directory` and return its path.
 
-    `corpus` trains the tokenizer's merges, and each of `whole_tokens` becomes one token, as tags are in many
-    tokenizers. `hidden_size` is the width of the language model, a multiple of 16. `initializer_range` is the standard
-    deviation of initial weights: with the usual 0.02 such a narrow model attends almost evenly, with 0.1 it learns much
-    sooner. `seed` fixes the weights without touching the global random state.
+    `corpus` trains the tokenizer's merges. Each of `whole_tokens` becomes one token, as tags are in many tokenizers.
+    `hidden_size` is the width of the language model, a multiple of 16. `initializer_range` is the standard deviation of
+    initial weights: with the usual 0.02 such a narrow model attends almost evenly, with 0.1 it learns much sooner.
+    `seed` fixes the weights without changing the global random state.
     """
     from transformers import AutoModelForImageTextToText
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """One family: its special tokens, its config from a tokenizer and the language model's width, its processor."""
+    """One family: its special tokens, and functions that build its config (from tokenizer and width) and processor."""
 
     special_tokens: tuple[str, ...]
     config: Callable[[Any, int], PreTrainedConfig]
@@ -20,7 +20,7 @@ class TinyFamily:
     token_names: dict[str, str] = field(default_factory=dict)
     """The tokenizer's own names of special tokens, such as `{"image_token": "<image>"}`."""
     after_init: Callable[[PreTrainedModel], None] | None = None
-    """Sets weights that are zero at initialisation, and would hide the image, to random values."""
+    """Sets weights to random values if they are zero at initialisation, which would hide the image."""
 
 
 def layer_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def mrope(num_frequencies: int, **more: Any) -> dict[str, Any]:
 
 
 def vision_sizes(patch_size: int, image_size: int, num_layers: int = 2) -> dict[str, Any]:
-    """Return the sizes of a vision transformer. Its last layer is idle if features come from the one before (LLaVA)."""
+    """Return the sizes of a vision transformer. If features skip the last layer (LLaVA), that layer is idle."""
     return {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 4,
         "patch_size": patch_size, "image_size": image_size,

@@ -13,7 +13,7 @@ DEFAULT_CORPUS = (
 
 
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""The first tokens of every tiny tokenizer: padding, and the marks of ChatML; the last one is EOS."""
+"""The first tokens of every tiny tokenizer: padding, and the start and end marks of ChatML. The end mark is EOS."""
 
 
 def train_tokenizer(corpus: Iterable[str], special_tokens: Sequence[str], vocab_size: int = 400, **options: Any) -> Any:
