@@ -1,7 +1,7 @@
 """Block masks for FlexAttention over long rows.
 
-PyTorch's `create_block_mask` evaluates a rule for all pairs of tokens at once, which takes some 10 bytes for each: 11
-GB for a row of 32,768 tokens. Here it is evaluated in strips.
+PyTorch's `create_block_mask` evaluates a rule for all pairs of tokens at once, which takes some 10 bytes per pair: 11
+GB for a row of 32,768 tokens. Here the rule is evaluated in strips.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ STRIP_ELEMENTS = 2**23
 """Pairs of tokens for which the rule is evaluated at once."""
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether a query may attend to a key, of (batch, head, query, key), which broadcast."""
+"""Takes (batch, head, query, key), which broadcast, and returns whether the query may attend to the key."""
 
 
 def make_block_mask(rule: Rule, length: int, device: torch.device) -> BlockMask:
-    """Build the block mask that `create_block_mask` builds for a row of `length` tokens, with bounded memory."""
+    """Build the same block mask as `create_block_mask` for a row of `length` tokens, with bounded memory."""
     num_blocks = -(-length // BLOCK)
     index = torch.arange(num_blocks * BLOCK, device=device)
     is_token, index, zero = index < length, index.clamp(max=length - 1), index.new_zeros(())
@@ -43,6 +43,6 @@ def make_block_mask(rule: Rule, length: int, device: torch.device) -> BlockMask:
 def in_order(
     chosen: Bool[Tensor, "1 1 queries keys"],
 ) -> tuple[Int[Tensor, "1 1 queries"], Int[Tensor, "1 1 queries keys"]]:
-    """Return how many blocks of keys each block of queries has, and all of them with its own first."""
+    """Return the number of chosen key blocks per query block, and all key blocks with the chosen ones first."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,4 +1,4 @@
-"""A model's weights, block by block: what is gathered and converted at once if ranks hold shards."""
+"""A model's weights, block by block. If ranks hold shards, one block is gathered and converted at a time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NamedWeights = list[tuple[str, Tensor]]
 
 
 def by_block(weights: Iterable[tuple[str, Tensor]]) -> Iterator[NamedWeights]:
-    """Yield the weights of each block, such as a layer; neighbours outside of any layer are a block as well.
+    """Yield the weights of each block, such as a layer. Neighbours outside of any layer also form a block.
 
-    A tensor in checkpoints can join several of a model's weights, which are always in one block.
+    A tensor in checkpoints can join several of a model's weights. They are always in one block.
     """
     for _, block in groupby(weights, key=lambda named: block_of(named[0])):
         yield list(block)
@@ -30,7 +30,7 @@ def by_block(weights: Iterable[tuple[str, Tensor]]) -> Iterator[NamedWeights]:
 
 def untied(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight once, under the first of its names."""
-    seen = WeakTensorKeyDictionary()  # drops freed merged copies, whose addresses are reused
+    seen = WeakTensorKeyDictionary()  # weak, since the addresses of freed merged copies are reused
     for name, weight in weights:
         if weight not in seen:
             seen[weight] = name
@@ -44,10 +44,10 @@ def block_of(name: str) -> str:
 
 
 def as_in_checkpoints(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return unsharded weights by the names, and in the layouts, of the checkpoint that the model was loaded from.
+    """Convert unsharded weights to the names and layouts of the checkpoint that the model was loaded from.
 
-    transformers looks at shapes of the model's own weights, which are empty if DeepSpeed shards them, and would
-    transpose experts.
+    transformers looks at the shapes of the model's own weights. If DeepSpeed shards them, these are empty, and
+    transformers would transpose experts.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

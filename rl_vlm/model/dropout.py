@@ -1,4 +1,4 @@
-"""Dropout is off: rollouts and training passes of the same weights give the same log-probs."""
+"""Turns dropout off, so that rollouts and training passes with the same weights give the same log-probs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout rate of a model and of its configs to 0, and log the rates that were above 0.
 
-    A rate is a number with `drop` in its name, such as `attention_dropout` and `drop_path_rate`, and the `p` or `prob`
-    of a module with `drop` in its class name. The configs are those that the model saves: a checkpoint of this run
-    describes the model that was trained.
+    A rate is a number with `drop` in its name, such as `attention_dropout` and `drop_path_rate`, or the `p` or `prob`
+    of a module with `drop` in its class name. The model saves these configs, so a checkpoint of this run describes the
+    model that was trained.
     """
     found: dict[str, float] = {}
     for place, owner in rate_owners(model):
@@ -30,7 +30,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def rate_owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield all modules and configs, each with its name; indices of layers are written as `*`."""
+    """Yield all modules and configs with their names. Layer indices are written as `*`."""
     configs: dict[int, Any] = {}
     for path, module in model.named_modules():
         yield re.sub(r"\.\d+(?=\.|$)", ".*", path), module
@@ -51,7 +51,7 @@ def collect_configs(config: Any, found: dict[int, Any]) -> None:
 
 
 def rate_names(owner: Any) -> list[str]:
-    """Return the names of the dropout rates above 0 that a module or config has."""
+    """Return the names of a module's or config's dropout rates above 0."""
     is_dropout = "drop" in type(owner).__name__.lower()
     return [
         name

@@ -1,6 +1,6 @@
 """The supported model families: a table with one row per family, looked up by `config.model_type`.
 
-Other modules treat a model's image inputs as the model's own keyword dict, whatever the family.
+Other modules pass a model's image inputs on as a keyword dict, and do not depend on the family.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def canvas_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 p
 
 
 def _rope_index(model: PreTrainedModel, prompt: Prompt, **sizes: Tensor | None) -> Int[Tensor, "3 prompt_tokens"]:
-    """Return the positions of the model's own position function, which is called once per prompt."""
+    """Call the model's own position function, once per prompt, and return its positions."""
     if prompt not in _positions:
         positions, _ = model.model.get_rope_index(
             prompt.token_ids[None], prompt.token_inputs["mm_token_type_ids"][None], **sizes
@@ -50,7 +50,7 @@ def _rope_index(model: PreTrainedModel, prompt: Prompt, **sizes: Tensor | None) 
 
 
 def text_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
-    """Return positions 0, 1, 2, …, for models in which every image token takes one position."""
+    """Return positions 0, 1, 2, …, for models whose image tokens take one position each."""
     return torch.arange(len(prompt.token_ids))[None]
 
 
@@ -66,13 +66,13 @@ class Family:
     model_type: str
     vision_modules: tuple[str, ...]
     """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens, in
-    this order. A tower that is alone contains its projector."""
+    this order. If only the tower is named, it contains its projector."""
     prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]] = text_positions
     """Position ids of a prompt. Each completion continues at their maximum + 1, on every axis."""
     other_placeholders: tuple[str, ...] = ("video_token_id",)
-    """Config attributes with ids of further placeholder tokens; ignored if the config lacks them."""
+    """Config attributes with ids of further placeholder tokens. They are ignored if the config lacks them."""
     completion_inputs: Mapping[str, int] = field(default_factory=dict)
-    """Values of per-token inputs at completion tokens, if not 0."""
+    """Values of per-token inputs at completion tokens. The default is 0."""
     joins_images: bool = False
     """Whether image inputs of several prompts can be batched by concatenation along dimension 0."""
     softcaps_logits: bool = False
@@ -81,27 +81,27 @@ class Family:
     """Whether images enter through cross-attention layers, not as tokens of the row (Mllama). Text before an image
     attends to all images of a forward, so a forward holds one prompt."""
     unshardable: str | None = None
-    """Why ranks cannot shard its weights, if some rows call other modules than others."""
+    """Reason why ranks cannot shard its weights, if different rows call different modules."""
     since: str | None = None
-    """The first version of transformers whose model is right, if not every supported one is."""
+    """The first version of transformers with a correct model, if older supported versions are wrong."""
 
     @property
     def is_available(self) -> bool:
-        """Return whether the model of the installed transformers is right."""
+        """Return whether the installed transformers has a correct model."""
         return self.since is None or Version(version("transformers")) >= Version(self.since)
 
     @property
     def vision_prefixes(self) -> tuple[str, ...]:
-        """Return the prefixes of the names of vision parameters."""
+        """Return the name prefixes of vision parameters."""
         return tuple(f"{name}." for name in self.vision_modules)
 
     @property
     def projector_modules(self) -> tuple[str, ...]:
-        """Return the names of the projector, which maps features to the language model's width, and of such vectors."""
+        """Return the names of the projector, which maps features to the language model's width, and of the vectors."""
         return self.vision_modules[1:] or tuple(f"{self.vision_modules[0]}.{name}" for name in PROJECTORS_WITHIN)
 
     def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
-        """Return the placeholder tokens, which must never be sampled: no forward could compute the completion again."""
+        """Return the placeholder tokens. They must never be sampled: no training pass could score the completion."""
         if self.cross_attends:
             return []  # its image token has no logit
         found = [getattr(config, name, None) for name in ("image_token_id", *self.other_placeholders)]
@@ -109,12 +109,12 @@ class Family:
         return sorted({token for ids in tokens for token in ids if token is not None})
 
     def final_logits(self, logits: Tensor, config: PreTrainedConfig) -> Tensor:
-        """Apply the model's soft cap, if it has one, to the LM head's output."""
+        """Apply the model's soft cap to the LM head's output, if it has one."""
         bound = config.get_text_config().final_logit_softcapping if self.softcaps_logits else None
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
     def image_prefixes(self, config: PreTrainedConfig) -> tuple[str, ...]:
-        """Return the prefixes of the names of parameters that a forward of text alone does not use."""
+        """Return the name prefixes of parameters that a forward without images does not use."""
         crossing = config.get_text_config().cross_attention_layers if self.cross_attends else ()
         return (*self.vision_prefixes, *(f"model.language_model.layers.{i}." for i in crossing))
 
@@ -140,7 +140,7 @@ FAMILIES: dict[str, Family] = {
         Family("glm4v", ("model.visual",), **MROPE),
         Family("glm46v", ("model.visual",), **MROPE),
         Family("internvl", TOWER, joins_images=True),
-        Family("llava", TOWER),  # with CLIP's tower or Pixtral's, whose images are padded
+        Family("llava", TOWER),  # the tower is CLIP's, or Pixtral's with padded images
         Family("llava_next", TOWER_AND_NEWLINE),
         Family("llava_onevision", TOWER_AND_NEWLINE),
         Family("mistral3", TOWER),
@@ -177,7 +177,7 @@ FAMILIES: dict[str, Family] = {
         Family("lfm2_vl", TOWER, unshardable=PROJECTOR_PER_IMAGE),
         Family(
             "minicpmv4_6", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
-            since="5.19",  # before, all images of a prompt must have one size
+            since="5.19",  # older versions need images of one size in a prompt
         ),
         Family(
             "minicpmv4_7", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the row for a model's config.
+    """Return the family of a model's config.
 
     Raises ModelError if the family is not in the table, or if the installed transformers is too old for it.
     """
@@ -204,10 +204,10 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def stop_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a completion: the tokenizer's EOS and those of the generation config.
+    """Return the tokens that end a completion: the EOS tokens of the tokenizer and of the generation config.
 
-    Chat models often end a turn with another token than the tokenizer's EOS. No other value of the checkpoint's
-    generation config is used.
+    Chat models often end a turn with another token than the tokenizer's EOS. Other values of the checkpoint's
+    generation config are not used.
     """
     named = generation_config.eos_token_id
     named = named if isinstance(named, list) else [named]

@@ -6,8 +6,8 @@ gradients and kept, autograd sums their gradients, and then the tower runs once 
     tower without gradients ─► features ─► micro-batch 1 … k, forward and backward ─► sum of the features' gradients
     tower with gradients ─► the same features ─ backward from the sum ─► gradients of the tower
 
-The gradient is that of k runs of the tower with gradients, by the chain rule. A group's sub-groups are consecutive, so
-that features of the groups in one micro-batch are kept at a time: the token budget bounds them.
+By the chain rule, the gradient is the same as from k runs of the tower with gradients. A group's sub-groups are
+consecutive, so only features for the groups of one micro-batch are kept at a time: the token budget bounds them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class ImageFeatures:
     """Output of the vision tower and its projector for one prompt's images."""
 
     embeddings: Float[Tensor, "*tiles tokens hidden"]
-    """One vector per placeholder token, in order; some families keep them by tile."""
+    """One vector per placeholder token, in order. Some families group them by tile."""
     deepstack: tuple[Float[Tensor, "tokens hidden"], ...]
     """Features that deeper language layers add at the placeholders (Qwen3-VL)."""
     indicators: Float[Tensor, "indicators hidden"] | None
     """Embeddings of the tokens around images, if the vision tower computes them (Ovis2)."""
     lists: tuple[bool, bool]
-    """Whether the model's own call returns embeddings, and each deepstack layer, as lists, which its forward joins."""
+    """Whether the model's own call returns lists for embeddings, and for deepstack layers. Its forward joins them."""
 
     def tensors(self) -> list[Tensor]:
         return [self.embeddings, *self.deepstack, *([] if self.indicators is None else [self.indicators])]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ImageFeatures:
-        """Return features with `function` applied to each tensor, in the order of `tensors`."""
+        """Apply `function` to each tensor, in the order of `tensors`, and return the new features."""
         return replace(
             self,
             embeddings=function(self.embeddings),
@@ -56,12 +56,12 @@ class KeptFeatures:
             leaf.requires_grad_()
 
     def features(self) -> ImageFeatures:
-        """Return the features for one forward, in their own dtypes."""
+        """Return the features for one forward, in their original dtypes."""
         dtypes = iter(self.dtypes)
         return self.leaves.map(lambda leaf: leaf.to(next(dtypes)))
 
     def loss(self, features: ImageFeatures) -> Float[Tensor, ""]:
-        """Return a scalar whose gradient at `features`, computed again, is the sum of the kept ones' gradients."""
+        """Return a scalar whose gradient at the recomputed `features` is the sum of the kept features' gradients."""
         pairs = zip(features.tensors(), self.leaves.tensors(), strict=True)
         products = [(tensor.to(leaf.dtype) * leaf.grad).sum() for tensor, leaf in pairs if leaf.grad is not None]
         return torch.stack(products).sum()

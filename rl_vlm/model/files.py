@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about it, read without torch and transformers."""
+"""Reads the files of a checkpoint without torch and transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL_TYPES = frozenset(
     qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
     """.split()
 )
-"""The keys of `FAMILIES`, which needs torch."""
+"""The keys of `FAMILIES`, whose import needs torch."""
 
 
 def check_checkpoint(directory: Path) -> str | None:
@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def refuse_unread_revision(model: ModelConfig) -> None:
     """Raise ConfigError if `model_revision` is set for a model that is not on the hub."""
     name, revision = model.model_name_or_path, model.model_revision
-    is_checkpoint = Path(name).is_dir() and not (Path(name) / ADAPTER_CONFIG).is_file()  # an adapter's base has one
+    is_checkpoint = Path(name).is_dir() and not (Path(name) / ADAPTER_CONFIG).is_file()  # its base has one
     if revision != "main" and (is_checkpoint or names_function(name)):
         raise ConfigError(
             f"model.model_revision {revision!r} has no effect on {name}, which is not on the hub; leave it out"

@@ -1,4 +1,4 @@
-"""A fingerprint of a checkpoint, by which a resumed run notices that it began with another model."""
+"""A fingerprint of a checkpoint. It lets a resumed run notice that it began with another model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NUM_BLOCKS = 64
 def model_fingerprint(initial: str, config: ModelConfig) -> str:
     """Return a digest of the initial checkpoint and, if it is an adapter, of its base model.
 
-    Of a local directory: names, sizes and evenly spaced blocks of its files. Of a model on the hub: its commit.
+    For a local directory, it covers names, sizes and evenly spaced blocks of the files. For a model on the hub, it
+    covers the commit.
     """
     digest = hashlib.sha256()
     for source in dict.fromkeys((initial, base_of(initial))):
@@ -39,7 +40,7 @@ def folder_digest(folder: Path) -> bytes:
 
 
 def hub_commit(name: str, config: ModelConfig) -> str:
-    """Return the commit of a model in the local cache of the hub, in which loading has put it."""
+    """Return the commit of a model in the hub's local cache. The model must have been loaded before."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
     path = cached_file(name, "config.json", revision=config.model_revision, local_files_only=True)

@@ -3,8 +3,8 @@
     shared   one packed row     [prompt 1][completion]…[completion][prompt 2][completion]…      each prompt once
     dense    one row each       [prompt 1][completion] …, right-padded                          each prompt repeated
 
-In both, `predictor_index` gives for every completion token the hidden state that predicts it. The first token of a
-completion is predicted by the prompt's last hidden state.
+In both, `predictor_index` is the index of the hidden state that predicts each completion token. The prompt's last
+hidden state predicts the first token of a completion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForwardInputs:
 
 
 def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
-    """Raise ModelError if a completion is empty or contains a placeholder token, for which there is no image."""
+    """Raise ModelError if a completion is empty, or contains a placeholder token: there is no image for it."""
     for subgroup in batch.subgroups:
         for member, completion in zip(subgroup.members, subgroup.completions, strict=True):
             held = sorted(set(completion.token_ids.tolist()) & set(placeholders))
@@ -53,7 +53,7 @@ def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
 
 
 def shared_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> ForwardInputs:
-    """Build one packed row: each prompt, then its completions without their last token, which predicts nothing."""
+    """Build one packed row of prompts, each followed by its completions. The last token of each is left out."""
     prompts = [subgroup.prompt for subgroup in batch.subgroups]
     bodies = [[c.token_ids[:-1] for c in subgroup.completions] for subgroup in batch.subgroups]
     layout = RowLayout.build(
@@ -81,14 +81,14 @@ def dense_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> F
 
 
 def token_input_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of the per-token inputs that any of the prompts has."""
+    """Return the names of all per-token inputs of the prompts."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.token_inputs))
 
 
 def token_inputs(
     prompt: Prompt, continuations: Sequence[Tensor], names: Sequence[str], family: Family, model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """Build the per-token inputs, each of shape (..., tokens), of a prompt and token sequences that all continue it."""
+    """Build the per-token inputs (..., tokens) of a prompt and of token sequences that each continue it."""
     positions = family.prompt_positions(model, prompt)  # (axes, prompt tokens)
     start = positions.max() + 1
     behind = start + torch.cat([torch.arange(len(tokens)) for tokens in [[], *continuations]])

@@ -1,7 +1,7 @@
-"""Load models: the policy with its trainable weights, and the checkpoint that it starts from.
+"""Loads models: the policy with its trainable weights, and the checkpoint that it starts from.
 
 A checkpoint is a transformers model, or a PEFT adapter that names one. Weights are loaded strictly: a missing or
-unexpected tensor is an error, since a model with random weights would only look like one that does not learn.
+unexpected tensor is an error. Otherwise some weights would be random, and the run would just seem not to learn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 INITIAL_ADAPTER = "initial"
 SHAREABLE_LAYERS = {"full_attention", "sliding_attention", *STATE_LAYERS}
-"""Layer types that compute a softmax over keys, masked by relative positions, or carry a state that can be shared."""
+"""Layer types that allow sharing: softmax over keys that are masked by relative position, or a shareable state."""
 
 
 def load_policy(
@@ -58,8 +58,8 @@ def load_policy(
 ) -> Policy:
     """Load the policy and mark its trainable parameters.
 
-    `initial` is the checkpoint that the run starts from; `weights` is the run's own checkpoint if it is resumed. With
-    `empty`, weights are on the meta device, and another rank sends them. The other arguments are those of `Policy`.
+    `initial` is the checkpoint that the run starts from. `weights` is the run's own checkpoint if it is resumed. With
+    `empty`, weights are on the meta device, and another rank sends them. The other arguments are passed to `Policy`.
     Raises ModelError if weights are missing or unexpected, or if the family is not supported.
     """
     model = load_model(initial, weights, config.model, empty)
@@ -83,7 +83,7 @@ def load_policy(
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
-    """Return the most tokens that a prompt can have beside a completion, or None if the model's config has no limit.
+    """Return the maximum number of prompt tokens that leave room for a completion, or None without a limit.
 
     Raises ConfigError if completions leave no room for a prompt.
     """
@@ -97,7 +97,7 @@ def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
 
 
 def context_length(config: ModelConfig, checkpoint: str) -> int | None:
-    """Return the most tokens of a prompt with its completion, or None if the model's config has no limit."""
+    """Return the maximum number of tokens of prompt and completion, or None if the model's config has no limit."""
     found = checkpoint_config(base_of(checkpoint), config)
     return getattr(found.get_text_config(), "max_position_embeddings", None)
 
@@ -105,7 +105,7 @@ def context_length(config: ModelConfig, checkpoint: str) -> int | None:
 def load_model(
     initial: str, weights: Path | None, config: ModelConfig, empty: bool = False
 ) -> PreTrainedModel | PeftModel:
-    """Load the transformers or PEFT model from `weights` if given (a resumed run), else from `initial`."""
+    """Load the transformers or PEFT model from `weights` if the run is resumed, else from `initial`."""
     source, load = str(weights or initial), empty_transformer if empty else load_transformer
     refuse_quantized(base_of(source), config)
     if is_adapter(source):
@@ -117,19 +117,19 @@ def load_model(
 
 
 def base_of(source: str) -> str:
-    """Return the base model that a PEFT adapter names, or `source` itself if it is no adapter."""
+    """Return the base model that a PEFT adapter names, or `source` itself if it is not an adapter."""
     if not is_adapter(source):
         return source
     return adapter_setting(source, "base_model_name_or_path", str)
 
 
 def adapter_rank(source: str) -> int | None:
-    """Return the rank of a PEFT adapter, or None if the checkpoint is no adapter."""
+    """Return the rank of a PEFT adapter, or None if the checkpoint is not an adapter."""
     return adapter_setting(source, "r", int) if is_adapter(source) else None
 
 
 def adapter_setting(source: str, name: str, kind: type[T]) -> T:
-    """Return a setting of a PEFT adapter. Raises ModelError if its file has none of this type."""
+    """Return a setting of a PEFT adapter. Raises ModelError if its config has no such setting of this type."""
     path = Path(source) / ADAPTER_CONFIG
     value = read_json(path).get(name)
     if not isinstance(value, kind):
@@ -143,7 +143,7 @@ def is_adapter(source: str) -> bool:
 
 
 def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
-    """Load a transformers model in float32, or for QLoRA in 4 bits. Raises ModelError if its weights do not match."""
+    """Load a transformers model in float32, or in 4 bits for QLoRA. Raises ModelError if its weights do not match."""
     from transformers import AutoModelForImageTextToText
 
     arguments = creation(config) | (load_in_4bit(source, config) if config.load_in_4bit else {})
@@ -157,25 +157,25 @@ def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
 
 
 def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
-    """Create the model of `load_transformer` with its parameters on the meta device, which needs no memory."""
+    """Create the same model as `load_transformer`, with parameters on the meta device, which needs no memory."""
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
     with parameters_without_storage():
         model = AutoModelForImageTextToText.from_config(checkpoint_config(source, config), **creation(config))
-    model.tie_weights()  # each use of a tied weight got a parameter of its own on the meta device
-    with suppress(OSError):  # a checkpoint without one
+    model.tie_weights()  # on the meta device each use of a tied weight got a separate parameter
+    with suppress(OSError):  # the checkpoint may have none
         model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)
     return model
 
 
 def share_weight_names(model: Any, ranks: Ranks) -> None:
-    """Give every rank the names of weights in checkpoints, which transformers finds on the rank that reads them."""
+    """Share the names of weights in checkpoints with all ranks. transformers finds them only on the reading rank."""
     (model._weight_conversions,) = ranks.gather([getattr(model, "_weight_conversions", None)] if ranks.is_main else [])
 
 
 def creation(config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments with which models are created."""
-    # By default a model uses sdpa in every part that supports it; GOT-OCR2 raises an error if it is named.
+    """Return the arguments for creating models."""
+    # By default a model uses sdpa in every part that supports it. GOT-OCR2 raises an error if sdpa is named.
     attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
     return {
         "trust_remote_code": config.trust_remote_code, "attn_implementation": attention, "dtype": torch.float32,
@@ -191,9 +191,9 @@ def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
-    """Add a new adapter to the model, without the vision tower and its projector unless the config includes them.
+    """Add a new adapter to the model. By default it leaves out the vision tower and its projector.
 
-    Raises ConfigError if a setting names modules that the model does not have, or that cannot get an adapter.
+    Raises ConfigError if a setting names modules that are missing or cannot get an adapter.
     """
     from peft import get_peft_model
 
@@ -202,7 +202,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
         check_module_names(name, getattr(config, name), paths)
     try:
         return get_peft_model(model, lora_config(model, config))
-    except ValueError as error:  # such as a module that is no linear layer, or targets that are all excluded
+    except ValueError as error:  # a module is not a linear layer, or all targets are excluded
         raise ConfigError(
             f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {shorten(error)}"
         ) from error
@@ -239,14 +239,14 @@ def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
 
 
 def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: ModelConfig) -> None:
-    """Raise ConfigError if `prefix_sharing: shared` cannot be exact; `auto` falls back to the dense path."""
+    """Raise ConfigError if `prefix_sharing: shared` cannot be exact. `auto` falls back to the dense path."""
     reason = why_not_shared(model)
     if memory.prefix_sharing == "shared" and reason:
         raise ConfigError(f"memory.prefix_sharing: shared is not possible: {reason}; use auto or dense")
 
 
 def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
-    """Return `wanted`; if this model cannot share prefixes, log the reason and return `dense`."""
+    """Return `wanted`. If this model cannot share prefixes, log the reason and return `dense`."""
     reason = why_not_shared(model)
     if reason is None:
         return wanted
@@ -255,7 +255,7 @@ def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
 
 
 def why_not_shared(model: PreTrainedModel) -> str | None:
-    """Return why this model cannot share prefixes exactly, or None if it can."""
+    """Return the reason why this model cannot share prefixes exactly, or None if it can."""
     text = model.config.get_text_config()
     if text._attn_implementation != "group_shared":
         return "model.attn_implementation is not sdpa"
@@ -268,7 +268,7 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
 
 
 def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
-    """Return the checkpoint that the run starts from. A `module:function` writes it to the run directory."""
+    """Return the checkpoint that the run starts from. A `module:function` is called to write it to the run's folder."""
     name = config.model.model_name_or_path
     refuse_unread_revision(config.model)
     if not names_function(name):
@@ -281,7 +281,7 @@ def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
 
 
 def make_initial_model(name: str, seed: int, directory: Path) -> None:
-    """Call the function `name` to write a model, unless the directory holds one that it made from the same seed."""
+    """Call the function `name` to write a model, unless the directory holds its model from the same seed."""
     origin, maker = directory / "made_by.json", {"function": name, "seed": seed}
     if origin.is_file() and json.loads(origin.read_text()) == maker:
         return
@@ -300,9 +300,9 @@ def make_initial_model(name: str, seed: int, directory: Path) -> None:
 
 @torch.no_grad()
 def load_weights(policy: Policy, source: str, config: ModelConfig, empty: bool, ranks: Ranks) -> None:
-    """Load the weights of an earlier checkpoint of the same run into the policy, at the end of a run.
+    """Load an earlier checkpoint of the same run into the policy, at the end of the run.
 
-    The optimizer keeps its own copies, if any. Ranks with `empty` get the weights from rank 0.
+    The optimizer's copies of the weights do not change. Ranks with `empty` get the weights from rank 0.
     """
     with ranks.agree():
         loaded = dict(load_model(source, None, config, empty).named_parameters())

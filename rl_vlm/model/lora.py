@@ -1,4 +1,4 @@
-"""LoRA settings against a model's modules, and against the adapter of a checkpoint."""
+"""Checks of LoRA settings against a model's modules, and against a checkpoint's adapter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError, did_you_mean, listed
 
 MIN_TARGET_MODULES_FOR_OPTIMIZATION = 20
-"""PEFT's constant: it replaces lists of this many names by shorter ones."""
+"""PEFT's constant. It shortens lists of at least this many names."""
 
 
 def check_module_names(setting: str, value: list[str] | str | None, paths: Sequence[str]) -> None:
-    """Raise ConfigError, with close names, if a name or the regular expression `value` fits none of the modules."""
+    """Raise ConfigError if a name, or the regular expression `value`, fits no module. The message lists close names."""
     lasts = {last for path in paths if not (last := path.rpartition(".")[2]).isdigit()} - {""}
     for name in value if isinstance(value, list) else []:
         if not any(f".{path}".endswith(f".{name}") for path in paths):
@@ -37,7 +37,7 @@ def check_module_names(setting: str, value: list[str] | str | None, paths: Seque
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that hold an adapter's weights beside or in place of the model's own, by name."""
+    """Return the modules that hold an adapter's weights, in addition to the model's own or instead of them, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -47,7 +47,8 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 def refuse_frozen_adapter(transformer: nn.Module, vision_prefixes: tuple[str, ...]) -> None:
     """Raise ConfigError if an adapter has layers in the vision tower, which `freeze_vision_tower` would freeze.
 
-    Policy and reference share the image features of a frozen tower, and those of an adapter and its base model differ.
+    Policy and reference share the image features of a frozen tower, but an adapter's features differ from its base
+    model's.
     """
     within = [name for name in adapter_layers(transformer) if f"{name}.".startswith(vision_prefixes)]
     if within:
@@ -59,7 +60,7 @@ def refuse_frozen_adapter(transformer: nn.Module, vision_prefixes: tuple[str, ..
 
 
 def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> None:
-    """Raise ConfigError if `use_peft` is on and the LoRA settings differ from those of the checkpoint's adapter."""
+    """Raise ConfigError if `use_peft` is on and the LoRA settings differ from the checkpoint's adapter."""
     own = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora}
     only_new = {
         "lora_target_modules": adapter.target_modules,
@@ -76,11 +77,11 @@ def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> No
 
 
 def is_comparable(value: Any, name: str) -> bool:
-    """Return whether a setting differs from its default and is saved by PEFT as it was given."""
+    """Return whether a setting differs from its default, and PEFT saves it unchanged."""
     shortened = isinstance(value, list) and len(value) >= MIN_TARGET_MODULES_FOR_OPTIMIZATION
     return value != ModelConfig.model_fields[name].default and not shortened
 
 
 def comparable(value: Any) -> Any:
-    """Return names of modules as a set, which is what PEFT saves, and anything else as it is."""
+    """Convert module names to a set, as PEFT saves them. Return anything else unchanged."""
     return set(value) if isinstance(value, list | set) else value

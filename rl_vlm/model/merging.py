@@ -1,4 +1,4 @@
-"""A checkpoint's weights as one plain model: as they are, or the base model with the adapter merged into it."""
+"""Loads a checkpoint as one plain model. An adapter is merged into its base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_plain_model(checkpoint: Path, base: str | None, config: ModelConfig) -> PreTrainedModel:
-    """Load a checkpoint in float32. If `base` is given, the checkpoint is an adapter, which is merged into it.
+    """Load a checkpoint in float32. If `base` is given, the checkpoint is an adapter and is merged into `base`.
 
     The base is never loaded in 4 bits. Raises ModelError if it cannot be loaded, or if the merged weights are not
     finite.
@@ -30,5 +30,5 @@ def load_plain_model(checkpoint: Path, base: str | None, config: ModelConfig) ->
         raise ModelError(f"the base model {base} of {checkpoint} cannot be loaded: {shorten(error)}") from error
     try:
         return load_adapter(model, str(checkpoint)).merge_and_unload(safe_merge=True)
-    except ValueError as error:  # by safe_merge
+    except ValueError as error:  # from safe_merge
         raise ModelError(f"the adapter {checkpoint} cannot be merged into {base}: {shorten(error)}") from error

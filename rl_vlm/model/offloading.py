@@ -1,4 +1,4 @@
-"""Activations of a forward in host memory until its backward pass needs them."""
+"""Keeps activations of a forward in host memory until its backward pass needs them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ MIN_BYTES = 2**16
 
 
 class InHostMemory(NamedTuple):
-    """A tensor that was moved, in pinned memory if it came from a GPU."""
+    """A tensor that was moved. If it came from a GPU, it is in pinned memory."""
 
     values: Tensor
     device: torch.device
     version: int
-    """How often the tensor had been changed in place."""
+    """Number of in-place changes to the tensor at that time."""
 
 
 class ActivationOffloading(saved_tensors_hooks):
-    """A context for forwards whose saved tensors move to host memory, and back one by one in their backward pass.
+    """A context for forwards. Saved tensors move to host memory, and back one by one in the backward pass.
 
-    Unlike `torch.autograd.graph.save_on_cpu` it leaves weights where they are, and copies a tensor that several layers
-    save, such as position embeddings, once. With gradient checkpointing the inputs of layers are moved.
+    Unlike `torch.autograd.graph.save_on_cpu` it leaves weights where they are. If several layers save the same tensor,
+    such as position embeddings, it is copied once. With gradient checkpointing the inputs of layers are moved.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The policy as a function from micro-batches to log-probs and entropies of N completions.
 
 MicroBatch ─ shared_inputs | dense_inputs, image features ─► forward of the language model ─► hidden states
-           ─ those that predict completion tokens ─► LM head in chunks ─► PolicyOutput
+           ─ predictors of completion tokens ─► LM head in chunks ─► PolicyOutput
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HEAD_CHUNK_ELEMENTS = 2**26
-"""Logits that the LM head computes at once: tokens per chunk x vocabulary; 256 MiB in float32."""
+"""Number of logits (tokens per chunk x vocabulary) that the LM head computes at once: 256 MiB in float32."""
 
 
 class Policy(nn.Module):
-    """A vision-language model that computes log-probs of completions; the module that accelerate wraps for training."""
+    """A vision-language model that computes log-probs of completions. accelerate wraps this module for training."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class Policy(nn.Module):
         features: FeatureCache | None = None,
         offloads_activations: bool = False,
     ) -> None:
-        """`model` is a transformers model or a PEFT model around one; `compute_dtype` is the autocast precision.
+        """`model` is a transformers model, or a PEFT model around one. `compute_dtype` is the autocast precision.
 
-        `idle_prompt` has an image, for ranks that run the vision tower without effect. `features` is the cache of
-        another policy with the same frozen vision tower. `offloads_activations` keeps activations in host memory.
+        `idle_prompt` has an image, for idle runs of the vision tower. `features` is the cache of another policy with
+        the same frozen vision tower. `offloads_activations` keeps activations in host memory.
         """
         super().__init__()
         self.model: Any = model
@@ -72,7 +72,7 @@ class Policy(nn.Module):
         return self.transformer.device
 
     def trains_on(self, prompt: Prompt) -> bool:
-        """Return whether a forward of the prompt uses a trained weight: one of text alone uses none of the tower's."""
+        """Return whether a forward of the prompt uses a trained weight. Without images it does not use the tower."""
         return bool(prompt.mm_inputs) or self.trains_text
 
     @cached_property
@@ -82,16 +82,16 @@ class Policy(nn.Module):
         return any(p.requires_grad and not name.startswith(prefixes) for name, p in model.named_parameters())
 
     def nonfinite_weights(self) -> list[str]:
-        """Return the names of the trained weights that have a value which is not finite, in this rank's part."""
+        """Return the names of trained weights with a value that is not finite, in this rank's shards."""
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         finite = torch.stack([local_part(weight).isfinite().all() for weight in trained.values()]).tolist()
         return [name for name, is_finite in zip(trained, finite, strict=True) if not is_finite]
 
     @contextmanager
     def autocast(self, keeps_casts: bool = True) -> Iterator[None]:
-        """Run the block under autocast to `compute_dtype`; weights keep their dtype.
+        """Run the block under autocast to `compute_dtype`. Weights keep their dtype.
 
-        `keeps_casts` holds the cast copies of all weights until the end of the block, for blocks of many forwards.
+        With `keeps_casts`, the cast copies of all weights live until the end of the block, for blocks of many forwards.
         """
         enabled = self.compute_dtype != torch.float32
         with torch.autocast(self.device.type, self.compute_dtype, enabled, cache_enabled=keeps_casts):
@@ -103,7 +103,7 @@ class Policy(nn.Module):
         self.vision.clear()
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that drops what is counted and cached after this call."""
+        """Return a function that resets counters and caches to their state at this call."""
         counters, known = self.counters.copy(), list(self.vision.features)
 
         def go_back() -> None:
@@ -116,9 +116,9 @@ class Policy(nn.Module):
         return go_back
 
     def forward(self, work: Forward | TowerBackward) -> PolicyOutput | Tensor:
-        """Compute what `score` does for a forward, and `VisionEncoder.kept_loss` for a tower's own backward.
+        """Call `score` for a forward, or `VisionEncoder.kept_loss` for a separate backward pass of the vision tower.
 
-        Training calls both here, since accelerate's wrappers see one method of a module only.
+        Training calls both through this method, since accelerate wraps only `forward`.
         """
         if isinstance(work, Forward):
             return self.score(work)
@@ -126,7 +126,7 @@ class Policy(nn.Module):
             return self.vision.kept_loss(work.prompt)
 
     def offloading(self) -> AbstractContextManager[Any]:
-        """Keep the block's activations in host memory if `offloads_activations` is set."""
+        """Return a context that keeps activations in host memory, if `offloads_activations` is set."""
         return ActivationOffloading(self.device) if self.offloads_activations else nullcontext()
 
     def score(self, work: Forward) -> PolicyOutput:
@@ -138,7 +138,7 @@ class Policy(nn.Module):
         batch = work.batch
         check_completions(batch, self.banned_token_ids)
         with self.autocast(keeps_casts=False), self.offloading():
-            # Idle runs of the vision tower come first, as real ones do: ranks gather sharded weights in one order.
+            # Idle runs of the vision tower come first, like real ones: ranks gather sharded weights in one order.
             self.vision.keep(batch, work.before)
             num_idle = work.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
             idle = self.vision.idle(num_idle)
@@ -163,10 +163,10 @@ class Policy(nn.Module):
     def logprobs(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
     ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
-        """Compute log-probs of `targets` and entropies, in fp32. Each chunk's logits are recomputed in backward.
+        """Compute log-probs of `targets` and entropies, in fp32. The backward pass recomputes each chunk's logits.
 
         The head's weights are cast to the compute dtype once for all chunks. The random state is not restored for the
-        recomputation, which would take away what a reward function draws meanwhile.
+        recomputation, since a reward function may draw random numbers meanwhile.
         """
         module: Any = self.transformer.get_output_embeddings()
         head = head_function(module, None if self.compute_dtype == torch.float32 else self.compute_dtype)
@@ -182,14 +182,14 @@ class Policy(nn.Module):
     def chunk_logprobs(
         self, head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, banned: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probs and entropies under the sampling distribution: after temperature and token bans."""
+        """Compute log-probs and entropies of the sampling distribution, after temperature and token bans."""
         with self.autocast():
             logits = self.family.final_logits(head(hidden), self.transformer.config)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.temperature == 1 else logits / self.temperature
         logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
         log_normalizer = logits.logsumexp(-1)
-        with torch.no_grad():  # used in a metric and a threshold, never in a loss
+        with torch.no_grad():  # entropies are used in a metric and a threshold, never in a loss
             expected_logit = torch.einsum("nv,nv->n", (logits - log_normalizer[:, None]).exp_(), logits)
             entropies = log_normalizer - expected_logit
         return logits.gather(-1, targets[:, None])[:, 0] - log_normalizer, entropies
@@ -207,10 +207,10 @@ class Policy(nn.Module):
 
 
 def head_function(head: Any, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    """Return the LM head as a function of hidden states; a plain one computes in `dtype`, if given.
+    """Return the LM head as a function of hidden states. A plain head computes in `dtype`, if given.
 
-    A plain one is not called as a module: ranks that shard it have unlike numbers of chunks, and must call modules
-    equally often.
+    A plain head is not called as a module, since ranks that shard it must call modules equally often but have
+    different numbers of chunks.
     """
     if not is_plain_head(head):
         return head
@@ -226,9 +226,9 @@ def head_function(head: Any, dtype: torch.dtype | None) -> Callable[[Tensor], Te
 
 
 class CastLinear(torch.autograd.Function):
-    """The product of states and weights that were cast before.
+    """A product with weights that are already cast.
 
-    Each product's gradient is cast back before gradients are added, as under autocast.
+    As under autocast, each product's gradient is cast back before gradients are added.
     """
 
     @staticmethod
@@ -247,7 +247,7 @@ class CastLinear(torch.autograd.Function):
 
 
 def is_plain_head(head: Any) -> bool:
-    """Return whether an LM head is a matrix product and nothing else, such as an adapter."""
+    """Return whether an LM head is just a matrix product, without an adapter for example."""
     return type(head) is nn.Linear
 
 

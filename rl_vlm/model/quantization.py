@@ -1,8 +1,8 @@
 """QLoRA (arXiv:2305.14314): the base weights of an adapter in 4 bits.
 
 bitsandbytes quantizes the linear layers of the language model as they are loaded, in blocks of 64 values with one scale
-each. A layer's weights are dequantized in every forward and backward. What has few weights or is no linear layer keeps
-`model.dtype`: vision tower, projector, embeddings, norms, LM head, routed experts.
+each. A layer's weights are dequantized in every forward and backward. Parts with few weights, and parts that are not
+linear layers, keep `model.dtype`: vision tower, projector, embeddings, norms, LM head, routed experts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rl_vlm.errors import ModelError, require_bitsandbytes
 from rl_vlm.model.families import family_of
 
 LM_HEAD = "lm_head"
-"""Its weights are read without calling it, in chunks."""
+"""The LM head's weights are read in chunks, without calling the module."""
 
 
 def load_in_4bit(source: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the arguments with which `from_pretrained` loads a checkpoint in 4 bits.
+    """Return the arguments of `from_pretrained` for loading a checkpoint in 4 bits.
 
     Raises ConfigError if bitsandbytes is not installed.
     """
@@ -35,16 +35,16 @@ def load_in_4bit(source: str, config: ModelConfig) -> dict[str, Any]:
         bnb_4bit_quant_type=config.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=config.use_bnb_nested_quant,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=[*family.vision_modules, LM_HEAD],  # of 4 bits as well
+        llm_int8_skip_modules=[*family.vision_modules, LM_HEAD],  # applies to 4 bits as well
     )
     return {"quantization_config": quantization, "dtype": dtype}
 
 
 def keep_format(model: nn.Module) -> None:
-    """Let 4-bit layers keep their format on CPUs.
+    """Make 4-bit layers keep their format on CPUs.
 
-    On some CPUs bitsandbytes changes it in the first forward in eval mode, for a kernel that has no gradient. This
-    rounds the scales to bfloat16: the first rollout would change the policy.
+    On some CPUs bitsandbytes changes the format in the first forward in eval mode, for a kernel without a gradient.
+    This rounds the scales to bfloat16, so the first rollout would change the policy.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     for layer in layers:
@@ -64,7 +64,7 @@ def num_weights(parameter: Any) -> int:
 def refuse_quantized(source: str, config: ModelConfig) -> None:
     """Raise ModelError if the weights of a checkpoint are quantized already.
 
-    How they were quantized would be its choice, the vision tower and the LM head included.
+    The checkpoint would then decide how parts are quantized, the vision tower and the LM head included.
     """
     quantization: Any = getattr(checkpoint_config(source, config), "quantization_config", None)
     if quantization:

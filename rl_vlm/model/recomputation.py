@@ -18,8 +18,8 @@ Part = Literal["vision_tower", "language_model"]
 def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Part) -> None:
     """Recompute activations of `part`, or of all layers, in the backward pass.
 
-    Call it when `requires_grad` of all weights is set. Raises ConfigError if only a frozen vision tower would be
-    recomputed, or if `part` has no layers that can be.
+    Call this after `requires_grad` of all weights is set. Raises ConfigError if only a frozen vision tower would be
+    recomputed, or if no layer of `part` can be recomputed.
     """
     if not part:
         return
@@ -30,9 +30,9 @@ def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Pa
         )
     if part is not True:
         require_layers(model, family, part)
-    # Without dropout no layer draws random numbers, and a reward function may draw some meanwhile.
+    # Without dropout no layer draws random numbers, but a reward function may draw some meanwhile.
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    model.disable_input_require_grads()  # for reentrant checkpointing; would backpropagate to a frozen tower
+    model.disable_input_require_grads()  # only reentrant checkpointing needs them; they would reach a frozen tower
     for name, module in checkpointed(model):
         module.gradient_checkpointing = part is True or is_vision(name, family) == (part == "vision_tower")
 
@@ -49,13 +49,13 @@ def require_layers(model: nn.Module, family: Family, part: Part) -> None:
 
 
 def recomputes_vision(model: nn.Module, family: Family) -> bool:
-    """Return whether the vision tower is recomputed in the backward pass, which reaches it if it is trained."""
+    """Return whether the backward pass recomputes the vision tower. It does not reach a frozen tower."""
     is_on = any(is_vision(name, family) and layer.gradient_checkpointing for name, layer in layers(model))
     return is_on and trains_tower(model, family)
 
 
 def trains_tower(model: nn.Module, family: Family) -> bool:
-    """Return whether a weight of the vision tower is trained; its projector does not count."""
+    """Return whether a weight of the vision tower is trained. The projector does not count."""
     projector = tuple(f"{name}." for name in family.projector_modules)
     return any(
         p.requires_grad and is_vision(name, family) and not name.startswith(projector)
@@ -71,7 +71,7 @@ def layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def checkpointed(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules with a switch for recomputation, by name. That of a model or encoder alone has no effect."""
+    """Return the modules with a switch for recomputation, by name. On a model or encoder alone it has no effect."""
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 

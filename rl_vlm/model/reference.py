@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Reference:
-    """The frozen model of the KL term: the run's initial weights, unless `move_towards_policy` has moved them."""
+    """The frozen model of the KL term. It has the run's initial weights, until `move_towards_policy` moves them."""
 
     def __init__(self, policy: Policy, frozen: Policy | None) -> None:
-        """`frozen` is a separate model; if None, the policy's base model or initial adapter is the reference."""
+        """`frozen` is a separate model. If None, the policy's base model or initial adapter is the reference."""
         self.policy = policy
         self.frozen = frozen
 
@@ -37,7 +37,7 @@ class Reference:
 
     @property
     def counters(self) -> Counter[str]:
-        """Counters of the separate model in this optimizer step. Without one, the policy counts these forwards."""
+        """Return the separate model's counters of this step. Without such a model, the policy counts these forwards."""
         return Counter() if self.frozen is None else self.frozen.counters
 
     def start_step(self) -> None:
@@ -55,10 +55,10 @@ class Reference:
 
     @contextmanager
     def initial_adapter(self) -> Iterator[None]:
-        """Run the block with the policy's initial weights: its initial adapter, or none if the run began without.
+        """Run the block with the policy's initial weights: with its initial adapter, or without one if it began so.
 
-        PEFT's own methods also set `requires_grad` of the adapters. FSDP2 reads that when it first gathers a weight,
-        and would never train one that is first gathered in this block.
+        PEFT's own methods also set `requires_grad` of the adapters. FSDP2 reads it when it first gathers a weight. If
+        that were in this block, FSDP2 would never train the weight.
         """
         model = self.policy.model
         has_initial = INITIAL_ADAPTER in model.peft_config
@@ -83,7 +83,7 @@ class Reference:
 
 
 def add_initial_adapter(config: RunConfig, initial: str, policy: Policy) -> None:
-    """Add the adapter that a run begins with, frozen, if it is the reference of the KL term.
+    """Add a frozen copy of the run's initial adapter to the policy, if the KL term has it as reference.
 
     Raises ConfigError if `sync_ref_model` is set, since this reference cannot move.
     """
@@ -100,9 +100,9 @@ def add_initial_adapter(config: RunConfig, initial: str, policy: Policy) -> None
 def load_reference(
     config: RunConfig, initial: str, policy: Policy, resumed: Path | None, empty: bool = False
 ) -> Reference | None:
-    """Load the reference, in host memory; return None if `beta` is 0.
+    """Load the reference into host memory. Return None if `beta` is 0.
 
-    One that has moved is loaded from the resumed checkpoint. `empty` is that of `load_policy`.
+    A reference that has moved is loaded from the resumed checkpoint. For `empty` see `load_policy`.
     """
     if config.algorithm.beta == 0:
         return None

@@ -1,7 +1,7 @@
-"""The files of a model in a checkpoint, in the format of `from_pretrained`.
+"""Writes the files of a model in a checkpoint, in the format of `from_pretrained`.
 
-an adapter  copied to host memory, gathered by all ranks if they hold shards; written by the main process
-a model     block after block, alike; written as files of one checkpoint, some by each rank if ranks hold shards
+an adapter  copied to host memory (all ranks gather shards); the main process writes it
+a model     copied likewise, block after block; if ranks hold shards, each writes some files of the checkpoint
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Size from which on a file of a sharded checkpoint gets no further block."""
+"""Bytes at which a file of a sharded checkpoint ends and the next begins."""
 INDEX = "model.safetensors.index.json"
 
 
 class PolicyFiles:
-    """The model, or only the trained adapter, with its processor, as they are when this is made."""
+    """A snapshot of the model or the trained adapter, and its processor, to be written to files."""
 
     def __init__(self, policy: Policy, processor: ProcessorMixin, ranks: Ranks, in_parts: bool = False) -> None:
         """Copy this rank's share of the weights to host memory. All ranks must call this together.
 
-        With `in_parts` every rank writes some files of a model. Otherwise the main process, which has it whole, does.
+        With `in_parts` every rank writes some files of a model. Otherwise the main process has the whole model and
+        writes all files.
         """
         self.policy = policy
         self.processor = processor
         self.ranks = ranks
         self.adapter: dict[str, Tensor] | None = None
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """The tensors of each file of a model that this rank writes."""
+        """The tensors of each model file that this rank writes."""
         if policy.model is not policy.transformer:
             self.adapter = adapter_weights(policy)
             return
@@ -57,7 +58,7 @@ class PolicyFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the tensors that this rank writes."""
+        """Return the size of the tensors that this rank writes, in bytes."""
         adapter = self.adapter if self.adapter and self.ranks.is_main else {}
         return sum(tensor.nbytes for named in (adapter, *self.tensors.values()) for tensor in named.values())
 
@@ -78,7 +79,7 @@ class PolicyFiles:
         self.processor.save_pretrained(directory)
 
     def write_configs(self, directory: Path) -> None:
-        """Write what `save_pretrained` writes beside a model's tensors."""
+        """Write the files of `save_pretrained` other than tensors: configs and the index."""
         model = self.policy.transformer
         model.config.save_pretrained(directory)
         if model.can_generate():
@@ -98,10 +99,10 @@ def adapter_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def model_files(policy: Policy, writer: int, num_writers: int) -> dict[str, dict[str, Tensor]]:
-    """Return the files of a model that one of `num_writers` ranks writes, with their tensors in host memory.
+    """Return the model files that one of `num_writers` ranks writes, with their tensors in host memory.
 
-    If ranks hold shards, all gather one weight after the other, and writer i modulo their number keeps file i. Each
-    gets about as many bytes, since a file ends with the block that reaches its size.
+    If ranks hold shards, all gather one weight after the other. File i goes to rank i modulo `num_writers`. The ranks
+    get about equally many bytes, since a file ends with the block that reaches its size.
     """
     model: Any = policy.transformer
     blocks = [*by_block(untied([*model.named_parameters(), *persistent_buffers(model)]))]
@@ -116,7 +117,7 @@ def model_files(policy: Policy, writer: int, num_writers: int) -> dict[str, dict
         for block in blocks:
             gathered: dict[str, Tensor] = {}
             for weight_name, weight in block:
-                tensor = whole(weight)  # by all ranks
+                tensor = whole(weight)  # all ranks gather it
                 if is_mine:
                     gathered[weight_name] = tensor.to("cpu", copy=True)
             if is_mine:
@@ -125,7 +126,7 @@ def model_files(policy: Policy, writer: int, num_writers: int) -> dict[str, dict
 
 
 def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[list[NamedWeights]]:
-    """Split blocks into files that end with the block that reaches `max_bytes`; equal on all ranks."""
+    """Split blocks into files. The block that reaches `max_bytes` ends a file. All ranks get the same split."""
     files: list[list[NamedWeights]] = []
     size = max_bytes
     for block in blocks:
@@ -138,5 +139,5 @@ def split_into_files(blocks: Iterable[NamedWeights], max_bytes: float) -> list[l
 
 
 def num_bytes(block: NamedWeights) -> int:
-    """Return the bytes of a block's unsharded weights."""
+    """Return the size of a block's unsharded weights, in bytes."""
     return sum(whole_shape(weight).numel() * weight.element_size() for _, weight in block)

@@ -1,6 +1,6 @@
-"""What a model needs so that ranks can shard its weights: every rank calls the same modules equally often.
+"""Conditions for sharding a model's weights: every rank must call the same modules equally often.
 
-That holds for the backward pass as well.
+This holds for the backward pass as well.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rl_vlm.errors import ConfigError, ModelError, listed
 from rl_vlm.model.policy import Policy, is_plain_head
 
 NEEDS_WEIGHTS = ("pissa", "olora")
-"""Initialisations of adapters that are computed from the base weights, and change them."""
+"""Adapter initialisations that are computed from the base weights, and change them."""
 
 
 def refuse_initialisation(config: ModelConfig, strategy: str) -> None:
@@ -27,7 +27,7 @@ def refuse_initialisation(config: ModelConfig, strategy: str) -> None:
 
 
 def refuse_quantization(config: ModelConfig, strategy: str) -> None:
-    """Raise ConfigError if weights of 4 bits would be sharded. `strategy` is the name of the strategy that does so."""
+    """Raise ConfigError if 4-bit weights would be sharded. `strategy` is the name of the strategy that does so."""
     if config.load_in_4bit:
         raise ConfigError(
             f"model.load_in_4bit cannot be used with {strategy}: the scales of 4-bit weights are not among the "
@@ -37,7 +37,7 @@ def refuse_quantization(config: ModelConfig, strategy: str) -> None:
 
 
 def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
-    """Raise ModelError if the ranks have made other weights than rank 0, which has read the checkpoint."""
+    """Raise ModelError if a rank has other weight names than rank 0, which has read the checkpoint."""
     names = ranks.gather([sorted(name for name, _ in policy.named_parameters())])
     if unlike := {name for others in names for name in set(names[0]) ^ set(others)}:
         raise ModelError(
@@ -47,10 +47,10 @@ def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
 
 
 def refuse_unshardable(policy: Policy, strategy: str) -> None:
-    """Raise an error if ranks would not call the policy's modules equally often, and so wait for each other forever.
+    """Raise an error if ranks would call the policy's modules unequally often, and wait for each other forever.
 
-    Raises ModelError because of the family, or ConfigError because of an adapter. `strategy` is the name of the
-    strategy that shards the model.
+    Raises ModelError if the family is the cause, ConfigError if an adapter is. `strategy` is the name of the strategy
+    that shards the model.
     """
     reason = policy.family.unshardable
     if reason is not None:
@@ -66,10 +66,10 @@ def refuse_unshardable(policy: Policy, strategy: str) -> None:
 
 
 def require_input_gradients(policy: Policy) -> None:
-    """Make the backward pass go through the language model's first layer to its input, if the vision tower is trained.
+    """Make the backward pass reach the input of the language model's first layer, if the vision tower is trained.
 
-    If the embeddings are frozen, as with LoRA, only rows with images would have a gradient there. Ranks with rows of
-    text would then communicate the first layer's gradients at another time.
+    If the embeddings are frozen, as with LoRA, only rows with images would have a gradient there. Ranks with text rows
+    would then communicate the first layer's gradients at another time.
     """
     if not policy.vision.is_frozen:
         embeddings = policy.transformer.get_input_embeddings()

@@ -1,8 +1,8 @@
 """The group-shared row: `[prefix][completion]…[completion]` of B prompts in one packed row, each token computed once.
 
 A completion attends to its own prompt's prefix and to itself, by the model's own rule. Two functions registered with
-transformers (`AttentionMaskInterface`, `AttentionInterface`) do this for every layer of the language model, whose code
-is not changed:
+transformers (`AttentionMaskInterface`, `AttentionInterface`) do this for every layer of the language model. The model's
+code is not changed:
 
     attention over prefixes      (B, longest prefix)                       causal, or by the model's rule
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""transformers' form of an attention rule: (batch, head, query position, key position) -> whether to attend."""
+"""An attention rule in transformers' form: (batch, head, query position, key position) -> whether to attend."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class RowLayout:
         completion_index   [[3, 4], [5, 0], [8, 0]]
         predictor_index    [2, 3, 4,   2, 5,   7, 8]
 
-    The hidden states at `predictor_index` predict the completions' tokens: the prefix's last state the first token,
-    the completion's own states the others.
+    The hidden states at `predictor_index` predict the completions' tokens. The prefix's last state predicts the first
+    token, the completion's own states predict the others.
     """
 
     prefix_index: Int[Tensor, "prompts prefix"]
@@ -62,7 +62,7 @@ class RowLayout:
     owner_N: Int[Tensor, " completions"]
     """Index of each completion's prompt."""
     logical_index: Int[Tensor, "completions tokens"]
-    """Row positions that completions would have if each directly followed its prefix."""
+    """Row positions of completions as if each directly followed its prefix."""
     output_index: Int[Tensor, " row"]
     """For each token of the row, its index in the outputs of both attentions, flattened and concatenated."""
     predictor_index: Int[Tensor, " predictors"]
@@ -70,13 +70,13 @@ class RowLayout:
     row_owner: Int[Tensor, " row"]
     """Index of each token's prompt."""
     row_part: Int[Tensor, " row"]
-    """0 for tokens of prefixes, and 1 + the index of its completion for others."""
+    """0 for prefix tokens, 1 + the index of the completion for completion tokens."""
     row_logical: Int[Tensor, " row"]
-    """`logical_index` of completion tokens, and the row position of others."""
+    """`logical_index` for completion tokens, the row position for prefix tokens."""
     num_prefix_tokens: int
-    """Of all prefixes."""
+    """Sum over all prefixes."""
     masks: RowMasks | BlockMask | None = None
-    """Attention masks for the layers of one type; set on the layout that is passed to them."""
+    """Attention masks for the layers of one type. They are set on the layout that these layers get."""
     ndim = 4
     """A layout is passed as an attention mask of shape (batch, head, query, key)."""
 
@@ -107,7 +107,7 @@ class RowLayout:
         predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
 
         def along_row(of_prefixes: Tensor, of_completions: Tensor) -> Tensor:
-            """Arrange values of prefix tokens and of completion tokens in the order of the row."""
+            """Arrange values of prefix tokens and completion tokens in the order of the row."""
             parts = of_prefixes.expand_as(prefix_index), of_completions.expand_as(completion_index)
             return torch.cat([part.flatten() for part in parts])[output_index]
 
@@ -132,7 +132,7 @@ class RowLayout:
         )
 
     def with_masks(self, mask_function: MaskFunction) -> RowLayout:
-        """Return this layout with masks for layers of one type, whose own rule is `mask_function` on token positions.
+        """Return this layout with masks for layers of one type. Their rule on token positions is `mask_function`.
 
         The rule is evaluated at logical positions, where each completion directly follows its prefix. It applies within
         a prefix, from a completion to its prefix, and within a completion. Rules may look up the kind of token (image
@@ -153,7 +153,7 @@ class RowLayout:
 
         to_prefix = allowed(self.logical_index, self.prefix_index[self.owner_N], self.prefix_valid[self.owner_N])
         to_itself = allowed(self.logical_index, self.logical_index, self.completion_valid)
-        # padded queries see something, since a softmax over nothing is NaN
+        # padded queries attend to something, since a softmax over nothing is NaN
         completion = torch.cat([to_prefix, to_itself], dim=-1) | ~self.completion_valid[:, None, :, None]
         if mask_function is causal_mask_function:
             return RowMasks(None, completion)
@@ -175,7 +175,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class RowMasks:
-    """Masks, True where a query attends to a key. Keys of a completion are its padded prefix, then its own tokens."""
+    """Masks, True where a query attends to a key. A completion's keys are its padded prefix, then its own tokens."""
 
     prefix: Bool[Tensor, "prompts 1 prefix prefix"] | None
     """None if prefixes are causal."""
@@ -194,7 +194,7 @@ active_layout: ContextVar[RowLayout | None] = ContextVar("active_layout", defaul
 
 @contextmanager
 def shared_row(layout: RowLayout | None) -> Iterator[None]:
-    """Run the forwards inside on one packed row of this layout; None keeps the stock attention."""
+    """Run the forwards of the block on one packed row of this layout. None keeps the stock attention."""
     token = active_layout.set(layout)
     try:
         yield
@@ -203,7 +203,7 @@ def shared_row(layout: RowLayout | None) -> Iterator[None]:
 
 
 def enable_shared_rows(model: PreTrainedModel) -> None:
-    """Route the language model's attention through this module, with transformers' sdpa for all other forwards."""
+    """Route the language model's attention through this module. Other forwards use transformers' sdpa."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -212,7 +212,7 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
         layout = active_layout.get()
         if layout is None:
             return sdpa_mask(*args, **kwargs)
-        made = kwargs["attention_mask"]  # PaliGemma makes it, and its language model asks again
+        made = kwargs["attention_mask"]  # PaliGemma makes the mask, and its language model asks again
         return made if isinstance(made, RowLayout) else layout.with_masks(kwargs["mask_function"])
 
     def attention(
@@ -253,7 +253,7 @@ def shared_attention(
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float) -> Tensor:
-    """Compute the same with one FlexAttention call over the row."""
+    """Compute the same attention with one FlexAttention call over the row."""
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     return attend(query[None], key[None], value[None], block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
@@ -261,8 +261,8 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask |
 
 @cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Compile FlexAttention once for all lengths; otherwise a new length would take some 15 s.
+    """Compile FlexAttention once for all lengths. Otherwise each new length would take some 15 s.
 
-    With `fullgraph`, too many recompilations raise an error instead of silently falling back to unfused attention.
+    With `fullgraph`, too many recompilations raise an error. Otherwise attention would silently become unfused.
     """
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)

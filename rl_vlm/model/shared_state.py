@@ -1,16 +1,16 @@
 """Layers with a state in the group-shared row: convolutions over past tokens, and the gated delta rule.
 
 A prompt's state after its last token is the initial state of each of its completions, and gradients flow back through
-it. transformers' own layers compute their projections over the row. Two functions, which they call for the rest, are
-replaced in transformers' modules. In a shared row these call the stock function as follows, elsewhere as it is:
+it. transformers' own layers compute their projections over the row. For the rest they call two functions, which are
+replaced in transformers' modules. In a shared row the new ones call the stock functions as follows, elsewhere as usual:
 
-    convolution        over all sequences at once, each completion behind the last inputs of its prefix
+    convolution        over all sequences at once, each completion after the last inputs of its prefix
     gated delta rule   over prefixes from an empty state, then over completions from the states of their prefixes
 
-The stock functions are those of flash-linear-attention and causal-conv1d where transformers finds these packages.
+If transformers finds flash-linear-attention and causal-conv1d, the stock functions come from these packages.
 
-The layout of the row is passed to the layers as `seq_idx`, transformers' name for the sequence that a token belongs to.
-So gradient checkpointing recomputes with the same layout.
+The layout of the row is passed to the layers as `seq_idx`, transformers' name for the sequence of each token. So
+gradient checkpointing recomputes with the same layout.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 STATE_LAYERS = {"conv": (CONVOLUTION,), "linear_attention": (CONVOLUTION, DELTA_RULE)}
-"""By type of layer, the functions that it calls with its past, in the modules of transformers' models."""
+"""Functions in transformers' model files that layers call with their past, by type of layer."""
 MAX_CHUNK = 64
 """Largest chunk of the gated delta rule, in tokens."""
 
 
 class SharedRow:
-    """A shared row on its way through the layers of one forward."""
+    """A shared row for the layers of one forward."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
@@ -50,7 +50,7 @@ class SharedRow:
         self.packings: dict[int, Packing] = {}
 
     def packing(self, num_past: int) -> Packing:
-        """Return the packing for layers that see `num_past` inputs before a token, made once for all of them."""
+        """Return the packing for layers that see `num_past` inputs before a token. It is built once for all of them."""
         if num_past not in self.packings:
             self.packings[num_past] = Packing.of(self.layout, num_past)
         return self.packings[num_past]
@@ -58,9 +58,9 @@ class SharedRow:
 
 @dataclass(frozen=True)
 class Packing:
-    """All sequences one after the other, prefixes first, each behind the last inputs before it.
+    """All sequences one after the other, prefixes first. Each sequence follows the last inputs before it.
 
-    Example: the row of `RowLayout`, with two past inputs; dots are none, as before a prefix:
+    Example: the row of `RowLayout`, with two past inputs. A dot means no input, as before a prefix:
 
         source   . . 0 1 2  . . 6 7  1 2 3 4  1 2 5  6 7 8
     """
@@ -69,11 +69,11 @@ class Packing:
     """Row positions, 0 where there is no input."""
     is_input: Bool[Tensor, " packed"]
     place: Int[Tensor, " row"]
-    """Where the tokens of the row are in `source`."""
+    """Index in `source` of each token of the row."""
     prefix_bounds: Int[Tensor, " prefix_bounds"]
     """Starts of prefixes in `source`, and their end (`cu_seqlens` of variable-length kernels)."""
     completion_bounds: Int[Tensor, " completion_bounds"]
-    """The same of completions, from the end of the prefixes on."""
+    """The same for completions, counted from the end of the prefixes."""
 
     @staticmethod
     def of(layout: RowLayout, num_past: int) -> Packing:
@@ -97,13 +97,13 @@ class Packing:
 
 
 def last_inputs(layout: RowLayout, number: int) -> tuple[Int[Tensor, "prompts number"], Bool[Tensor, "prompts number"]]:
-    """Return the row positions of the last tokens of each prefix, and whether it has so many."""
+    """Return the row positions of the last `number` tokens of each prefix, and a mask: False before its start."""
     places = layout.prefix_valid.sum(dim=1, keepdim=True) + torch.arange(-number, 0, device=layout.owner_N.device)
     return layout.prefix_index[:, :1] + places.clamp(min=0), places >= 0
 
 
 def enable_shared_states(model: PreTrainedModel) -> None:
-    """Route the state layers of the language model, if it has any, through this module in shared rows."""
+    """Route the language model's state layers, if it has any, through this module in shared rows."""
     if state_layers(model.config):
         decoder: Any = model.get_decoder()
         route(type(decoder).__module__)
@@ -112,19 +112,19 @@ def enable_shared_states(model: PreTrainedModel) -> None:
 
 
 def state_layers(config: PreTrainedConfig) -> set[str]:
-    """Return the types of the language model's layers with a state, from the model's config."""
+    """Return the types of layers with a state in the language model, from the model's config."""
     return STATE_LAYERS.keys() & set(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def cannot_share_states(model: PreTrainedModel) -> bool:
-    """Return whether the installed transformers computes a state layer of the model by functions that are not known."""
+    """Return whether the installed transformers computes a state layer of the model with unknown functions."""
     module = sys.modules[type(model.get_decoder()).__module__]
     return any(not hasattr(module, name) for layer in state_layers(model.config) for name in STATE_LAYERS[layer])
 
 
 @cache
 def route(module_name: str) -> None:
-    """Replace the functions of one of transformers' modules, for all models of its kind in this process."""
+    """Replace the functions in one of transformers' modules, for all its models in this process."""
     module = sys.modules[module_name]
     for name, over_row in ((CONVOLUTION, convolve_row), (DELTA_RULE, delta_rule_of_row)):
         if hasattr(module, name):
@@ -146,13 +146,13 @@ def routed(stock: Callable[..., Any], over_row: Callable[..., Any]) -> Callable[
 
 
 def pass_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the active shared row to the arguments of the language model, which its layers receive."""
+    """Add the active shared row to the language model's arguments, which it passes to its layers."""
     layout = active_layout.get()
     return args, kwargs if layout is None else kwargs | {"seq_idx": SharedRow(layout)}
 
 
 def check_calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Raise ModelError if a layer has not received the shared row: its states would go on along the row."""
+    """Raise ModelError if a layer has not received the shared row: its state would leak along the row."""
     row = kwargs.get("seq_idx")
     if isinstance(row, SharedRow):
         expected = sum(len(STATE_LAYERS.get(kind, ())) for kind in module.config.layer_types)
@@ -171,7 +171,7 @@ def convolve_row(
     *args: Any,
     **kwargs: Any,
 ) -> Float[Tensor, "1 channels row"]:
-    """Convolve all sequences at once, each completion behind the last inputs of its prefix."""
+    """Convolve all sequences at once, each completion after the last inputs of its prefix."""
     packing = row.packing(weight.shape[-1] - 1)
     packed = inputs[0].T[packing.source] * packing.is_input[:, None]
     return stock(packed.T[None], weight, *args, **kwargs)[0].T[packing.place].T[None]
@@ -209,12 +209,12 @@ class Segments(NamedTuple):
 
 
 def padded_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Segments, Segments, Int[Tensor, " row"]]:
-    """Pad sequences. Return prefixes, completions, and where the tokens of the row are in the outputs of both."""
+    """Pad sequences. Return prefixes, completions, and the index of each row token in the outputs of both."""
     layout = row.layout
 
     def part(index: Tensor, valid: Tensor) -> Segments:
         *tensors, g, beta = (x[index] for x in inputs)
-        # Without decay and update, padding leaves the state as it is.
+        # Without decay and update, padding does not change the state.
         gates = {"g": g * valid[..., None], "beta": beta * valid[..., None]}
         return Segments(tensors, gates | {"chunk_size": chunk_size(index.shape[1])})
 
@@ -223,7 +223,7 @@ def padded_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Segments, Se
 
 
 def packed_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Segments, Segments, Int[Tensor, " row"]]:
-    """Put sequences one after the other, without padding. Return the same as `padded_parts`."""
+    """Concatenate sequences without padding. Return the same as `padded_parts`."""
     packing, end = row.packing(0), row.layout.num_prefix_tokens
     packed = [x[packing.source][None] for x in inputs]
 
@@ -237,7 +237,7 @@ def packed_parts(row: SharedRow, inputs: Sequence[Tensor]) -> tuple[Segments, Se
 
 @cache
 def has_variable_lengths() -> bool:
-    """Return whether transformers computes the rule by flash-linear-attention, which takes sequences of any lengths."""
+    """Return whether transformers computes the rule with flash-linear-attention, which takes any sequence lengths."""
     try:
         return hasattr(import_module("fla.ops.gated_delta_rule"), "chunk_gated_delta_rule")
     except Exception:  # transformers then uses its own torch code
@@ -245,10 +245,10 @@ def has_variable_lengths() -> bool:
 
 
 def chunk_size(tokens: int) -> int:
-    """Return the smallest chunk size that divides `tokens` into as few chunks as the largest one does.
+    """Return the smallest chunk size that splits `tokens` into as few chunks as `MAX_CHUNK` does.
 
-    transformers' torch code pads to whole chunks, by default of 64 tokens, which is most of the work on short
-    completions.
+    transformers' torch code pads to whole chunks, by default of 64 tokens. For short completions, padding would be most
+    of the work.
     """
     tokens = max(1, tokens)
     return -(-tokens // -(-tokens // MAX_CHUNK))

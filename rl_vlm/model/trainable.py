@@ -1,4 +1,4 @@
-"""Which weights are trained: all, all but the vision tower's, or those of `model.trainable_modules`."""
+"""Selects the trained weights: all, all but the vision tower's, or the ones in `model.trainable_modules`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PARTS = ("lm_head", "language_model", "projector", "vision_tower")
-"""Words in `trainable_modules` that mean the same part in every family."""
+"""Names for parts in `trainable_modules` that work in every family."""
 
 
 def freeze_untrained(model: nn.Module, transformer: PreTrainedModel, family: Family, config: ModelConfig) -> None:
     """Freeze the weights that the settings do not train. `model` is `transformer`, or an adapter around it.
 
-    Raises ConfigError if `trainable_modules` names what the model does not have, or one of two modules that share a
-    weight, or if the model is an adapter; and if an adapter has layers in a vision tower to freeze.
+    Raises ConfigError if `trainable_modules` names a missing module, names only one of two modules that share a weight,
+    or is set for an adapter. Raises it also if an adapter has layers in a vision tower that should be frozen.
     """
     if config.freeze_vision_tower:
         if model is not transformer:
@@ -43,7 +43,7 @@ def freeze_untrained(model: nn.Module, transformer: PreTrainedModel, family: Fam
 
 
 def trained_names(model: PreTrainedModel, family: Family, wanted: list[str] | str) -> set[str]:
-    """Return the names of the weights that `trainable_modules` selects. Raises ConfigError if it cannot be used."""
+    """Return the names of the weights that `trainable_modules` selects. Raises ConfigError if it is invalid."""
     wanted = [wanted] if wanted in PARTS else wanted
     paths = [path for path, _ in model.named_modules()]
     check_module_names("trainable_modules", wanted, [*paths, *PARTS] if isinstance(wanted, list) else paths)

@@ -1,11 +1,11 @@
-"""Image features: a prompt's images go through the vision tower once, whatever the number of completions.
+"""Image features. A prompt's images go through the vision tower once for all completions.
 
-Features of a frozen tower are cached for one optimizer step; its rollout, old and reference log-probs and training
-share them. A trained tower runs in the micro-batch of a group, and gradients flow through it. For groups that are cut
-it runs apart from their micro-batches (`model/features.py`).
+Features of a frozen tower are cached for one optimizer step. Rollout, old and reference log-probs and training share
+them. A trained tower runs in the micro-batch of a group, and gradients flow through it. If a group is cut, the tower
+runs apart from its micro-batches (`model/features.py`).
 
-    prompts ─ encode ─► ImageFeatures of each prompt ─ given ─► the model's forward, which uses them in place
-                                                               of its own call of the vision tower
+    prompts ─ encode ─► ImageFeatures of each prompt ─ given ─► the model's forward, which uses them instead
+                                                               of calling the vision tower
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 DEFAULT_PATCH_SIZE = 14
-"""Patch size of towers whose config has none."""
+"""Patch size if the tower's config has none."""
 
 
 FeatureCache = WeakKeyDictionary[Prompt, ImageFeatures]
-"""Features from a frozen tower in this optimizer step. Policy and reference share them: their towers are equal."""
+"""Features of a frozen tower in this optimizer step. Policy and reference share them, since their towers are equal."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class VisionEncoder:
     family: Family
     counters: Counter[str] = field(default_factory=Counter)
     idle_prompt: Prompt | None = None
-    """A prompt with an image, for runs without effect."""
+    """A prompt with an image, for idle runs."""
     features: FeatureCache = field(default_factory=WeakKeyDictionary)
     kept: dict[Prompt, KeptFeatures] = field(default_factory=dict)
-    """Features from a trained tower that several micro-batches use."""
+    """Features of a trained tower that several micro-batches use."""
 
     @cached_property
     def is_frozen(self) -> bool:
@@ -62,12 +62,12 @@ class VisionEncoder:
         return recomputes_vision(self.model, self.family)
 
     def clear(self) -> None:
-        """Drop all features: those of a frozen tower, and those that a pass which failed has kept."""
+        """Drop all features: cached ones of a frozen tower, and kept ones of a failed pass."""
         self.features.clear()
         self.kept.clear()
 
     def pixels(self, prompt: Prompt) -> int:
-        """Return the number of pixels that the tower is given of a prompt's images."""
+        """Return the number of pixels in the tower's input for a prompt's images."""
         return num_pixels(self.model.config, prompt)
 
     def encode(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
@@ -78,14 +78,14 @@ class VisionEncoder:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             found = {p: features for call in self.calls(prompts) for p, features in self.run(call).items()}
         if self.is_frozen:
-            # In host memory, since an optimizer step may have any number of prompts.
+            # They are in host memory, since an optimizer step may have any number of prompts.
             self.features.update({p: features.map(to_host) for p, features in found.items()})
         found |= {p: self.kept[p].features() for p in prompts if p in self.kept}
         cached = {p: self.features[p] for p in prompts if p in self.features and p not in found}
         return found | {p: features.map(lambda t: to_device(t, self.model.device)) for p, features in cached.items()}
 
     def calls(self, prompts: Sequence[Prompt], known: Container[Prompt] = ()) -> list[list[Prompt]]:
-        """Return the prompts of each run of the tower: one run if image inputs can be concatenated, else one each."""
+        """Return the prompts of each run of the tower: one run for all if inputs can be concatenated, else one each."""
         new = [
             prompt
             for prompt in dict.fromkeys(prompts)
@@ -94,22 +94,22 @@ class VisionEncoder:
         return [new] if new and self.family.joins_images else [[prompt] for prompt in new]
 
     def apart(self, batch: MicroBatch) -> list[Prompt]:
-        """Return the prompts of a micro-batch for which a trained tower runs apart from it."""
+        """Return the prompts for which a trained tower runs apart from the micro-batch."""
         if self.is_frozen or not torch.is_grad_enabled():
             return []
         return list(dict.fromkeys(s.prompt for s in batch.subgroups if s.vision_apart))
 
     def keep(self, batch: MicroBatch, num_runs: int) -> None:
-        """Run the tower at least `num_runs` times without gradients, and keep the features for later micro-batches."""
+        """Run the tower without gradients and keep the features. Idle runs bring the number of runs to `num_runs`."""
         new = [prompt for prompt in self.apart(batch) if prompt not in self.kept]
         with torch.no_grad():
             self.idle(num_runs - len(new))
             self.kept |= {prompt: KeptFeatures(self.run([prompt])[prompt]) for prompt in new}
 
     def kept_loss(self, prompt: Prompt) -> Tensor:
-        """Run the tower on a prompt, drop its kept features, and return a scalar with the gradient of their uses.
+        """Run the tower with gradients. Return a scalar whose gradient sums up all uses of the kept features.
 
-        The idle prompt has no kept features: its gradient is 0.
+        The kept features are dropped. The idle prompt has none, so its gradient is 0.
         """
         if prompt not in self.kept:
             return self.idle(1)
@@ -132,8 +132,8 @@ class VisionEncoder:
     def given(self, features: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
         """Make forwards with the yielded arguments use these features instead of running the vision tower.
 
-        The features are those of the rows' images, in order of their placeholders. transformers accepts them as an
-        argument (`mm_encoder_outputs`) only from 5.18 on.
+        The features belong to the rows' images, in order of their placeholders. Only transformers 5.18 and later accept
+        them as an argument (`mm_encoder_outputs`).
         """
         embeddings = torch.cat([f.embeddings for f in features]) if features else None
         if embeddings is None or self.family.cross_attends:
@@ -148,7 +148,7 @@ class VisionEncoder:
             del inner.get_image_features
 
     def idle(self, num_calls: int) -> Tensor:
-        """Run the tower `num_calls` times without effect, so that ranks run it equally often, and return 0."""
+        """Run the tower `num_calls` times and return 0. Idle runs let all ranks run it equally often."""
         if num_calls <= 0:
             return torch.zeros((), device=self.model.device)
         assert self.idle_prompt is not None, "runs with ZeRO or FSDP2 have a prompt for idle runs"
@@ -162,9 +162,9 @@ class VisionEncoder:
 
 
 class LinearPatches(nn.Conv3d):
-    """A patch embedding of one patch per row, as a matrix product: 3 to 5 times faster than as a convolution.
+    """A patch embedding as a matrix product, one patch per row: 3 to 5 times faster than the convolution.
 
-    Weights and names are the same; results differ by rounding (order of summation). Convolutions over whole images
+    Weights and names are the same. Results differ by rounding (order of summation). Convolutions over whole images
     would not gain and are not replaced.
     """
 
@@ -197,7 +197,7 @@ def num_patches(config: PreTrainedConfig, prompt: Prompt) -> int:
 
 
 def num_pixels(config: PreTrainedConfig, prompt: Prompt) -> int:
-    """Return the number of pixels of a prompt's images that the vision tower is given, padding included."""
+    """Return the number of pixels in the vision tower's input for a prompt's images, padding included."""
     if not prompt.mm_inputs:
         return 0
     values_per_pixel = 3 * getattr(config.vision_config, "temporal_patch_size", 1)
@@ -205,9 +205,10 @@ def num_pixels(config: PreTrainedConfig, prompt: Prompt) -> int:
 
 
 def patch_cost(config: PreTrainedConfig) -> float:
-    """Return a patch's kept activations in language tokens: (depth x width) of tower / (depth x width) of model.
+    """Return the cost of a patch's kept activations in language tokens.
 
-    1 if the config does not give the tower's depth and width.
+    It is (depth x width) of the tower / (depth x width) of the language model, or 1 if the config does not give the
+    tower's depth and width.
     """
     vision, text = config.vision_config, config.get_text_config()
     depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
@@ -216,7 +217,7 @@ def patch_cost(config: PreTrainedConfig) -> float:
 
 
 def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequence[int]) -> list[ImageFeatures]:
-    """Split the model's own output for the images of several prompts by prompt.
+    """Split the model's output for the images of several prompts by prompt.
 
     Raises ModelError, naming both counts, if a prompt does not have one feature per placeholder token.
     """
@@ -243,7 +244,7 @@ def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequenc
 
 
 def check_counts(embeddings: Tensor | Sequence[Tensor], prompts: Sequence[Prompt], placeholders: Sequence[int]) -> None:
-    """Raise ModelError unless there is one feature per placeholder; checked by prompt if features come by image."""
+    """Raise ModelError if features and placeholders differ in number, per prompt if features are per image."""
     owners = [f"sample {prompt.sample.sample_id}" for prompt in prompts]
     if len(prompts) > 1 and not isinstance(embeddings, Tensor):
         images = iter(embeddings)
@@ -269,7 +270,7 @@ def _num_rows(tensor: Tensor) -> int:
 
 
 def joined_output(embeddings: Tensor, features: Sequence[ImageFeatures]) -> Any:
-    """Join the features of several prompts in the form of the model's own output."""
+    """Join the features of several prompts into the form of the model's own output."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     embeddings_list, deepstack_list = features[0].lists

@@ -29,8 +29,8 @@ def check_agreement(
 ) -> None:
     """Raise RolloutError on every rank if the engine's log-probs differ from the policy's.
 
-    Compares short new completions of the prompts of a few `groups`, since the groups' own completions may come from
-    older weights. `policy_outputs` computes the policy's outputs by micro-batch, and is called on every rank.
+    Samples short new completions for the prompts of a few `groups`, since their completions may come from older
+    weights. `policy_outputs` computes the policy's outputs by micro-batch. All ranks must call it.
     """
     rollout = config.rollout
     sampling = replace(
@@ -41,7 +41,7 @@ def check_agreement(
     with ranks.agree(), engine.gathered():
         generated = engine.generate(requests, sampling)
     fresh = [
-        replace(scored, group=group, valid_G=torch.ones_like(scored.valid_G))  # whatever rewards the others had
+        replace(scored, group=group, valid_G=torch.ones_like(scored.valid_G))  # old reward faults do not count
         for scored, group in zip(groups, generated, strict=False)
     ]
     gaps = torch.cat([logprob_gaps(batch, output) for batch, output in policy_outputs(fresh)])

@@ -1,7 +1,7 @@
-"""Deals the groups of an optimizer step to ranks, so that each trains on about as many tokens.
+"""Moves groups of an optimizer step between ranks until all ranks train on about equally many tokens.
 
-Each rank draws equally many rows. Their images and completions can cost very unlike amounts of work, and the ranks that
-finish first wait. Only the contents of a group move: the rank that receives it builds its prompt from the dataset row.
+All ranks draw the same number of rows, but images and completions differ in size, so that some ranks would finish first
+and wait. A group moves without its prompt: the rank that receives it builds the prompt from the dataset row.
 
 Two ranks, with the tokens of each group:
 
@@ -24,17 +24,17 @@ from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.types import Prompt, ScoredGroup, Sharing
 
 EVEN_ENOUGH = 1.05
-"""Largest rank's load, relative to that of a deal from scratch, at which groups are left on their ranks."""
+"""Groups stay on their ranks if the fullest rank then has at most this many times the tokens of a deal from scratch."""
 
 Cost = Callable[[ScoredGroup], int]
 """The tokens that training on a group computes; 0 if it does not contribute to the gradient."""
 
 Costs = Sequence[Sequence[int]]
-"""By rank, the cost of each of its groups."""
+"""The cost of each group, by rank."""
 
 
 def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_reference: bool) -> Cost:
-    """Return the function that computes the cost of a group for this policy; `price` is that of a prompt's images."""
+    """Return the function that computes a group's cost for this policy. `price` is the cost of a prompt's images."""
     sharing: Sharing = "dense" if why_not_shared(policy.transformer) else wanted
 
     def cost(group: ScoredGroup) -> int:
@@ -45,9 +45,10 @@ def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_ref
 
 
 def balance(window: Window, ranks: Ranks, cost: Cost, build: Callable[[Draw], Prompt]) -> Window:
-    """Return the window with the groups that this rank trains on. All ranks must call this together.
+    """Exchange groups between ranks, and return the window with the groups that this rank trains on.
 
-    `build` makes the prompts of the groups that arrive. An RLVLMError that it raises is raised on every rank.
+    All ranks must call this. `build` makes the prompts of the groups that arrive. If it raises an RLVLMError on one
+    rank, all ranks raise it.
     """
     costs = ranks.gather([[[cost(group.scored) for group in step] for step in window.steps]])
     owners = [deal([steps[s] for steps in costs]) for s in range(len(window.steps))]
@@ -67,17 +68,18 @@ def balance(window: Window, ranks: Ranks, cost: Cost, build: Callable[[Draw], Pr
 
 
 def owner_of(owners: Sequence[Sequence[Sequence[int]]], place: tuple[int, int, int]) -> int:
-    """Return the rank that trains on the group at a place: its step, the rank that has it, and its index there."""
+    """Return the rank that trains on the group at `place`: (step, rank that has the group, index on that rank)."""
     step, rank, i = place
     return owners[step][rank][i]
 
 
 def deal(costs: Costs) -> list[list[int]]:
-    """Return the rank that trains on each group, for the groups of one optimizer step by the rank that has them.
+    """Return the rank that trains on each group of one optimizer step.
 
-    Groups stay where they are as far as the fullest rank then has at most `EVEN_ENOUGH` times the tokens that it has if
-    all of them are dealt. Every rank must have a group, and has one after the deal. The deal depends on `costs` alone,
-    so all ranks compute the same one.
+    `costs` and the result list the groups by the rank that has them. A deal from scratch sets a limit: `EVEN_ENOUGH`
+    times the tokens of its fullest rank. Each rank keeps its groups up to the limit, and the others are dealt. If a
+    rank still exceeds the limit, the deal from scratch is taken. Every rank must have a group, and has one after the
+    deal. The deal depends on `costs` alone, so all ranks compute the same one.
     """
     dealt, lowest = deal_surplus(costs, limit=0.0)
     mostly_kept, highest = deal_surplus(costs, limit=EVEN_ENOUGH * lowest)
@@ -87,9 +89,8 @@ def deal(costs: Costs) -> list[list[int]]:
 def deal_surplus(costs: Costs, limit: float) -> tuple[list[list[int]], int]:
     """Let each rank keep its groups, longest first, up to `limit` tokens, and deal the others to the emptiest ranks.
 
-    The others are dealt longest first. Of ranks with equally many tokens, the one with fewest groups is taken, then the
-    one that has the group. Groups that cost nothing are kept. Returns the rank of each group, and the tokens of the
-    fullest rank.
+    The others are dealt longest first. Ties go to the rank with the fewest groups, then to the rank that has the group.
+    Groups that cost nothing are kept. Returns the rank of each group, and the tokens of the fullest rank.
     """
     owners = [[rank] * len(own) for rank, own in enumerate(costs)]
     loads, sizes = [0] * len(costs), [0] * len(costs)

@@ -21,7 +21,7 @@ from rl_vlm.rollout.weights import PolicyWeights
 def training_engine(
     config: RunConfig, initial: str, weights: PolicyWeights, builder: PromptBuilder, ranks: Ranks
 ) -> RolloutEngine:
-    """Build an engine that starts with the weights of `initial` and is sent the policy's.
+    """Build an engine that starts with the weights of `initial` and then receives the policy's.
 
     Raises ConfigError if the engine cannot load the adapter, or if there is none to merge.
     """
@@ -34,7 +34,7 @@ def training_engine(
 def gathering(
     config: RunConfig, engine: Any, strategy: Strategy, ranks: Ranks
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which the engine generates: one that samples from the policy needs its weights gathered.
+    """Return the context for generation. It gathers the weights if the engine samples from the policy itself.
 
     Raises ConfigError if `ds3_gather_for_generation: false` has no effect.
     """
@@ -58,7 +58,7 @@ def gathering(
 
 
 def prompt_builder(config: RunConfig, checkpoint: str) -> PromptBuilder | MessageBuilder:
-    """Build the prompt builder: with the checkpoint's processor, or of messages that the endpoint renders."""
+    """Return a builder with the checkpoint's processor, or one that leaves the rendering to the endpoint."""
     if config.evaluation.endpoint_url is not None:
         return MessageBuilder()
     processor = load_processor(checkpoint, config.model, config.data)

@@ -78,7 +78,7 @@ class NextWindow:
 
 
 class Collector:
-    """One rank's current window, and the parts that make the next one.
+    """Holds one rank's current window, and makes the next one.
 
     If a window cannot be made, the collector returns to its state before the attempt and raises the error.
     """
@@ -118,7 +118,7 @@ class Collector:
         check_agreement(self.config, self.ranks, self.engine, groups, policy_outputs)
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
-        """Return the window in training, or the next one if all of its updates are done."""
+        """Return the current window. If all its updates are done, get the next one first."""
         if self.window is None or self.window.is_spent:
             self.window = self.take_prefetched(metrics)
         with self.restored_on_failure(self.position()):
@@ -129,9 +129,9 @@ class Collector:
         return self.window
 
     def sync(self, progress: Progress, max_updates_behind: int, metrics: StepMetrics) -> None:
-        """Send the policy's weights if the engine is this many updates behind, or behind the last checkpoint.
+        """Send the policy's weights if the engine's are this many updates old, or older than the last checkpoint.
 
-        A run that is resumed from that checkpoint does not have older weights.
+        A run that resumes from this checkpoint could not restore older weights.
         """
         oldest = max(progress.policy_version + 1 - max_updates_behind, progress.saved_version)
         if self.engine.sent_version < oldest:
@@ -139,7 +139,7 @@ class Collector:
                 metrics.add_sum("weight_sync/bytes", self.engine.sync(progress.policy_version))
 
     def collect(self, progress: Progress, metrics: StepMetrics) -> Window:
-        """Make the next window."""
+        """Draw, generate and score the next window."""
         state, draws = self.state_at(progress), self.draw()
         with self.ranks.agree():
             requests = self.requests(draws, state, metrics)
@@ -148,7 +148,7 @@ class Collector:
         return self.make_window(rollout, state, metrics)
 
     def prefetch(self, progress: Progress) -> None:
-        """Start to generate the window after the current one, if `max_staleness` is set."""
+        """Start to generate the next window in the background, if `max_staleness` is set."""
         assert self.window is not None
         step = progress.global_step + self.window.updates_left
         if not self.config.rollout.max_staleness or self.next_window is not None or step >= progress.max_steps:
@@ -162,7 +162,7 @@ class Collector:
         self.prefetched = Prefetch(position, state, metrics, self.background.submit(generate))
 
     def take_prefetched(self, metrics: StepMetrics) -> Window | None:
-        """Return the prefetched window once it is complete, or None if there is none."""
+        """Wait for the prefetched window and return it, or None if there is none."""
         if self.prefetched is not None:
             with metrics.stage(Stage.ROLLOUT_WAIT):
                 self.finish_prefetch()
@@ -173,7 +173,7 @@ class Collector:
         return taken.window
 
     def finish_prefetch(self) -> None:
-        """Wait for the prefetched window; on failure restore the position before it."""
+        """Wait for the prefetched window. If it fails, restore the position before it."""
         prefetched, self.prefetched = self.prefetched, None
         if prefetched is None:
             return
@@ -191,9 +191,9 @@ class Collector:
         self.sync(progress, 1, StepMetrics())
 
     def step_of_next_generation(self, global_step: int) -> int:
-        """Return the first optimizer step whose window is not generated yet, after `global_step` complete ones.
+        """Return the first optimizer step whose window is not generated yet.
 
-        A window belongs to the step that it begins with.
+        `global_step` is the number of completed steps. A window belongs to its first step.
         """
         if self.next_window is not None:
             return global_step + (self.window.updates_left if self.window else 0) + 1
@@ -206,7 +206,7 @@ class Collector:
         metrics.add_values(tokens, max="balance/tokens_max", mean="balance/tokens_mean")
 
     def close(self) -> None:
-        """Close the engine, which ends a prefetch, and the loader."""
+        """Close the engine, which ends a prefetch, and close the loader."""
         self.engine.close()
         self.background.shutdown(cancel_futures=True)
         self.loader.close()
@@ -224,9 +224,9 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any], progress: Progress) -> None:
-        """Restore `state_dict`, and send the engine the policy's weights if it had them.
+        """Restore `state_dict`, and send the policy's weights if the engine had them.
 
-        The state can be one that `redistributed` returned, so the groups of windows are dealt to ranks. Those that were
+        The groups of windows are dealt to ranks again, since the state may come from `redistributed`. Groups that were
         saved on this rank stay here. Raises CheckpointError if the order of rows has changed, or if paused completions
         do not fit the settings.
         """
@@ -255,9 +255,9 @@ class Collector:
         }
 
     def undo_on_failure(self) -> AbstractContextManager[None]:
-        """Run a step in this context: if it fails, the collector returns to the state before it.
+        """Return a context for a step. If the step fails, the collector returns to its state before the step.
 
-        Prefetched windows are kept, since other weights have generated them, and then so is the step's window.
+        With `max_staleness` nothing is undone: other weights have generated the prefetched windows.
         """
         return nullcontext() if self.config.rollout.max_staleness else self.restored_on_failure(self.position())
 
@@ -280,7 +280,7 @@ class Collector:
         return TrainerState(progress.global_step, progress.max_steps, self.loader.epoch)
 
     def draw(self) -> list[Draw]:
-        """Draw the rows of the next window. With partial rollouts one more window is kept in flight."""
+        """Draw the rows of the next window, or of two windows if partial rollouts have no groups in flight yet."""
         num_windows = 1 if self.partial_rollouts is None or self.partial_rollouts.in_flight else 2
         return [draw for _ in range(num_windows) for draw in self.loader.draw_window()]
 
@@ -347,7 +347,7 @@ class Collector:
         metrics.add_sum("resampling/groups_recovered", num_recovered)
 
     def make_window(self, rollout: Rollout, state: TrainerState, metrics: StepMetrics) -> Window:
-        """Compute the advantages of generated groups, record the completions of all ranks, and deal the groups to them.
+        """Compute advantages, log the completions of all ranks, and deal the groups to ranks.
 
         Raises RewardError on every rank if no completion has a reward, or too many have a fault.
         """
@@ -363,14 +363,14 @@ class Collector:
         return self.balanced(window, metrics)
 
     def balanced(self, window: Window, metrics: StepMetrics) -> Window:
-        """Deal the groups of all ranks' windows to them, so that tokens per rank are even. See `balance`."""
+        """Move groups between ranks until all train on about equally many tokens. See `balance`."""
         if self.ranks.world_size == 1:
             return window
         with metrics.stage(Stage.BALANCE):
             return balance(window, self.ranks, self.cost, self.loader.build)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
-        """Add rewards and advantages to each group. `scale_rewards: batch` spans the window over all ranks."""
+        """Add rewards and advantages to each group. `scale_rewards: batch` scales over the windows of all ranks."""
         rewards_PG = weighted_rewards(table, self.rewards.weights)
         scale, batch_std = self.config.algorithm.scale_rewards, None
         if scale == "batch":

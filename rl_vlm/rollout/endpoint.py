@@ -1,8 +1,8 @@
-"""Rollouts by a model that is only served, by any endpoint of OpenAI's chat completions.
+"""Rollouts from any endpoint with OpenAI's chat completions API.
 
     requests ─ messages with images as data URLs ─► one POST per completion, several at once ─► text
 
-An endpoint gives text without token ids: enough to score it, not to train on it.
+An endpoint returns text without token ids: it can be scored, but not trained on.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 API_KEY = "OPENAI_API_KEY"
 RETRIED_STATUSES = {408, 409, 429, *range(500, 600)}
 FIRST_PAUSE = 0.5
-"""Seconds before the first retry; each further one waits twice as long."""
+"""Seconds before the first retry. Each further retry waits twice as long."""
 LONGEST_PAUSE = 60.0
 
 
 class MessageBuilder:
-    """Prompts that are sent as messages: rendered by the server, so that they have no tokens here."""
+    """Builds prompts without tokens, since the server renders the messages."""
 
     def build(self, sample: Sample) -> Prompt:
         return Prompt(sample, torch.zeros(0, dtype=torch.int64), {}, {})
 
 
 class OpenAIEngine:
-    """A `RolloutEngine` on `evaluation.endpoint_url`; the model there is called `model.model_name_or_path`."""
+    """A `RolloutEngine` on `evaluation.endpoint_url`, which serves a model named `model.model_name_or_path`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.client = ChatClient(config.evaluation)
@@ -56,11 +56,11 @@ class OpenAIEngine:
         self.counters: Counter[str] = Counter()
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
-        """Generate one group per request, in order. Raises RolloutError if a request fails for good."""
+        """Generate one group per request, in order. Raises RolloutError if a request is refused or every try fails."""
         num = sampling.num_generations
         bodies = [body for request in requests for body in self.bodies(request, sampling)]
         sample_ids = [request.prompt.sample.sample_id for request in requests for _ in range(num)]
-        with ThreadPoolExecutor(self.max_concurrency) as pool:  # an error cancels what has not begun
+        with ThreadPoolExecutor(self.max_concurrency) as pool:  # an error cancels requests that have not begun
             completions: list[Completion] = list(map(read_completion, pool.map(self.client.post, bodies, sample_ids)))
         return [
             Group(request.group_id, request.prompt, completions[i * num : (i + 1) * num], self.policy_version)
@@ -68,7 +68,7 @@ class OpenAIEngine:
         ]
 
     def bodies(self, request: RolloutRequest, sampling: Sampling) -> Iterator[dict[str, Any]]:
-        """Yield one request body per completion. Each has a seed of its own, so that it does not depend on `n`."""
+        """Yield one request body per completion. Each has its own seed, so it does not depend on the number of them."""
         body = {
             "model": self.model,
             "messages": chat_messages(request.prompt.sample),
@@ -83,15 +83,15 @@ class OpenAIEngine:
             yield body | {"seed": key % 2**31}  # the range that every server takes
 
     def sync(self, source: WeightSource, version: int) -> int:
-        """Raise RolloutError: the weights of a served model are its own."""
+        """Raise RolloutError: an endpoint cannot load the policy's weights."""
         raise RolloutError("evaluation.endpoint_url serves weights of its own and cannot take over the policy's")
 
     def close(self) -> None:
-        """Do nothing: nothing is held between requests."""
+        """Do nothing: no resources are held between requests."""
 
 
 def extensions(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that OpenAI's API does not have, if they are set, by vLLM's names."""
+    """Return the settings outside of OpenAI's API, by vLLM's names, as far as they are set."""
     values = {
         "top_k": config.rollout.top_k,
         "min_p": config.rollout.min_p,
@@ -102,7 +102,7 @@ def extensions(config: RunConfig) -> dict[str, Any]:
 
 
 def chat_messages(sample: Sample) -> list[dict[str, Any]]:
-    """Return the sample's messages as the API takes them. Content that is one text becomes a string."""
+    """Convert the sample's messages to the API's format. Content of a single text becomes a string."""
     urls = iter(image_urls(sample))
 
     def part(block: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def chat_messages(sample: Sample) -> list[dict[str, Any]]:
 
 
 def read_completion(answer: Any) -> ServedCompletion:
-    """Return the completion in an answer. Raises RolloutError if there is none."""
+    """Read the completion of an answer. Raises RolloutError if there is none."""
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"] or ""
@@ -131,11 +131,11 @@ def read_completion(answer: Any) -> ServedCompletion:
 
 
 class BadAnswer(Exception):
-    """An answer that is no JSON."""
+    """The endpoint's answer is not JSON."""
 
 
 class ChatClient:
-    """Posts to one endpoint, again if that may help, and says what is wrong if it does not."""
+    """Posts requests to one endpoint, retries failures that may be temporary, and explains the others."""
 
     def __init__(self, evaluation: EvaluationConfig) -> None:
         self.url = f"{(evaluation.endpoint_url or '').rstrip('/')}/chat/completions"
@@ -144,7 +144,7 @@ class ChatClient:
         self.key = os.environ.get(API_KEY, "")
 
     def post(self, body: dict[str, Any], sample_id: str) -> Any:
-        """Return the JSON that answers a request body. Raises RolloutError if it is refused, or fails every time."""
+        """Post a request and return the answer's JSON. Raises RolloutError if it is refused or every try fails."""
         retrying = Retrying(
             retry=retry_if_exception(may_succeed_again), stop=stop_after_attempt(self.num_tries), wait=pause,
             sleep=time.sleep, reraise=True,
@@ -169,11 +169,11 @@ class ChatClient:
         content = http.run(http.send("POST", self.url, self.key, body, self.timeout, use_proxies=True))
         try:
             return json.loads(content)
-        except (ValueError, RecursionError) as error:  # lists within lists may be nested too deeply
+        except (ValueError, RecursionError) as error:  # RecursionError: lists are nested too deeply
             raise BadAnswer(str(error)) from error
 
     def refusal(self, error: http.Refused, model: str, sample_id: str) -> str:
-        """Explain a status that no retry mends, and what to do."""
+        """Explain a status that no retry can change, and how to fix its cause."""
         message = self.message(error)
         if error.status in (401, 403):
             found = f"the API key in {API_KEY}" if self.key else f"a request without an API key; set {API_KEY}"
@@ -186,7 +186,7 @@ class ChatClient:
         return f"{self.url} refuses the prompt of sample {sample_id} (status {error.status}): {message}"
 
     def message(self, error: http.Refused) -> str:
-        """Return the start of an error's body, without the key if it is repeated there."""
+        """Return the start of an error's body, with the API key masked."""
         return shorten(error.body.replace(self.key, "***") if self.key else error.body)
 
 
@@ -198,7 +198,7 @@ def may_succeed_again(error: BaseException) -> bool:
 
 
 def pause(state: RetryCallState) -> float:
-    """Return the seconds before the next try: as many as the server asks for, else twice as many as the last time."""
+    """Return the seconds before the next try: as the server asks, or else twice the last pause."""
     error = state.outcome.exception() if state.outcome else None
     asked = error.retry_after if isinstance(error, http.Refused) else None
     return min(FIRST_PAUSE * 2 ** (state.attempt_number - 1) if asked is None else asked, LONGEST_PAUSE)

@@ -17,14 +17,14 @@ from rl_vlm.types import Group, RolloutRequest, Sampling
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """The policy's weights, as an engine with weights of its own receives them."""
+    """Gives the policy's weights to an engine that keeps its own copy."""
 
     sends_adapter: bool
-    """Whether the engine is sent the adapter alone; otherwise it is sent weights."""
+    """True to send the adapter alone, False to send weights."""
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether each rank holds a part of the weights, so that all ranks must join an all-gather."""
+        """Return whether each rank holds a shard of the weights. If so, all ranks must join an all-gather."""
         ...
 
     def save_adapter(self, directory: Path) -> int:
@@ -47,7 +47,7 @@ class RolloutEngine(Protocol):
     policy_version: int
     """Number of policy updates that the engine's weights include."""
     counters: Counter[str]
-    """Events since they were last read, by the metric that counts them, such as `out_of_memory/rollout`."""
+    """Number of events since the last read, by metric, such as `out_of_memory/rollout`."""
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order, each of `sampling.num_generations` completions."""
@@ -63,7 +63,7 @@ class RolloutEngine(Protocol):
 
 
 class SyncedEngine:
-    """A rollout engine with the policy's weights that it is sent, over all ranks."""
+    """A rollout engine and the policy's weights to send to it, over all ranks."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class SyncedEngine:
         ranks: Ranks,
         gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Generate in the context `gathered()`, which all ranks open together; inside, each generates as it needs."""
+        """`gathered` returns the context for `generate`. All ranks open it together, then generate independently."""
         self.engine = engine
         self.gathered = gathered
         self.weights = weights
         self.ranks = ranks
         self.sent_version = -1
-        """`version` of the weights that were sent last; -1 if none were sent."""
+        """Version of the weights that were sent last, or -1 if none were sent."""
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order."""

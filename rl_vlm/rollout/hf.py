@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPACT_FRACTION = 0.25
-"""Share of finished completions at which they are removed from the batch. Copying the cache costs about one forward."""
+"""Finished completions are removed once they are this share of the batch. Copying the cache costs about a forward."""
 
 
 @runtime_checkable
@@ -69,7 +69,7 @@ class Prefix:
     next_positions: Int[Tensor, "*axes rows 1"]
     """Position ids of the first completion token, in the model's layout; equal on all axes."""
     cross_attention: dict[str, Tensor]
-    """Image mask of completion tokens, (rows, 1, images, tiles), if the model cross-attends to images; else empty."""
+    """Image mask of completion tokens, (rows, 1, images, tiles). Empty if the model does not cross-attend to images."""
 
     def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
         """Return a prefix with row `row_index[n]` for completion n, and its own copy of the cache."""
@@ -92,8 +92,8 @@ class HFEngine:
         max_num_seqs: int,
         autocast: Callable[[bool], AbstractContextManager[None]] = lambda keeps_casts: nullcontext(),
     ) -> None:
-        """`max_num_seqs` is the number of completions decoded at once; `autocast` opens the context of
-        forwards, and its argument is that of `Policy.autocast`.
+        """`max_num_seqs` completions are decoded at once. `autocast` opens the context of forwards, and takes the
+        argument of `Policy.autocast`.
         """
         self.model = vision.model
         self.vision = vision
@@ -120,7 +120,7 @@ class HFEngine:
 
     @contextmanager
     def in_lockstep(self, ranks: Ranks) -> Iterator[None]:
-        """Generate in this context if the weights are gathered layer by layer. All ranks open it together."""
+        """Open the context for generation with weights that are gathered layer by layer. All ranks open it together."""
         self.lockstep = Lockstep(ranks, self.vision.idle, self.idle_forward)
         try:
             with torch.no_grad(), generation_mode(self.model), self.autocast(False), self.lockstep.open():
@@ -138,7 +138,7 @@ class HFEngine:
         self.model(**collate_rows([row], self.model.device), use_cache=True, logits_to_keep=1)
 
     def together(self, num_vision_calls: int) -> AbstractContextManager[None]:
-        """Run one forward, with this many vision calls, in this context: all ranks together, if they must."""
+        """Return the context of one forward with this many vision calls. In lockstep, all ranks run it together."""
         return nullcontext() if self.lockstep is None else self.lockstep.forward(num_vision_calls)
 
     def close(self) -> None:
@@ -167,11 +167,11 @@ class HFEngine:
         return 1 if self.vision.family.cross_attends else max(1, self.max_num_seqs // sampling.num_generations)
 
     def next_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
-        """Generate the groups of the first requests, of as many as are sampled at once.
+        """Generate the groups of one batch: of as many first requests as are sampled at once.
 
-        If memory runs out, `max_num_seqs` is halved. Each completion draws the same random numbers in a smaller batch,
-        from logits that are equal up to rounding: a token may differ. Raises OutOfMemory if a single completion does
-        not fit. An error within forwards that all ranks run together is raised as it is.
+        If memory runs out, `max_num_seqs` is halved. In a smaller batch each completion draws the same random numbers,
+        but logits are rounded differently, so a token may differ. Raises OutOfMemory if a single completion does not
+        fit. In lockstep, an error is raised unchanged.
         """
         if self.lockstep is not None:
             return self.generate_batch(requests[: self.prompts_at_once(sampling)], sampling)
@@ -192,7 +192,7 @@ class HFEngine:
         return Failure.of(error, prompts, num, tokens)
 
     def lower(self, failures: list[Failure]) -> None:
-        """Sample half as many completions at once from now on. Raises OutOfMemory if it was a single one."""
+        """Halve the number of completions that are sampled at once. Raises OutOfMemory if it was 1."""
         (failure,) = failures
         if failure.num_completions == 1:
             raise OutOfMemory(
@@ -246,7 +246,7 @@ class HFEngine:
     def decode(
         self, prefix: Prefix, keys_N: Int[Tensor, " completions"], to_continue: Sequence[Completion], sampling: Sampling
     ) -> list[Completion]:
-        """Continue N completions of N prefix rows, one token of each per forward."""
+        """Continue N completions of N prefix rows. Each forward adds one token to each."""
         num, start, device = len(keys_N), len(to_continue[0].token_ids), keys_N.device
         end = sampling.end(start)
         stop_ids = torch.tensor(self.stop_token_ids, device=device)
@@ -274,7 +274,7 @@ class HFEngine:
     def forward(
         self, prefix: Prefix, rows: Int[Tensor, " rows"], tokens_NS: Int[Tensor, "rows new"], step: int
     ) -> Float[Tensor, "rows vocabulary"]:
-        """Compute the logits after new tokens of the completions `rows`, the first of which is their token `step`."""
+        """Append tokens to the completions `rows`, from index `step` on, and return the logits after the last one."""
         num_new = tokens_NS.shape[1]
         mask = prefix.mask[rows]
         with self.together(num_vision_calls=0):

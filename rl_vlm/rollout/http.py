@@ -1,4 +1,4 @@
-"""Requests over HTTP to vLLM servers and endpoints, in one event loop of their own."""
+"""HTTP requests to vLLM servers and endpoints. All run in one background event loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CONNECT_SECONDS = 30.0
 
 
 class Unreachable(Exception):
-    """A server that cannot be connected to, hangs up, or does not answer in time."""
+    """The server cannot be connected to, hangs up, or does not answer in time."""
 
 
 class Refused(Exception):
-    """An answer with a status that is no success."""
+    """The server answers with an error status."""
 
     def __init__(self, status: int, body: str, retry_after: float | None = None) -> None:
-        """`retry_after` is the number of seconds that the server asks to wait, if it does."""
+        """`retry_after` is the wait that the server asks for, in seconds."""
         super().__init__(f"status {status}: {body}")
         self.status = status
         self.body = body
@@ -35,16 +35,17 @@ class Refused(Exception):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a request of this module from any thread, and return its result. A stop of the run cancels it."""
+    """Run a request from any thread, and return its result. If the run is stopped, the request is cancelled."""
     return wait_for(asyncio.run_coroutine_threadsafe(coroutine, background_loop()))
 
 
 async def send(
     method: str, url: str, token: str, body: Any = None, timeout: float = 60.0, use_proxies: bool = False
 ) -> bytes:
-    """Send a request with a JSON body and return the content of the answer, which may take `timeout` seconds in all.
+    """Send a request with a JSON body and return the content of the answer.
 
-    `use_proxies` takes proxies from the environment. Raises Unreachable or Refused.
+    `timeout` limits the whole request, in seconds. `use_proxies` takes proxies from the environment. Raises Unreachable
+    or Refused.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -65,7 +66,7 @@ async def send(
 
 
 async def watched(request: Awaitable[T], watch: Callable[[], Awaitable[None]], seconds: float) -> T:
-    """Wait for a request, and call `watch` every few seconds. Cancels the request if that raises."""
+    """Wait for a request, and call `watch` every `seconds`. Cancels the request if `watch` raises."""
     task = asyncio.ensure_future(request)
     try:
         while not (await asyncio.wait({task}, timeout=seconds))[0]:
@@ -77,7 +78,7 @@ async def watched(request: Awaitable[T], watch: Callable[[], Awaitable[None]], s
 
 
 def reason(error: BaseException) -> str:
-    """Return the words of the system's error behind an error of httpx, such as "Connection refused"."""
+    """Return the root cause of an httpx error in words, such as "Connection refused"."""
     inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
     if inner is not None:
         return reason(inner)
@@ -88,7 +89,7 @@ def reason(error: BaseException) -> str:
 
 @cache
 def shared_client(use_proxies: bool) -> httpx.AsyncClient:
-    """Make a client for any number of requests at once, each with a connection of its own."""
+    """Make a client that sends any number of requests at once, each on a new connection."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),

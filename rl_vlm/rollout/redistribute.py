@@ -1,4 +1,4 @@
-"""The states of collectors that were saved on another number of ranks, dealt to the present ones.
+"""Redistributes the saved states of collectors if a run is resumed on another number of ranks.
 
 Two steps of a window, saved on two ranks and resumed on four:
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def redistributed(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return the state of one rank's collector, given those of all saved ranks, which are another number.
+    """Return one rank's collector state, given the states that another number of ranks saved.
 
-    Each rank gets an equal share of the groups of every optimizer step, and of the groups in flight. What all saved
-    ranks have in common is that of the first.
+    Each rank gets an equal share of the groups of every optimizer step, and of the groups in flight. Everything else
+    is the same on all saved ranks, and comes from the first.
     """
     windows = [state["window"] for state in states]
     coming = [state["next_window"] for state in states]
@@ -34,13 +34,13 @@ def redistributed(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int
 
 
 def window_share(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return the state of one rank's window, given those of all saved ranks."""
+    """Return one rank's window state, given the window states of all saved ranks."""
     steps = [[group for part in parts for group in part] for parts in zip(*(s["steps"] for s in states), strict=True)]
     return {**states[0], "steps": [share(step, rank, num_ranks) for step in steps]}
 
 
 def next_window_share(states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return the state of one rank's prefetched window. The metrics of each saved rank go to one present rank."""
+    """Return the state of one rank's prefetched window. Each saved rank's metrics go to one present rank."""
     metrics = StepMetrics()
     for state in states[rank::num_ranks]:
         metrics.include(StepMetrics.from_state(state["metrics"]))
@@ -49,5 +49,5 @@ def next_window_share(states: Sequence[Mapping[str, Any]], rank: int, num_ranks:
 
 
 def share(items: Sequence[T], rank: int, num_ranks: int) -> list[T]:
-    """Return the rank's contiguous part of `items`. Parts are equally long, up to one item."""
+    """Return the rank's contiguous part of `items`. Lengths of parts differ by at most one."""
     return list(items[rank * len(items) // num_ranks : (rank + 1) * len(items) // num_ranks])

@@ -2,8 +2,8 @@
 
     logits ─ temperature, ban ─► log-probs ─ top-k, top-p, min-p ─► kept tokens ─ one uniform ─► token
 
-Every completion has its own stream of uniforms, one per token position, from a counter-based generator. It has no
-state, so the order, the batching and the number of processes do not change the tokens.
+Every completion has its own stream of uniforms, one per token position, from a counter-based generator. The
+generator has no state, so the order, the batching and the number of processes do not change the tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 def token_distribution(
     logits_NV: Float[Tensor, "completions vocabulary"], temperature: float, banned_token_ids: Sequence[int]
 ) -> Float[Tensor, "completions vocabulary"]:
-    """Compute fp32 log-probs after temperature, with banned tokens at -inf: those of `generator_logprobs`."""
+    """Compute fp32 log-probs after temperature, with banned tokens at -inf. Used for `generator_logprobs`."""
     logits_NV = logits_NV.float() / temperature
     logits_NV[:, list(banned_token_ids)] = -torch.inf
     return logits_NV.log_softmax(-1)
@@ -77,9 +77,9 @@ def token_distribution(
 def truncate(
     logprobs_NV: Float[Tensor, "completions vocabulary"], top_k: int, top_p: float, min_p: float | None
 ) -> Float[Tensor, "completions vocabulary"]:
-    """Set tokens outside of top-k, then top-p of the rest, then min-p to -inf. The rest is not renormalised.
+    """Set tokens outside of top-k, then of top-p, then of min-p to -inf. The rest is not renormalised.
 
-    Keeps the same tokens as transformers' logits warpers in the order in which `generate` applies them.
+    Keeps the same tokens as transformers' logits warpers in the order of `generate`.
     """
     if 0 < top_k < logprobs_NV.shape[-1]:
         smallest_kept = logprobs_NV.topk(top_k).values[:, -1:]
@@ -103,7 +103,7 @@ def draw(
     cdf = probs.cumsum(-1)
     token_ids = torch.searchsorted(cdf, uniforms_N[:, None] * cdf[:, -1:], right=True)
     token_ids = token_ids.clamp(max=probs.shape[-1] - 1)
-    # Rounding can point past the last token of the distribution if a uniform is close to 1.
+    # If a uniform is close to 1, rounding can point past the last token of the distribution.
     return torch.where(probs.gather(-1, token_ids) > 0, token_ids, probs.argmax(-1, keepdim=True))[:, 0]
 
 
@@ -114,7 +114,7 @@ def next_tokens(
     sampling: Sampling,
     banned_token_ids: Sequence[int],
 ) -> tuple[Int64[Tensor, " completions"], Float[Tensor, " completions"]]:
-    """Return each completion's next token and generator log-prob. At temperature 0 the log-prob is that at 1."""
+    """Return each completion's next token and generator log-prob. Temperature 0 takes the log-prob at temperature 1."""
     logprobs_NV = token_distribution(logits_NV, sampling.temperature or 1.0, banned_token_ids)
     if sampling.temperature == 0:
         token_ids = logprobs_NV.argmax(-1)

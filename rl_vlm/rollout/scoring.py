@@ -30,7 +30,7 @@ def checked_rows(config: RunConfig, split: Literal["train", "eval"], rewards: Re
 
 
 def choose_forms(rewards: RewardSuite, usable: UsableRows, ranks: Ranks) -> None:
-    """Choose the form in which each reward function gets completions, on the main process for all."""
+    """Choose the form in which each reward function gets completions. The main process chooses for all ranks."""
     forms = []
     with ranks.agree():
         if ranks.is_main:
@@ -39,7 +39,7 @@ def choose_forms(rewards: RewardSuite, usable: UsableRows, ranks: Ranks) -> None
 
 
 def weighted_rewards(table: RewardTable, weights: Sequence[float]) -> Float[Tensor, "prompts group"]:
-    """Return the weighted sum over reward functions, NaN for invalid completions. See `total_rewards`."""
+    """Return the weighted sum over reward functions, or NaN for invalid completions. See `total_rewards`."""
     return total_rewards(table.scores_PGF, torch.tensor(weights), table.valid_PG)
 
 
@@ -71,7 +71,7 @@ def check_faults(
 ) -> None:
     """Raise RewardError on every rank if no completion of a window has a reward, or too many have a fault.
 
-    One fault of a function in `must_not_fail` is too many. All ranks must call this, each with the table of its own
+    A single fault of a function in `must_not_fail` is too many. All ranks must call this, each with the table of its
     groups.
     """
     valid_PG, faulted_PG = table.valid_PG, table.faulted_PG
@@ -101,7 +101,7 @@ def check_faults(
 def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) -> None:
     """Replace row p of `table` with row `rows[p]` of `new`, for every p in `rows`.
 
-    Metrics and faults are added up, since they count calls, also those for dropped groups.
+    Metrics and faults count calls, so they are added up. They include the calls for groups that are dropped.
     """
     for p, i in rows.items():
         table.scores_PGF[p] = new.scores_PGF[i]

@@ -1,9 +1,9 @@
-"""The weights that are sent to an engine with a model of its own: the policy's adapter, or its trained weights.
+"""The weights to send to an engine that keeps its own model: the policy's adapter, or its trained weights.
 
 full fine-tuning   the trained weights alone, without a frozen vision tower
 LoRA               the adapter alone; or, with `lora_sync: merge`, base weights merged with it at every sync
 
-If ranks hold shards (ZeRO-3, FSDP2), all ranks join an all-gather of one weight after the other.
+If ranks hold shards (ZeRO-3, FSDP2), all ranks gather one weight after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PolicyWeights:
         self.sends_adapter = self.has_adapter and lora_sync == "adapter"
 
     def adapter_rank(self) -> int | None:
-        """Return the rank r of the adapter that is sent, or None. Raises ConfigError if vLLM cannot load it."""
+        """Return the rank of the adapter to send, or None without one. Raises ConfigError if vLLM cannot load it."""
         if not self.sends_adapter:
             return None
         adapter = self.policy.model.peft_config["default"]
@@ -45,7 +45,7 @@ class PolicyWeights:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether each rank holds a part of the policy's weights."""
+        """Return whether each rank holds a shard of the policy's weights."""
         return any(is_shard(parameter) for parameter in self.policy.parameters())
 
     def join_gathering(self) -> None:
@@ -71,7 +71,7 @@ class PolicyWeights:
                 yield name, whole(parameter)
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights but those of a frozen vision tower, by their names in checkpoints, in compute precision.
+        """Yield all weights except a frozen vision tower's, by their names in checkpoints, in compute precision.
 
         Other frozen weights are included: vLLM fuses layers (query, key and value become one), and loads a fused layer
         completely or not at all. Weights are gathered and merged for one block of the model at a time.
@@ -113,9 +113,10 @@ class CheckpointWeights:
 
 @torch.no_grad()
 def merged_weights(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights of a model, with adapters merged into unsharded copies of one module at a time.
+    """Yield all weights of a model, with adapters merged in.
 
-    The base weights are never changed. Weights without an adapter are the model's own, and may be sharded.
+    Adapters are merged into an unsharded copy of one module at a time, so the base weights never change. Weights
+    without an adapter are the model's own, and may be sharded.
     """
     for name, module in model.named_children():
         wrapper: Any = module

@@ -16,7 +16,7 @@ from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.types import Completion, Group, MicroBatch, PolicyOutput, Progress, Prompt, ScoredGroup
 
 Outputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
-"""Computes the policy's outputs for groups, by micro-batch. Called on every rank."""
+"""Computes the policy's outputs for groups, by micro-batch. All ranks must call it."""
 
 
 class DrawnGroup(NamedTuple):
@@ -50,7 +50,7 @@ class Window:
     def of(
         cls, draws: Sequence[Draw], groups: Sequence[ScoredGroup], steps_per_window: int, num_iterations: int
     ) -> Window:
-        """Build a new window. The groups, one for each draw, are cut into equally large steps."""
+        """Build a new window from one group per draw. The groups are split into steps of equal size."""
         drawn = [DrawnGroup(draw, scored) for draw, scored in zip(draws, groups, strict=True)]
         share = len(drawn) // steps_per_window
         return cls([drawn[s * share : (s + 1) * share] for s in range(steps_per_window)], num_iterations)
@@ -78,7 +78,7 @@ class Window:
 
     @property
     def outlives_update(self) -> bool:
-        """Return whether the window has several updates, of which the later ones need old log-probs."""
+        """Return whether the window has several updates. The later ones need old log-probs."""
         return self.steps_per_window * self.num_iterations > 1
 
     def step_groups(self) -> list[ScoredGroup]:
@@ -86,7 +86,7 @@ class Window:
         return [group.scored for group in self.steps[self.updates_done % self.steps_per_window]]
 
     def later_groups(self) -> list[ScoredGroup]:
-        """Return the groups that the window's first optimizer step does not train on."""
+        """Return the groups of all optimizer steps but the first."""
         return self.groups[len(self.steps[0]) :]
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class WindowSource(Protocol):
 
     @property
     def needs_check(self) -> bool:
-        """Return whether an engine with weights of its own generates the windows."""
+        """Return whether the engine that generates the windows has its own copy of the weights."""
         ...
 
     def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
@@ -118,11 +118,11 @@ class WindowSource(Protocol):
         ...
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
-        """Return the window in training, or the next one if all of its updates are done."""
+        """Return the current window. If all its updates are done, get the next one first."""
         ...
 
     def prefetch(self, progress: Progress) -> None:
-        """Start to generate the window after the current one, if windows are generated ahead."""
+        """Start to generate the next window, if windows are generated ahead."""
         ...
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
@@ -164,6 +164,6 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def group_from_state(state: dict[str, Any], prompt: Prompt) -> Group:
-    """Restore the group of `group_state`."""
+    """Restore a group from `group_state` and its prompt."""
     completions = [Completion(**completion) for completion in state["completions"]]
     return Group(state["group_id"], prompt, completions, state["policy_version"])

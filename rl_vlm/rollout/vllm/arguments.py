@@ -27,7 +27,7 @@ ADAPTER_NAME = "policy"
 
 
 def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> dict[str, Any]:
-    """Build vLLM's engine arguments, by the names of `EngineArgs`; `lora_rank` is that of adapters it will be sent."""
+    """Build vLLM's engine arguments, by the names of `EngineArgs`. `lora_rank` is the rank of the adapters to send."""
     vllm = config.vllm
     arguments = {
         "model": model,
@@ -67,9 +67,9 @@ def weight_transfer(config: RunConfig) -> str:
 def cpu_arguments(config: RunConfig, model: str) -> dict[str, Any]:
     """Return arguments for CPUs: no compilation, which takes minutes, and no chunked prefill.
 
-    For a prompt in chunks vLLM's sampler takes back a random number, which CPU generators do not support. Without
-    chunks, vLLM cannot cache prefixes of models with layers that carry a state. Raises ModelError if the model has no
-    config that can be read.
+    If a prompt is in chunks, vLLM's sampler takes back a random number, which CPU generators do not support. Without
+    chunks, vLLM cannot cache prefixes of models with stateful layers. Raises ModelError if the model's config cannot be
+    read.
     """
     try:
         has_states = bool(state_layers(checkpoint_config(model, config.model)))
@@ -84,13 +84,13 @@ def cpu_arguments(config: RunConfig, model: str) -> dict[str, Any]:
 
 
 def max_model_length(config: RunConfig) -> int | None:
-    """Return the limit on tokens of a prompt with its completion, or None for the model's own."""
+    """Return the maximum number of tokens of a prompt and its completion, or None for the model's own limit."""
     prompt = config.data.max_prompt_length
     return config.vllm.vllm_max_model_length or (prompt and prompt + config.rollout.max_completion_length)
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of the folder's safetensors files. Raises FileNotFoundError if there is no such file."""
+    """Yield all tensors of the folder's safetensors files. Raises FileNotFoundError if it has none."""
     from safetensors.torch import load_file
 
     files = sorted(directory.glob("*.safetensors"))

@@ -60,7 +60,7 @@ def evaluation_engine(config: RunConfig, checkpoint: str, builder: PromptBuilder
 
 
 def evaluation_servers(config: RunConfig, checkpoint: str, builder: PromptBuilder, ranks: Ranks) -> VLLMServers:
-    """Connect to servers, and give them the weights of a checkpoint unless they start with these."""
+    """Connect to servers, and send them a checkpoint's weights if they did not start with them."""
     tokens, arguments, model_type = parts_of_checkpoint(config, checkpoint, builder)
     servers = server_engine(config, arguments, model_type, tokens, builder, ranks)
     has_weights = not config.vllm.vllm_server_base_url and not is_adapter(checkpoint)
@@ -90,9 +90,9 @@ def parts_of_checkpoint(
 
 
 def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:
-    """Return arguments for vLLM in each of the run's processes, with one model per `vllm_tensor_parallel_size` ranks.
+    """Return arguments for vLLM in each of the run's processes. `vllm_tensor_parallel_size` ranks share one model.
 
-    Raises ConfigError if the number of ranks is not a multiple of that.
+    Raises ConfigError if the number of ranks is not a multiple of it.
     """
     size = config.vllm.vllm_tensor_parallel_size
     if num_ranks % size:

@@ -1,4 +1,4 @@
-"""The HTTP API of one vLLM server, as far as a trainer needs it."""
+"""A client for the HTTP API of one vLLM server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rl_vlm.errors import RolloutError, shorten
 from rl_vlm.rollout import http
 
 HEALTH_SECONDS = 30.0
-"""Time in which a server must answer a health check."""
+"""Seconds within which a server must answer a health check."""
 WATCH_SECONDS = 15.0
-"""Time between health checks while another answer is awaited."""
+"""Seconds between health checks during a request."""
 TOKEN = "RL_VLM_SERVER_TOKEN"
 """Environment variable with the token that trainer and servers share."""
 
@@ -22,31 +22,31 @@ logger = logging.getLogger(__name__)
 
 
 class ServerLost(RolloutError):
-    """A server that cannot be reached, does not answer in time, or has failed inside."""
+    """The server cannot be reached, does not answer in time, or has an internal error."""
 
 
 class VLLMClient:
-    """Calls one server. Raises ServerLost if another server may do better, RolloutError if none would.
+    """Calls one server. Raises ServerLost if another server may succeed, RolloutError if none would.
 
-    An answer may take minutes. The server's health is checked meanwhile, so that a server that hangs is noticed sooner.
+    An answer may take minutes. Health checks run meanwhile, so that a server that hangs is noticed sooner.
     """
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
-        """`timeout` is in seconds, for a whole answer."""
+        """`timeout` is the limit for a whole answer, in seconds."""
         self.url = url.rstrip("/")
         self.token = token
         self.timeout = timeout
 
     def get(self, path: str) -> Any:
-        """Return the answer to a GET request, see `send`."""
+        """Send a GET request and return the answer. See `send`."""
         return self.send("GET", path)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer to a POST request, see `send`."""
+        """Send a POST request and return the answer. See `send`."""
         return self.send("POST", path, body or {})
 
     def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the answer: parsed JSON, text if it is no JSON, or None if it is empty."""
+        """Send a request and return the answer: parsed JSON, text if it is not JSON, or None if it is empty."""
         request = self.content(method, path, self.timeout, body)
         content = http.run(http.watched(request, self.answer_health_check, WATCH_SECONDS))
         try:
@@ -55,11 +55,11 @@ class VLLMClient:
             return content.decode(errors="replace")
 
     def check_health(self) -> None:
-        """Raise ServerLost unless the server answers a health check within seconds."""
+        """Raise ServerLost if the server does not answer a health check within seconds."""
         http.run(self.answer_health_check())
 
     async def answer_health_check(self) -> None:
-        """Await the answer to a health check. Raises ServerLost if it does not come within seconds."""
+        """Send a health check and await the answer. Raises ServerLost if it does not come within seconds."""
         await self.content("GET", "/health", min(self.timeout, HEALTH_SECONDS))
 
     def wait_until_up(self, seconds: float) -> None:
@@ -76,7 +76,7 @@ class VLLMClient:
         raise ServerLost(f"The vLLM server {self.url} is not up after {seconds:g} s (vllm.vllm_server_timeout).")
 
     async def content(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:
-        """Return an answer's content, which may take `timeout` seconds."""
+        """Send a request and return the answer's content. `timeout` is in seconds."""
         try:
             return await http.send(method, f"{self.url}{path}", self.token, body, timeout)
         except http.Unreachable as error:

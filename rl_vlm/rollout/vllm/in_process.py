@@ -1,7 +1,7 @@
 """Rollouts with vLLM in the trainer's processes, on the same devices.
 
-Each rank has its own vLLM. With tensor parallelism, neighbouring ranks share a model and must compute the same. Each of
-them sends the requests of all and keeps its own responses.
+Each rank has its own vLLM. With tensor parallelism, neighbouring ranks share a model and must compute the same. So each
+of them sends the requests of all and keeps its own responses.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class VLLMEngine:
     def __init__(
         self, arguments: dict[str, Any], tokens: TokenRules, renderer: PromptRenderer, adapter: Path | None = None
     ) -> None:
-        """`arguments` are those of `vllm.LLM`; `adapter` is the initial PEFT adapter.
+        """`arguments` are passed to `vllm.LLM`. `adapter` is the initial PEFT adapter.
 
-        Raises ConfigError if vLLM is not installed, or if sleep mode has no GPU, ModelError if it cannot run the model.
+        Raises ConfigError if vLLM is not installed, or if sleep mode has no GPU. Raises ModelError if vLLM cannot run
+        the model.
         """
         self.tokens = tokens
         self.renderer = renderer
@@ -59,7 +60,7 @@ class VLLMEngine:
         self.llm: Any = start_vllm(
             arguments | {"weight_transfer_config": {"backend": "rl_vlm"}, "disable_log_stats": False}
         )
-        # Ranks that share a model take each step together, so that none can stop alone.
+        # Ranks that share a model take each step together, so none can stop alone.
         before_steps(self.llm.llm_engine, mark_progress if self.is_parallel else stop.check)
         self.preemptions = Preemptions({"": total_in_process(self.llm)})
         self.max_model_length: int = self.llm.model_config.max_model_len
@@ -83,7 +84,7 @@ class VLLMEngine:
         return groups
 
     def count_preemptions(self) -> None:
-        """Count new preemptions. Of ranks that share a model, all of which schedule alike, the first counts them."""
+        """Count new preemptions. Ranks that share a model schedule alike, so only the first of them counts."""
         if self.is_parallel and not is_first_of_model():
             return
         if count := self.preemptions.new({"": total_in_process(self.llm)}):
@@ -165,7 +166,7 @@ class VLLMEngine:
         return num_bytes
 
     def set_version(self, version: int) -> None:
-        """Set the version of the weights, with which vLLM labels the completions that it samples."""
+        """Set the version of the weights. vLLM labels its completions with it."""
         self.policy_version = version
         self.llm.update_weight_version(version_label(version))
 
@@ -208,7 +209,7 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
 
 
 def before_steps(engine: Any, check: Callable[[], None]) -> None:
-    """Let vLLM's engine call `check` before each step."""
+    """Make vLLM's engine call `check` before each step."""
     step = engine.step
 
     def checked_step() -> Any:
@@ -219,9 +220,9 @@ def before_steps(engine: Any, check: Callable[[], None]) -> None:
 
 
 def gather(make: Callable[[], list[T]]) -> tuple[list[T], slice]:
-    """Concatenate what `make` returns on the ranks of this tensor-parallel group. Also returns this rank's slice.
+    """Concatenate the lists that `make` returns on the ranks of a tensor-parallel group. Also return this rank's slice.
 
-    An RLVLMError on one rank is raised on all, so that none waits for another.
+    If one rank raises an RLVLMError, all ranks raise it, so that none waits for another.
     """
     from torch.distributed import all_gather_object
     from vllm.distributed.parallel_state import get_tp_group

@@ -1,6 +1,6 @@
-"""Weight transfer from the trainer's GPU to those of a vLLM server, by vLLM's own NCCL backend.
+"""Weight transfer from the trainer's GPU to a vLLM server's GPUs with vLLM's NCCL backend.
 
-NCCL waits forever for a lost server. The HTTP requests that accompany a transfer do not: each fails in bounded time.
+NCCL waits forever for a lost server. The HTTP requests that accompany a transfer fail in bounded time.
 
 send ─ thread ─► request: receive ─ NCCL ─► request: finish ─► outcome
                    └─ fails, though the thread may hang ─────► outcome, and the transfer is aborted
@@ -26,7 +26,7 @@ Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class NCCLSender:
-    """One server's connection; the first `send` sets it up."""
+    """The connection to one server. The first `send` sets it up."""
 
     def __init__(self, client: VLLMClient) -> None:
         self.client = client
@@ -37,14 +37,15 @@ class NCCLSender:
     def send(self, weights: Weights) -> None:
         """Send the weights, and wait until the server has loaded them.
 
-        Raises ServerLost, after which the connection cannot be used, or RolloutError if the server refuses a request.
+        Raises ServerLost if the transfer fails; the connection is then unusable. Raises RolloutError if the server
+        refuses a request.
         """
         self.weights = weights
         Thread(target=self.transfer, daemon=True).start()
         error = self.outcome.get()
         if error is not None:
             if self.engine is not None:
-                self.engine.shutdown()  # aborts NCCL's wait, which would keep the GPU busy
+                self.engine.shutdown()  # abort NCCL's wait, which would keep the GPU busy
             raise error
 
     def transfer(self) -> None:
@@ -69,7 +70,7 @@ class NCCLSender:
 
         class SentWeights(WeightSource):
             def metadata(self) -> list[ParamMeta]:
-                torch.cuda.synchronize()  # the transfer has streams of its own, and the update may still be running
+                torch.cuda.synchronize()  # the transfer uses other streams, and the update may still be running
                 return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in sender.weights()]
 
             def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -84,7 +85,7 @@ class NCCLSender:
 
 
 class Control:
-    """vLLM's `VLLMWeightSyncClient` over a client with the token; `failed` receives the error of a failed request."""
+    """Implements vLLM's `VLLMWeightSyncClient` with requests that carry the token. `failed` receives their errors."""
 
     def __init__(self, client: VLLMClient, failed: Callable[[Exception], None]) -> None:
         self.client = client
@@ -113,6 +114,6 @@ class Control:
 def address_towards(url: str) -> str:
     """Return the address of this machine's interface from which the server is reached."""
     host, port = url.split("//")[1].rsplit(":", 1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         probe.connect((host, int(port.rstrip("/"))))
         return probe.getsockname()[0]

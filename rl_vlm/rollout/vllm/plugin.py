@@ -62,7 +62,7 @@ async def setup(request: Request) -> JSONResponse:
 
 
 def end_with_stdin() -> None:
-    """Terminate this server when standard input closes, as it does if the trainer is killed."""
+    """Terminate this server when standard input closes. It closes if the trainer is killed."""
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Preemptions: sequences that vLLM evicts since its KV cache is full, and computes again later."""
+"""Preemptions: if vLLM's KV cache is full, it evicts sequences and computes them again later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preemptions:
-    """Counts preemptions by the counters of vLLM, which begin with the engine."""
+    """Counts preemptions with vLLM's counters, which start with the engine."""
 
     def __init__(self, totals: Mapping[str, int]) -> None:
         """`totals` are the counters at the start, by engine."""
@@ -27,7 +27,7 @@ class Preemptions:
     def new(self, totals: Mapping[str, int]) -> int:
         """Return the preemptions since the last call, and log a warning if they are the first.
 
-        The counter of an engine that was started again begins at 0.
+        If an engine is restarted, its counter begins at 0 again.
         """
         before = {name: self.last.get(name, 0) for name in totals}
         count = sum(total - before[name] if total >= before[name] else total for name, total in totals.items())
@@ -48,12 +48,12 @@ def total_in_process(llm: Any) -> int:
 
 
 def totals_of_servers(clients: Sequence[VLLMClient]) -> dict[str, int]:
-    """Return the counters of servers by URL, without servers that do not give them."""
+    """Return the counters of servers by URL. Servers that fail to answer are left out."""
     totals = {}
     for client in clients:
         try:
             text = client.get("/metrics")
-        except RolloutError:  # counting is no reason to lose a server
+        except RolloutError:  # a failed count does not make a server lost
             continue
         if isinstance(text, str) and COUNTER in text:
             totals[client.url] = total_in_text(text)

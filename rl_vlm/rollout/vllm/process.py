@@ -27,12 +27,12 @@ LAST_LINES = 15
 
 
 class ServerProcess:
-    """A vLLM server process, which ends at the latest with this process."""
+    """A vLLM server process. It does not outlive this process."""
 
     def __init__(
         self, arguments: dict[str, Any], token: str, log: Path, host: str, device: str | None, port: int | None = None
     ) -> None:
-        """`arguments` are those of vLLM's engine; `device` is its CUDA_VISIBLE_DEVICES. Returns before it answers."""
+        """`arguments` go to vLLM's engine. `device` is its CUDA_VISIBLE_DEVICES. Returns before the server answers."""
         self.port = free_port(host, port or 0)
         self.url = f"http://{host}:{self.port}"
         self.log = log
@@ -79,7 +79,7 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what is left of its session
+            os.killpg(self.process.pid, signal.SIGKILL)  # remaining processes of its session
         self.process.wait()
 
 
@@ -108,7 +108,7 @@ def stop_servers(servers: Sequence[ServerProcess]) -> None:
 
 
 def free_port(host: str, port: int = 0) -> int:
-    """Return this port of the interface, or a free one for 0. Raises RolloutError if the port is taken."""
+    """Return `port` if it is free, or any free port if it is 0. Raises RolloutError if the port is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -131,7 +131,7 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def server_environment(token: str, device: str | None) -> dict[str, str]:
-    """Return this process's environment without the launcher's variables, and with those that the plugin needs."""
+    """Return a server's environment: this process's, without the launcher's variables, plus the plugin's."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     ours = {
@@ -140,7 +140,7 @@ def server_environment(token: str, device: str | None) -> dict[str, str]:
         "VLLM_PLUGINS": "rl_vlm",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_HOST_IP": LOOPBACK,  # for its internal processes, which check no token, whichever interface it serves
+        "VLLM_HOST_IP": LOOPBACK,  # its internal processes check no token, so they stay on loopback
         "VLLM_LOOPBACK_IP": LOOPBACK,
     }
     if device is not None:

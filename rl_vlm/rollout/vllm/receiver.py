@@ -46,12 +46,12 @@ class WeightFiles(WeightTransferUpdateInfo):
 
 
 class WeightReceiver(WeightTransferEngine[NoInitInfo, WeightFiles]):
-    """Loads weights by the model's own `load_weights`, layer by layer, so that layers are packed as at start-up."""
+    """Loads weights with the model's own `load_weights`, layer by layer, so that layers are packed as at start-up."""
 
     init_info_cls = NoInitInfo
     update_info_cls = WeightFiles
     handed_over: ClassVar[Iterable[tuple[str, Tensor]]] = ()
-    """Weights of a trainer in this process."""
+    """Weights from a trainer in this process."""
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing: there is no connection to set up."""

@@ -68,7 +68,7 @@ class GeneratedTokens:
 
 
 def generate_requests(request: RolloutRequest, sampling: Sampling) -> list[GenerateRequest]:
-    """Build the requests for one group: one if it is new, else one per paused completion, whose prompts differ."""
+    """Build the requests for one group: one if it is new, or else one per paused completion, since prompts differ."""
     if request.partial is None:
         seed = random_seed(sampling.seed, request.group_id)
         return [GenerateRequest(request, NO_TOKENS, sampling.num_generations, seed)]
@@ -94,20 +94,20 @@ def sampling_arguments(request: GenerateRequest, sampling: Sampling, tokens: Tok
         "stop_token_ids": list(tokens.stop),
         "ignore_eos": True,  # only the stop tokens end a completion
         "logit_bias": dict.fromkeys(tokens.banned, BANNED_LOGIT),
-        "logprobs": 0,  # only that of the sampled token
+        "logprobs": 0,  # only the sampled token's
         "detokenize": False,
         "skip_special_tokens": False,
     }
 
 
 def random_seed(seed: int, name: str) -> int:
-    """Return the seed of a request's first completion, from which vLLM counts up: a hash of (seed, name) < 2**62."""
+    """Return the seed of a request's first completion, a hash of (seed, name) < 2**62. vLLM counts up from it."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def check_length(request: RolloutRequest, sampling: Sampling, limit: int) -> None:
-    """Raise DataError if prompt and completion can exceed vLLM's limit: it would cut the completion."""
+    """Raise DataError if prompt and completion can exceed vLLM's limit. vLLM would cut the completion."""
     prompt = len(request.prompt.token_ids)
     if prompt + sampling.max_completion_length > limit:
         raise DataError(
@@ -127,7 +127,7 @@ def to_groups(
 ) -> list[Group]:
     """Send the requests for all groups to vLLM, and return the groups.
 
-    Raises RolloutError if a response has another prompt, or weights other than the last that were sent.
+    Raises RolloutError if a response has other prompt tokens, or if other weights than the last ones sampled it.
     """
     by_group = [generate_requests(request, sampling) for request in requests]
     responses = iter(send([part for parts in by_group for part in parts]))
@@ -165,12 +165,12 @@ def check_versions(request: GenerateRequest, response: GenerateResponse, expecte
 
 
 def version_label(version: int, run: str = "") -> str:
-    """Return the label of vLLM's completions; `run` distinguishes runs on one server."""
+    """Return the label for completions of a weight version. `run` distinguishes runs on one server."""
     return f"{run}{version}"
 
 
 def check_prompt_ids(request: GenerateRequest, found: Sequence[int]) -> None:
-    """Raise RolloutError if vLLM's processor made other tokens of the prompt and its images than ours."""
+    """Raise RolloutError if vLLM's processor and the trainer's turn the prompt and its images into different tokens."""
     expected = [*request.rollout_request.prompt.token_ids.tolist(), *request.paused.token_ids.tolist()]
     if list(found) == expected:
         return

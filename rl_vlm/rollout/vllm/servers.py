@@ -44,7 +44,7 @@ RESET_TRIES = 20
 """Attempts, half a second apart, to reset a cache that is in use."""
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Size from which on a file of weights gets no further one, since the main process holds a file's weights at once."""
+"""Bytes at which a file of weights ends and the next begins. The main process holds one file's weights in memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ class VLLMServers:
         run: str = "",
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`folder` is where the one process that `sends_weights` writes weights for the servers.
+        """The one process that `sends_weights` writes weights for the servers to `folder`.
 
-        `expected` are settings that the servers must have. Each server is sent requests for `max_num_seqs` completions
-        at once. `run` distinguishes this run's weights from another's. `close` stops servers started for this engine.
+        `expected` are settings that the servers must have. Each server gets requests for `max_num_seqs` completions at
+        once. `run` distinguishes this run's weights from other runs'. `close` stops servers started for this engine.
         Raises RolloutError if a server has other settings, refuses the token, or cannot be reached.
         """
         self.live = list(clients)
@@ -93,8 +93,8 @@ class VLLMServers:
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order.
 
-        Raises DataError if a prompt is too long, RolloutError if no server is left, or if one has other prompt tokens
-        or other weights than the trainer.
+        Raises DataError if a prompt is too long, RolloutError if no server is left, or if a server's prompt tokens or
+        weights differ from the trainer's.
         """
         for request in requests:
             check_length(request, sampling, self.max_model_length)
@@ -113,9 +113,9 @@ class VLLMServers:
         return groups
 
     def count_preemptions(self) -> None:
-        """Count new preemptions of all servers, in one process of the run.
+        """Count new preemptions of all servers, in the one process that `sends_weights`.
 
-        Those of other processes' requests that come later are counted after the next rollout.
+        Other processes may still be generating. Their later preemptions are counted after the next rollout.
         """
         if not self.sends_weights:
             return
@@ -123,7 +123,7 @@ class VLLMServers:
             self.counters[METRIC] += count
 
     def response_to(self, body: dict[str, Any]) -> GenerateResponse:
-        """Return the response of the first server that gives one."""
+        """Send a request to one server after another until one responds, and return the response."""
         while not self.is_closed:
             client = self.next_client()
             try:
@@ -138,7 +138,7 @@ class VLLMServers:
         raise RolloutError("The run has ended.")
 
     def check_not_older(self, client: VLLMClient, completions: Sequence[GeneratedTokens]) -> None:
-        """Raise ServerLost if a server has older weights of this run: it was removed while new ones were sent."""
+        """Raise ServerLost if a server has older weights of this run, because it was removed during a sync."""
         labels = {version for completion in completions for version in completion.versions}
         others = labels - {version_label(self.policy_version, self.run)}
         if self.run and any(label.startswith(self.run) for label in others):
@@ -173,8 +173,8 @@ class VLLMServers:
     def sync(self, source: WeightSource, version: int) -> int:
         """Send the adapter, or the trained weights, to every server, and read back their versions.
 
-        Every rank calls it. Shards are gathered to the end even if they cannot be written, since the other ranks would
-        wait for this one.
+        All ranks must call this. If shards cannot be written, they are still gathered to the end, since the other ranks
+        wait in the all-gather.
         """
         num_bytes = 0
         if self.sends_weights:
@@ -185,7 +185,7 @@ class VLLMServers:
                 num_bytes = self.write(source) * len(self.live)
                 with ThreadPoolExecutor(len(self.live)) as pool:
                     list(pool.map(lambda client: self.update(client, send, version), list(self.live)))
-            except (OSError, SafetensorError) as error:  # the latter for a full disk
+            except (OSError, SafetensorError) as error:  # a full disk raises SafetensorError
                 raise RolloutError(f"Weights for the servers cannot be written to {self.folder}: {error}") from error
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -199,7 +199,7 @@ class VLLMServers:
         """Send the weights by NCCL to one server after the other. Each forms a process group with the trainer's GPU.
 
         Shards are gathered once and kept in CPU memory: the sender iterates over the weights several times, but the
-        other ranks join one all-gather.
+        other ranks join only one all-gather.
         """
         gathered = [(name, weight.cpu()) for name, weight in source.trained_weights()] if source.is_sharded else None
         weights = source.trained_weights if gathered is None else gathered.__iter__
@@ -223,7 +223,7 @@ class VLLMServers:
                 save_file(part, self.folder / f"weights-{i:05d}.safetensors")
                 num_bytes += sum(weight.nbytes for weight in part.values())
         finally:
-            for _ in weights:  # after an error, since the other ranks gather all weights with this one
+            for _ in weights:  # even after an error, since the other ranks wait in the all-gather
                 pass
         return num_bytes
 
@@ -250,7 +250,7 @@ class VLLMServers:
             raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, and was sent {label}.")
 
     def send_adapter(self, client: VLLMClient) -> None:
-        """Replace the adapter. The old one is unloaded: one loaded in place is read from files at every request."""
+        """Unload the old adapter and load the new one. vLLM would read an adapter loaded in place at every request."""
         if ADAPTER_NAME in {model["id"] for model in client.get("/v1/models")["data"]}:
             client.post("/v1/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
         path = str(self.folder.resolve())
@@ -279,7 +279,7 @@ def check_setup(client: VLLMClient, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def reset_caches(client: VLLMClient) -> None:
-    """Reset the server's caches of older weights. Raises ServerLost if the prefix cache stays in use."""
+    """Reset the caches that older weights have filled. Raises ServerLost if the prefix cache stays in use."""
     for _ in range(RESET_TRIES):
         if client.post("/reset_prefix_cache")["success"]:
             break
@@ -291,7 +291,7 @@ def reset_caches(client: VLLMClient) -> None:
 
 
 def read_completion(client: VLLMClient, choice: dict[str, Any]) -> GeneratedTokens:
-    """Read one completion of a response. Raises ServerLost if the server aborted it, as it does when stopped."""
+    """Read one completion of a response. Raises ServerLost if the server aborted it, as a stopped server does."""
     if choice["finish_reason"] == "abort":
         raise ServerLost(f"The vLLM server {client.url} aborted a completion.")
     logprobs = [position["logprob"] for position in choice["logprobs"]["content"]]
@@ -300,7 +300,7 @@ def read_completion(client: VLLMClient, choice: dict[str, Any]) -> GeneratedToke
 
 
 def parts_of(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights, in host memory, in parts that end with the weight that reaches `max_bytes`."""
+    """Copy weights to host memory and yield them in parts. The weight that reaches `max_bytes` ends a part."""
     part: dict[str, Tensor] = {}
     for name, weight in weights:
         part[name] = weight.cpu().contiguous()
