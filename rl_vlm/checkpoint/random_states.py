@@ -1,4 +1,4 @@
-"""The global random generators, of which a checkpoint has the states."""
+"""The states of the global random generators, for checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 
 
 def seed_random_generators(seed: int) -> None:
-    """Seed the global generators, which initialise adapters and which reward functions may use."""
+    """Seed the global generators. They initialise adapters, and reward functions may use them."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:
-    """Return global generator states, in types that `torch.load(weights_only=True)` reads; sampling has its own."""
+    """Return the states of the global generators in types that `torch.load(weights_only=True)` reads.
+
+    Sampling has its own generator.
+    """
     name, keys, *position = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -27,7 +30,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned."""
+    """Restore states from `random_states`."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

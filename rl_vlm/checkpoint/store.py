@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or absent: written to another directory, flushed to disk, then renamed.
+"""Checkpoints are complete or absent: they are written to another directory, flushed to disk, then renamed.
 
 checkpoint-40/
     model.safetensors, model-00001-of-00002.safetensors, adapter_model.safetensors, config.json, …
-                            the model or the adapter, as `save_pretrained` writes it
+                            the model or the adapter, in the format of `save_pretrained`
     trainer_state.json      step, versions of the weights, evaluations, settings, fingerprints of data and model
     optimizer/              moments by the names of the weights, one file per rank of a sharded run
     reference/              the reference model, if it moves
@@ -34,7 +34,7 @@ RESUMED = {
     "optimizer state": r"optimizer/.+",
     "random states": r"rank_\d+\.pt",
 }
-"""What a run resumes, and the names of the files that hold it."""
+"""Parts that a resumed run needs, and the names of their files."""
 
 
 def checkpoint_path(output_dir: Path, step: int) -> Path:
@@ -52,12 +52,12 @@ def begin(unfinished: Path) -> None:
 
 
 def file_names(directory: Path) -> list[str]:
-    """Return the files in a directory and below it."""
+    """Return the relative paths of all files in a directory and its subdirectories."""
     return [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
 
 
 def check_space(directory: Path, num_bytes: int, what: str = "a checkpoint") -> None:
-    """Raise CheckpointError if the files of `what`, of this size, do not fit on the disk."""
+    """Raise CheckpointError if `num_bytes` do not fit on the disk. `what` names the files in the message."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def check_space(directory: Path, num_bytes: int, what: str = "a checkpoint") -> 
 def commit(unfinished: Path, written: Iterable[str]) -> Path:
     """Turn the directory of `begin` into a checkpoint: write the manifest, flush every file, rename.
 
-    `written` are the names of the files that the ranks see. Raises CheckpointError if one of them is not there.
+    `written` are the names of the files that the ranks see. Raises CheckpointError if one of them is missing here.
     """
     files = sorted(unfinished / name for name in set(written))
     if absent := [path.name for path in files if not path.is_file()]:
@@ -86,7 +86,7 @@ def commit(unfinished: Path, written: Iterable[str]) -> Path:
 
 
 def put_in_place(unfinished: Path, files: Iterable[Path]) -> Path:
-    """Flush the files of `unfinished-NAME` to disk, rename it to NAME in place of what is there, and return that."""
+    """Flush the files of `unfinished-NAME` to disk, then rename it to NAME, which it replaces. Return the new path."""
     for path in [*files, unfinished]:
         flush(path)
     final = unfinished.with_name(unfinished.name.removeprefix("unfinished-"))
@@ -97,7 +97,7 @@ def put_in_place(unfinished: Path, files: Iterable[Path]) -> Path:
 
 
 def digests(files: list[Path]) -> Iterator[str]:
-    """Return the SHA-256 of each file, computed on all cores."""
+    """Compute the SHA-256 of each file, on all cores."""
 
     def digest(path: Path) -> str:
         with path.open("rb") as file:
@@ -117,10 +117,10 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def named_errors(output_dir: Path, step: int) -> Iterator[None]:
-    """Raise errors of the block as CheckpointError."""
+    """Turn any error in the block into a CheckpointError."""
     try:
         yield
-    except Exception as error:  # a full disk is an OSError, a RuntimeError of torch, or safetensors' own
+    except Exception as error:  # a full disk is an OSError, torch's RuntimeError, or safetensors' error
         free = shutil.disk_usage(output_dir).free // 2**20 if output_dir.is_dir() else 0
         raise CheckpointError(
             f"could not write checkpoint-{step} in {output_dir} ({error}; {free} MiB free); "
@@ -129,7 +129,7 @@ def named_errors(output_dir: Path, step: int) -> Iterator[None]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return size and SHA-256 of each file, by its name. Raises CheckpointError if the manifest cannot be read."""
+    """Return size and SHA-256 of each file, by name. Raises CheckpointError if the manifest cannot be read."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())
         return {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
@@ -140,7 +140,7 @@ def read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
 
 
 def check_sizes(checkpoint: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file. Raises CheckpointError unless all exist with the sizes of the manifest."""
+    """Return the SHA-256 of each file. Raises CheckpointError if a file is missing or its size differs."""
     files = read_manifest(checkpoint)
     for name, (size, _) in files.items():
         file = checkpoint / name
@@ -152,7 +152,7 @@ def check_sizes(checkpoint: Path) -> dict[str, str]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether every file of the manifest exists with its size. `check` compares contents."""
+    """Return whether every file of the manifest exists with the right size. `check` also compares contents."""
     try:
         check_sizes(checkpoint)
     except CheckpointError:
@@ -161,7 +161,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def check(checkpoint: Path) -> Path:
-    """Return the checkpoint if its files are those that were written, else raise CheckpointError."""
+    """Return the checkpoint if its files are unchanged, else raise CheckpointError."""
     files = check_sizes(checkpoint)
     try:
         found = list(digests([checkpoint / name for name in files]))
@@ -177,7 +177,7 @@ def check(checkpoint: Path) -> Path:
 
 
 def check_resumable(checkpoint: Path) -> Path:
-    """Return the checkpoint if it is intact and holds all that a run resumes, else raise CheckpointError."""
+    """Return the checkpoint if it is intact and has all parts that a resumed run needs, else raise CheckpointError."""
     files = read_manifest(check(checkpoint))
     for part, pattern in RESUMED.items():
         if not any(re.fullmatch(pattern, name) for name in files):
@@ -193,7 +193,7 @@ def complete(output_dir: Path) -> list[Path]:
 
 
 def directories(output_dir: Path) -> list[Path]:
-    """Return the directories of a run's checkpoints, complete or not. Only `checkpoint-<digits>` is one."""
+    """Return the directories named `checkpoint-<digits>`, complete or not, oldest step first."""
     found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(found, key=step_of)
 
@@ -210,8 +210,8 @@ def names(output_dir: Path) -> str:
 def find(setting: str | None, output_dir: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names, if any.
 
-    `auto` is the newest one that is intact; others are skipped with a warning. Raises CheckpointError if the checkpoint
-    is incomplete or its contents have changed, with `auto` if that is so for all.
+    `auto` is the newest intact checkpoint. Damaged ones are skipped with a warning. Raises CheckpointError if the named
+    checkpoint is incomplete or its contents have changed, or with `auto` if no checkpoint is intact.
     """
     if setting is None:
         return None
@@ -242,7 +242,7 @@ def newest_intact(output_dir: Path) -> Path | None:
 
 
 def prune(output_dir: Path, limit: int | None, keep: Path | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, never `keep` (the best one) or the newest."""
+    """Delete the oldest checkpoints beyond `limit`. Never delete `keep` (the best one) or the newest."""
     found = complete(output_dir)
     surplus = len(found) - limit if limit else 0
     for path in [p for p in found[:-1] if p != keep][: max(surplus, 0)]:

@@ -1,10 +1,10 @@
-"""Checkpoints that are written while training goes on.
+"""Writes checkpoints in the background while training continues.
 
     main thread        snapshot ─ step … step ──────── step … step ──────────── step
     its own thread              └► write the files ─┐  └► digests, flush, rename ─┐
                                                     └ all ranks have written       └ older checkpoints are deleted
 
-Ranks communicate in the main thread alone, after a step, if all of their threads are done.
+Ranks communicate only in the main thread, after a step, if all their threads are done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_vlm.errors import CheckpointError
 
 @runtime_checkable
 class Files(Protocol):
-    """A rank's share of a checkpoint's files, with copies of everything that training changes."""
+    """A rank's share of a checkpoint's files. It holds copies of everything that training changes."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -41,9 +41,9 @@ class CheckpointFiles:
     """A rank's share of all files."""
 
     parts: Sequence[tuple[str, Files]]
-    """Files with the folder in the checkpoint that they are written to."""
+    """Files, each with its target folder in the checkpoint."""
     states: Mapping[str, bytes]
-    """Contents of files by name, which the main process writes."""
+    """Contents of further files, by name. Only the main process has any."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,17 +62,17 @@ class Pending:
 
     step: int
     work: Future[Any]
-    """Of this rank's thread."""
+    """The work of this rank's thread."""
     prune: Callable[[], None]
     are_files_written: bool = False
-    """Whether all ranks have written their files, and the main process finishes the checkpoint."""
+    """Whether all ranks have written their files, so that the main process is finishing the checkpoint."""
 
 
 class CheckpointWriter:
-    """One rank's part in writing checkpoints, one at a time. All ranks call each method together.
+    """Writes one checkpoint at a time. All ranks must call each method together.
 
-    A checkpoint that cannot be written raises CheckpointError on every rank, in the method that finds it, and leaves
-    earlier ones as they are.
+    If a checkpoint cannot be written, the method that notices it raises CheckpointError on every rank. Earlier
+    checkpoints do not change.
     """
 
     def __init__(self, output_dir: Path, ranks: Ranks, in_background: bool = True) -> None:
@@ -85,7 +85,7 @@ class CheckpointWriter:
         self.seconds = 0.0
 
     def write(self, step: int, snapshot: Callable[[], Files], prune: Callable[[], None]) -> None:
-        """Begin to write a checkpoint, after the one before is finished, unless that step has a complete one.
+        """Finish the previous checkpoint and begin to write this one, unless the step has a complete checkpoint.
 
         The main process calls `prune()` once the checkpoint is complete.
         """
@@ -106,7 +106,7 @@ class CheckpointWriter:
             self.finish()
 
     def continue_if_ready(self) -> None:
-        """Go on with the checkpoint that is being written, without waiting for any rank's thread."""
+        """Advance the checkpoint that is being written if the threads of all ranks are done. Never wait for them."""
         with self.timed():
             if self.pending and not self.ranks.max([int(not self.pending.work.done())])[0]:
                 self.advance(self.pending)
@@ -118,7 +118,7 @@ class CheckpointWriter:
                 self.advance(self.pending)
 
     def advance(self, pending: Pending) -> None:
-        """Wait for all threads. Then let the main process finish the checkpoint, or note that it has."""
+        """Wait for all threads. Then make the main process finish the checkpoint, or prune if it has."""
         self.pending = None
         with self.discarded_on_failure(pending.step), stop.postponed():
             wait_for(pending.work)
@@ -147,7 +147,7 @@ class CheckpointWriter:
         return store.is_complete(store.checkpoint_path(self.output_dir, step))
 
     def take_seconds(self) -> float:
-        """Return the seconds that the main thread has spent here since the last call."""
+        """Return the seconds that the main thread has spent in these methods since the last call."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
@@ -160,7 +160,7 @@ class CheckpointWriter:
             self.seconds += time.perf_counter() - start
 
     def close(self) -> None:
-        """Wait for this rank's thread. A run of one process finishes its checkpoint, and others leave it unfinished."""
+        """Wait for this rank's thread. A run of one process finishes its checkpoint, others leave it unfinished."""
         try:
             if self.ranks.world_size == 1:
                 self.finish()

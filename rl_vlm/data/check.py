@@ -1,4 +1,4 @@
-"""Checks of the data before a run: which rows can be used, and what is wrong with the others.
+"""Checks of the data before a run. They find the rows that can be used, and the problems of the others.
 
 load_rows ─► Rows ─ check_rows: columns, then every row and image header ─► UsableRows ─ fitting_rows ─► UsableRows
 """
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_THREADS = 16
-"""Images whose headers are read at once: what takes time is to find and open their files."""
+"""Image headers that are read at once. To find and open the files takes most of the time."""
 EXAMPLES = 100
-"""Rows of each source among which `UsableRows.example` looks for a complete one."""
+"""Number of rows per source that `UsableRows.example` searches for a complete one."""
 SHORT_TEXT = 1024
-"""Bytes of a text that is not noted as long: every model has a context of more tokens."""
+"""Texts of more bytes are noted as long. The context of every model has more tokens."""
 SMALL_IMAGES = 512 * 512
-"""Pixels of a row's images that are not noted as large."""
+"""Images of a row with more pixels in all are noted as large."""
 
 
 def no_gold(row: Row, text: str) -> None:
@@ -46,39 +46,39 @@ def no_gold(row: Row, text: str) -> None:
 
 
 class RowNote(NamedTuple):
-    """What the check notes of a row."""
+    """The check's notes on one row."""
 
     row: int
     finding: Finding | None
-    """Its problem. An error, unless `on_bad_row` drops the row."""
+    """The row's problem. It is an error unless `on_bad_row` drops the row."""
     num_bytes: int
     """Bytes of the prompt's text."""
     num_pixels: int
     """Pixels of the images."""
     continues: bool
-    """Whether the prompt ends with a message of the assistant."""
+    """Whether the prompt ends with an assistant message."""
 
 
 @dataclass(frozen=True)
 class UsableRows:
-    """The rows of a split that are used."""
+    """The rows of a split that a run uses."""
 
     rows: Rows
     indices: list[int]
     dropped: list[dict[str, Any]]
-    """A record of each row that is left out, with the reason."""
+    """One record per dropped row, with the reason."""
     text_bytes: dict[int, int]
-    """Bytes of the prompt's text by row, of texts that may be long."""
+    """Bytes of the prompt's text by row, if it may be long."""
     num_pixels: dict[int, int]
-    """Pixels of the images by row, of those that may be large."""
+    """Pixels of the images by row, if they may be large."""
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def example(self, columns: Collection[str], is_wanted: Callable[[Row], bool] = lambda row: True) -> Sample:
-        """Return an early row of a source that has a value in each of these columns of the data, or the first row.
+        """Return an early row of a source with values in all of `columns` that the data has, or else the first row.
 
-        `is_wanted` tests the columns of such a row.
+        The row's columns must also pass `is_wanted`.
         """
         wanted = set(self.rows.columns).intersection(columns)
         firsts = [bisect_left(self.indices, part.start) for part in self.rows.parts]
@@ -89,9 +89,9 @@ class UsableRows:
         return self.rows[self.indices[0]]
 
     def shares(self) -> list[Share]:
-        """Return the sources of a mixture with weights, or an empty list.
+        """Return the sources of a mixture with weights, or an empty list if there are no weights.
 
-        Raises DataError if one of them has no row that can be used.
+        Raises DataError if a source has no usable row.
         """
         shares = []
         for part in self.rows.parts:
@@ -121,7 +121,7 @@ class UsableRows:
         return left
 
     def record(self, row: int, reason: str) -> dict[str, Any]:
-        """Return the record of a row that is left out."""
+        """Build the record of a dropped row."""
         part = self.rows.part(row)
         sample_id = self.rows.sample_ids[row]
         return {"data": part.name, "sample_id": sample_id, "row": row - part.start, "reason": reason}
@@ -130,9 +130,9 @@ class UsableRows:
 def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindGold = no_gold) -> UsableRows:
     """Check the columns and all rows, and return the rows to use. Each rank checks its share of the rows.
 
-    `used` are the columns that reward functions name. `find_gold` says whether a prompt ends with its gold answer.
+    `used` are the columns that reward functions name. `find_gold` finds out whether a prompt ends with its gold answer.
     Raises DataError if images are in a column that nobody reads, if no row has an image, or if a row cannot be used and
-    `on_bad_row` does not drop it. Images are not decoded: damage behind a header is found when the row is drawn.
+    `on_bad_row` does not drop it. Images are not decoded: damage after a header is found only when the row is drawn.
     """
     num, rank, size = len(rows), ranks.rank, ranks.world_size
     share = range(num * rank // size, num * (rank + 1) // size)
@@ -149,14 +149,14 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
 
 
 def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[RowNote]:
-    """Yield what is noted of rows with a problem, a long text, large images, or a prompt that is continued."""
+    """Yield notes on rows with a problem, a long text, large images, or an assistant message at the prompt's end."""
     return filter(is_notable, over_rows(rows, share, partial(check_row, rows, find_gold)))
 
 
 def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Iterator[T]:
-    """Yield what `inspect` returns for each row of a share, in order, from several threads.
+    """Call `inspect` on each row of a share in several threads, and yield the results in order.
 
-    Rows have the columns that checks read.
+    The rows have only the columns that checks read.
     """
     columns = columns_to_check(rows.config.prompt_template)
     start = share.start
@@ -171,7 +171,7 @@ def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Ite
 
 
 def is_notable(note: RowNote) -> bool:
-    """Return whether the check notes anything of a row."""
+    """Return whether the note has any content."""
     is_large = note.num_bytes > SHORT_TEXT or note.num_pixels > SMALL_IMAGES
     return is_large or note.finding is not None or note.continues
 
@@ -195,7 +195,7 @@ def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[
 
 
 def warn_of_continued(rows: Rows, num_continued: int) -> None:
-    """Log how many prompts end with a message of the assistant, which may be an answer that should not be there."""
+    """Log how many prompts end with an assistant message. It may be an answer that should not be there."""
     if num_continued:
         logger.warning(
             "%s: the prompts of %d of %d rows end with a message of the assistant, and completions continue it. If it "
@@ -206,7 +206,7 @@ def warn_of_continued(rows: Rows, num_continued: int) -> None:
 def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> UsableRows:
     """Leave out rows whose prompts have more than `limit` tokens, and check that the others can be built.
 
-    With a limit every prompt is built once, images included. Without one, only those are built whose text alone may
+    With a limit every prompt is built once, images included. Without one, a prompt is built only if its text alone may
     exceed the model's context. Prompts are not truncated, because that would remove image tokens. Raises DataError if
     a prompt cannot be built or is too long for the model, and `on_bad_row` does not drop it.
     """
@@ -245,7 +245,7 @@ def without_bad(usable: UsableRows, bad: Sequence[dict[str, Any]]) -> UsableRows
 
 
 def summary(dropped: Sequence[dict[str, Any]]) -> str:
-    """Describe the rows that are left out: how many have too long a prompt, and why the first other one is."""
+    """Describe the dropped rows: how many prompts are too long, how many rows are bad, and why the first one is."""
     long = [record for record in dropped if "tokens" in record]
     bad = [record for record in dropped if "tokens" not in record]
     parts = []
@@ -261,7 +261,7 @@ def summary(dropped: Sequence[dict[str, Any]]) -> str:
 
 
 def warn_of_dropped(dropped: Sequence[dict[str, Any]], file: Path) -> None:
-    """Log how many rows of each data source are left out, and where they are listed."""
+    """Log how many rows of each data source are dropped, and the file that lists them."""
     for name in dict.fromkeys(record["data"] for record in dropped):
         records = [record for record in dropped if record["data"] == name]
         logger.warning("%s: %d rows are left out and listed in %s. %s", name, len(records), file, summary(records))

@@ -1,4 +1,4 @@
-"""The columns of the data: which are left out or renamed, who reads them, and images that nobody would read."""
+"""The columns of the data: drops and renames them, lists their readers, and refuses images that nobody reads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_columns(source: Table, entry: DataSource, is_only: bool) -> Table:
-    """Leave out `ignore_columns`, and rename those of `columns`. `is_only`: a run has no other data.
+    """Drop `ignore_columns`, and rename columns as `columns` says. `is_only` means that the run has no other data.
 
-    Raises DataError if a column to leave out is misspelt, if one to rename is not there, or if a new name is taken.
+    Raises DataError if a column to drop is misspelt, if a column to rename is missing, or if a new name is taken.
     """
     name = entry.name
     check_ignored(source, entry, is_only)
@@ -47,9 +47,9 @@ def choose_columns(source: Table, entry: DataSource, is_only: bool) -> Table:
 
 
 def check_ignored(source: Table, entry: DataSource, is_only: bool) -> None:
-    """Log a warning for each column of `ignore_columns` that is not there, such as one of the held-out data alone.
+    """Log a warning for each missing column of `ignore_columns`. It may be a column of the held-out data alone.
 
-    Raises DataError if it seems misspelt: if another column has a similar name, and this is the only data.
+    Raises DataError if it seems misspelt: another column has a similar name, and this is the only data.
     """
     for column in entry.ignore_columns:
         if column in source.columns:
@@ -65,14 +65,14 @@ def check_ignored(source: Table, entry: DataSource, is_only: bool) -> None:
 
 
 def prompt_columns(template: str | None) -> list[set[str]]:
-    """Return the sets of columns that a prompt can be made from: those of the template, or of one of the layouts."""
+    """Return the alternative sets of columns for a prompt: the template's columns, or one set per layout."""
     if template is not None:
         return [template_columns(template)]
     return [{"prompt"}, *(set(layout.columns) for layout in LAYOUTS if layout.prompt)]
 
 
 def template_columns(template: str) -> set[str]:
-    """Return the columns that a template names. Its errors are found when it is filled."""
+    """Return the columns that a template names. If it has errors, filling it will find them."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name]
     except ValueError:
@@ -81,7 +81,7 @@ def template_columns(template: str) -> set[str]:
 
 
 def reward_columns(source: Table, template: str | None) -> list[str]:
-    """Return the columns that some row has for reward functions. Layouts of other systems may add `solution`."""
+    """Return the columns that reward functions can use. Layouts of other systems may add `solution`."""
     layouts = layouts_of(source.columns)
     prompts = [layout.columns[0] for layout in layouts if layout.prompt and template is None]
     names = [name for name in source.columns if name not in ("prompt", *prompts, *IMAGE_COLUMNS)]
@@ -89,7 +89,7 @@ def reward_columns(source: Table, template: str | None) -> list[str]:
 
 
 def has_solutions(source: Table) -> bool:
-    """Return whether the layout of a row gives it a solution. Rows that cannot be read are found by `check_rows`."""
+    """Return whether any row gets a solution from its layout. Unreadable rows are skipped; `check_rows` finds them."""
     for batch in source.batches(range(len(source)), LAYOUT_COLUMNS):
         for row in batch:
             with suppress(DataError):
@@ -99,9 +99,9 @@ def has_solutions(source: Table) -> bool:
 
 
 def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Collection[str]) -> None:
-    """Raise DataError if the model would be given no image at all, or if images are in a column that nobody reads.
+    """Raise DataError if the model would get no image at all, or if images are in a column that nobody reads.
 
-    `used` are the columns that reward functions name. The message names the columns that look like images.
+    `used` are the columns that reward functions name. The message names the columns with values that look like images.
     """
     prompts = [columns for columns in prompt_columns(config.prompt_template) if columns.issubset(source.columns)]
     read = {"id", *IMAGE_COLUMNS, *used, *set().union(*prompts)}
@@ -127,7 +127,7 @@ def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Co
 
 
 def first_image(source: Source, column: str) -> tuple[int, Any] | None:
-    """Return row and value of the column's first image, or None if no value looks like one."""
+    """Return the row and value of the column's first image, or None if no value looks like an image."""
     return next(((row, value) for row, value in enumerate(source.values(column)) if looks_like_image(value)), None)
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of rows, by which a resumed run notices that its data has changed."""
+"""Fingerprints of rows. They let a resumed run notice that its data has changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_vlm.data.tables import IMAGE_COLUMNS, Row, Table
 
 
 def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
-    """Return the number of rows in use and a digest of their contents. Of images, the paths count."""
+    """Return the number of rows in use and a digest of their contents. Images count by their paths."""
     used, digest = set(row_indices), hashlib.sha256()
     batches = rows.source.batches(range(len(rows)), rows.source.columns)
     for index, row in enumerate(row for batch in batches for row in batch):
@@ -23,7 +23,7 @@ def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
 
 
 def contents(table: Table) -> str:
-    """Return a digest of the contents of all rows, of which the paths of images count."""
+    """Return a digest of the contents of all rows. Images count by their paths."""
     digest = hashlib.sha256()
     for batch in table.batches(range(len(table)), table.columns):
         for row in batch:
@@ -32,22 +32,22 @@ def contents(table: Table) -> str:
 
 
 def comparable(row: Row) -> Any:
-    """Return what is compared of a row."""
+    """Return the row in the form that enters a digest."""
     return with_text_keys(without_pixels(row))
 
 
 def as_json(content: Any) -> str:
-    """Return JSON in which a value that has none is represented by its type."""
+    """Convert to JSON. A value without a JSON form is represented by its type."""
     return json.dumps(content, sort_keys=True, default=lambda value: type(value).__name__)
 
 
 def without_pixels(row: Row) -> Row:
-    """Return the row without the pixels and bytes of images, which are not read."""
+    """Return the row with images replaced by their paths. No image is read."""
     return {str(name): paths_of(value) if name in IMAGE_COLUMNS else value for name, value in row.items()}
 
 
 def with_text_keys(value: Any) -> Any:
-    """Return the value with the keys of its dicts as text, since keys of several types cannot be sorted."""
+    """Convert all dict keys to text, since keys of several types cannot be sorted."""
     if isinstance(value, dict):
         return {str(key): with_text_keys(item) for key, item in value.items()}
     return list(map(with_text_keys, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""ms-swift's column `objects`: names and boxes that stand for marks in messages."""
+"""ms-swift's column `objects`: names and boxes that replace marks in messages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rl_vlm.errors import DataError, shorten
 Message = dict[str, Any]
 
 MARKS = {"<ref-object>": "ref", "<bbox>": "bbox"}
-"""Marks in messages, and the keys of `objects` that list what they stand for."""
+"""Marks in messages, and the keys of `objects` that list their values."""
 BOX_TYPES = (None, "real", "norm1")
 
 
 def fill_objects(messages: Any, objects: Any, where: str) -> Any:
-    """Return the messages with the marks `<ref-object>` and `<bbox>` filled in, in order.
+    """Replace the marks `<ref-object>` and `<bbox>` in messages by names and boxes, in order.
 
     A box becomes JSON text, `[x1, y1, x2, y2]`, with the numbers of the row: pixels of the image, or fractions of its
-    size if `bbox_type` is `norm1`. Messages without marks are returned as they are. `objects` may be JSON text. Raises
-    DataError if marks and values differ in number, or if a value is no text or no box.
+    size if `bbox_type` is `norm1`. Messages without marks are returned unchanged. `objects` may be JSON text. Raises
+    DataError if the numbers of marks and values differ, or if a value is not text or not a box.
     """
     if not isinstance(messages, list):
         return messages
@@ -46,7 +46,7 @@ def fill_objects(messages: Any, objects: Any, where: str) -> Any:
 
 
 def read_objects(objects: Any, where: str) -> Row:
-    """Return `objects` as a dict, which is empty for None. Raises DataError if it is no object."""
+    """Return `objects` as a dict, which is empty for None. Raises DataError if it is not an object."""
     found: Any = {} if objects is None else objects
     if isinstance(found, str):
         with suppress(ValueError):
@@ -59,7 +59,7 @@ def read_objects(objects: Any, where: str) -> Row:
 
 
 def written(values: list[Any], key: str, where: str) -> list[str]:
-    """Return names as they are, and boxes as JSON text."""
+    """Return names unchanged, and boxes as JSON text."""
     if key == "ref" and all(isinstance(value, str) for value in values):
         return values
     if key == "bbox" and all(map(is_box, values)):
@@ -69,12 +69,12 @@ def written(values: list[Any], key: str, where: str) -> list[str]:
 
 
 def is_box(value: Any) -> bool:
-    """Return whether a value is a list of the numbers of a box or of a point."""
+    """Return whether a value is a list of 4 numbers (a box) or 2 numbers (a point)."""
     return isinstance(value, list) and len(value) in (2, 4) and all(isinstance(number, int | float) for number in value)
 
 
 def texts_in(contents: list[Any]) -> Iterator[str]:
-    """Yield the texts of contents, which are strings or lists of blocks."""
+    """Yield all texts. Contents are strings or lists of blocks."""
     for content in contents:
         blocks = content if isinstance(content, list) else [{"text": content}]
         yield from (block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str))
@@ -91,7 +91,7 @@ def fill_message(message: Any, value_of: Callable[[re.Match[str]], str]) -> Any:
 
 
 def fill_text(holder: Any, key: str, value_of: Callable[[re.Match[str]], str]) -> Any:
-    """Return a dict with the marks in one of its texts replaced by their values."""
+    """Return the dict with each mark in the text at `key` replaced by its value."""
     if not isinstance(holder, dict) or not isinstance(holder.get(key), str):
         return holder
     return holder | {key: re.sub("|".join(MARKS), value_of, holder[key])}

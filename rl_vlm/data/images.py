@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 SENT_FORMATS = ("PNG", "JPEG", "WEBP")
-"""Formats that are sent to servers unchanged; images in other formats are sent as PNG."""
+"""Formats that are sent to servers unchanged. Images in other formats are sent as PNG."""
 BASE64 = re.compile(r"data:image/[^,\s]{1,99};base64,|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)(?:(?:\r?\n)?[A-Za-z0-9+/]){100}")
-"""The start of an image as base64 text: a data URL, or a PNG, JPEG, WEBP or GIF without its address. Lines may be
-broken."""
+"""The start of an image as base64 text: a data URL, or a bare PNG, JPEG, WEBP or GIF. The text may have line breaks."""
 SUFFIX = re.compile(r"\.(png|jpe?g|jfif|webp|bmp|tiff?|gif)([?#]\S*)?\Z", re.IGNORECASE)
 KEYS = ("image", "bytes", "path")
-"""What a dict may hold an image under. Of several, the first that is filled counts."""
+"""Keys for the image in a dict. The first one that is filled counts."""
 SIZE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""What Qwen's utilities read beside an image, and nothing here does."""
+"""Keys for the image's size in a dict. Qwen's utilities read them, this project does not."""
 FILE_TYPES = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -39,16 +38,16 @@ FILE_TYPES = {
 
 
 class TooManyPixels(ValueError):
-    """An image above `data.max_image_pixels`."""
+    """The image has more pixels than `data.max_image_pixels`."""
 
 
 def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[Image.Image, bytes | None]:
     """Read the first frame of an image, upright (EXIF) and in RGB by `Image.convert`, which drops transparency.
 
-    Also returns the encoded bytes if a server that decodes them gets the same pixels, else None.
+    Also return the encoded bytes if a server that decodes them gets the same pixels, else None.
 
-    `value` is what `open_image` takes, or a PIL image. The size in the header is checked against `max_pixels` before
-    decoding. Raises DataError, whose message begins with `where`.
+    `value` is a PIL image, or any value that `open_image` takes. The size in the header is checked against `max_pixels`
+    before decoding. Raises DataError with a message that begins with `where`.
     """
     with image_errors(value, where):
         value = image_content(value)
@@ -60,10 +59,10 @@ def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[I
 
 
 def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> int:
-    """Return the number of pixels of an image, by its header.
+    """Read the number of pixels from an image's header.
 
-    Raises the DataError of `read_image` if the image is missing, or if its header can be seen to be bad. No pixel is
-    decoded, so that damage behind the header is not found.
+    Raises the DataError of `read_image` if the image is missing or its header is bad. No pixel is decoded, so damage
+    after the header is not found.
     """
     with image_errors(value, where):
         value = image_content(value)
@@ -74,7 +73,7 @@ def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> int:
 
 
 def image_size(value: Any, folder: Path, where: str) -> tuple[int, int]:
-    """Return width and height of an image that is upright (EXIF), by its header. Raises DataError."""
+    """Read width and height of the upright image (EXIF) from its header. Raises DataError if it cannot be read."""
     with image_errors(value, where):
         value = image_content(value)
         if isinstance(value, Image.Image):
@@ -84,7 +83,7 @@ def image_size(value: Any, folder: Path, where: str) -> tuple[int, int]:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return width and height of an image as they are after `ImageOps.exif_transpose`."""
+    """Return width and height of an image after `ImageOps.exif_transpose`."""
     width, height = image.size
     is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     return (height, width) if is_turned else (width, height)
@@ -92,7 +91,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 @contextmanager
 def image_errors(value: Any, where: str) -> Iterator[None]:
-    """Raise DataError, whose message begins with `where` and the image's path, for any error in the block."""
+    """Turn any error in the block into a DataError. Its message begins with `where` and the image's path."""
     try:
         yield
     except UnidentifiedImageError as error:
@@ -105,9 +104,9 @@ def image_errors(value: Any, where: str) -> Iterator[None]:
 
 
 def image_content(value: Any) -> Any:
-    """Return what a dict of `KEYS` holds, or the value itself if it is no dict.
+    """Return the image in a dict of `KEYS`, or the value itself if it is not a dict.
 
-    Raises ValueError if the dict holds no image, or a size for it that nothing here would read.
+    Raises ValueError if the dict holds no image, or if it holds a size, which would be ignored.
     """
     while isinstance(value, dict):
         sizes = [key for key in SIZE_KEYS if value.get(key) is not None]
@@ -123,7 +122,7 @@ def image_content(value: Any) -> Any:
 
 
 def image_path(value: Any) -> str | Path | None:
-    """Return the path of an image value, or None if the value holds the image itself. Raises as `image_content`."""
+    """Return the path of an image value, or None if the value is the image itself. Raises like `image_content`."""
     content = image_content(value)
     if isinstance(content, str) and not BASE64.match(content):
         return content.removeprefix("file://")
@@ -134,8 +133,8 @@ def open_image(value: Any, folder: Path) -> AbstractContextManager[Any]:
     """Open an image's file, or its encoded bytes as a binary file. A file that is open already stays open.
 
     `value` is a path (relative to `folder`), encoded bytes, an open file, base64 text, or a dict of one of these.
-    Raises TypeError for anything else, ValueError for a URL or what is no regular file, OSError for a file that cannot
-    be read.
+    Raises TypeError for anything else, ValueError for a URL or a path that is not a regular file, OSError if the file
+    cannot be read.
     """
     content, path = image_content(value), image_path(value)
     if path is not None:
@@ -154,7 +153,7 @@ def open_image(value: Any, folder: Path) -> AbstractContextManager[Any]:
 
 @contextmanager
 def rewound(file: Any) -> Iterator[Any]:
-    """Give an open file from its start, and rewind it afterwards, since a row is read more than once."""
+    """Yield an open file at its start, and rewind it afterwards, since a row is read more than once."""
     file.seek(0)
     try:
         yield file
@@ -163,7 +162,7 @@ def rewound(file: Any) -> Iterator[Any]:
 
 
 def open_regular_file(folder: Path, path: str) -> Any:
-    """Open a file of image data. Other kinds of file are refused, since reading a FIFO or a device may never end."""
+    """Open a regular file. Other kinds of file are refused, since reading a FIFO or a device may never end."""
     if "://" in path:
         raise ValueError("URLs are not fetched; download the file and give its path.")
     if not path:
@@ -175,7 +174,7 @@ def open_regular_file(folder: Path, path: str) -> Any:
 
 
 def encoded_image(value: Any, folder: Path) -> bytes:
-    """Return the bytes of an image's file, or of a PNG of its pixels if it is a PIL image. Raises as `open_image`."""
+    """Return the bytes of an image's file. A PIL image is encoded as PNG. Raises like `open_image`."""
     content = image_content(value)
     if isinstance(content, Image.Image):
         return png_bytes(content)
@@ -204,7 +203,7 @@ def looks_like_image(value: Any) -> bool:
         with BytesIO(value) if isinstance(value, bytes) else rewound(value) as file:
             Image.open(file, formats=FORMATS)
         return True
-    except Exception:  # whatever a decoder raises, it is no image
+    except Exception:  # a decoder can raise anything
         return False
 
 
@@ -216,7 +215,7 @@ def png_bytes(image: Image.Image) -> bytes:
 
 
 def image_urls(sample: Sample) -> list[str]:
-    """Return the sample's images as data URLs: each row's own file if servers read it alike, else a PNG."""
+    """Return the sample's images as data URLs: the original file if servers decode the same pixels, else a PNG."""
     files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
     return [f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}" for file in files]
 
@@ -227,7 +226,7 @@ def media_type(encoded: bytes) -> str:
 
 
 def pixel_limits(data: DataConfig) -> dict[str, int]:
-    """Return the limits on an image's pixels that are set, by the names that processors use."""
+    """Return the configured limits on an image's pixels, by the names that processors use."""
     limits = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
     return {name: value for name, value in limits.items() if value is not None}
 
@@ -250,7 +249,7 @@ def _check_header(image: Image.Image, max_pixels: int) -> int:
 def _is_sent_as_it_is(image: Image.Image) -> bool:
     """Return whether the file can be sent unchanged.
 
-    It must need no conversion, rotation or choice of a frame, which a server may do differently.
+    It must not need conversion, rotation or the choice of a frame, since a server may do these differently.
     """
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     is_animated = getattr(image, "is_animated", False)
@@ -258,7 +257,7 @@ def _is_sent_as_it_is(image: Image.Image) -> bool:
 
 
 def _label(value: Any) -> str:
-    """Return the path of an image, if it has one, for an error message."""
+    """Format the path of an image for an error message, or return "" if it has none."""
     while isinstance(value, dict):
         value = next((value[key] for key in ("path", "image") if value.get(key) is not None), None)
     is_path = isinstance(value, Path) or (isinstance(value, str) and not BASE64.match(value))

@@ -1,6 +1,6 @@
-"""Rows written for other systems: which column is their prompt, and which value their `solution`.
+"""Layouts of rows for other systems: they tell which column is the prompt, and which value the `solution`.
 
-A layout is recognised row by row, by the columns that are filled, so that one file may hold several.
+Each row's layout is recognised by its filled columns, so one file may hold several layouts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def last_turn(row: Row, where: str) -> Any:
 
 
 def read_messages(row: Row, where: str) -> Any:
-    """Return `messages` with the marks of objects filled in, without a final answer."""
+    """Return `messages` without a final answer, with the marks of objects filled in."""
     messages = fill_objects(row["messages"], row.get("objects"), where)
     return messages[:-1] if is_answered(messages) else messages
 
@@ -44,7 +44,7 @@ def last_message(row: Row, where: str) -> Any:
 
 
 def is_answered(messages: Any) -> bool:
-    """Return whether the last message is the assistant's."""
+    """Return whether the assistant wrote the last message."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
 
@@ -59,15 +59,15 @@ class Layout(NamedTuple):
 
     system: str
     columns: tuple[str, ...]
-    """Columns that rows of this layout have. The first of them is filled."""
+    """Columns of rows with this layout. The first one is filled."""
     prompt: Callable[[Row, str], Any] | None
-    """Returns the prompt. The first column then holds it. Default: it is in `prompt`."""
+    """Returns the prompt from the first column. None if column `prompt` holds it."""
     gold: str
     """Description of the value that becomes `solution`."""
     solution: Callable[[Row, str], Any]
-    """Returns that value, or None."""
+    """Returns the value that becomes `solution`, or None."""
     yields: bool
-    """Whether a column `solution` takes precedence over that value. If not, a row where they differ is refused."""
+    """Whether a column `solution` takes precedence over the layout's value. If not, a row is refused if they differ."""
 
     def fits(self, row: Row) -> bool:
         """Return whether a row has this layout."""
@@ -87,14 +87,14 @@ LAYOUT_COLUMNS = {"prompt", "solution", "objects", *(name for layout in LAYOUTS 
 
 
 def layouts_of(columns: Collection[str]) -> list[Layout]:
-    """Return the layouts whose columns are all there."""
+    """Return the layouts whose columns all exist."""
     return [layout for layout in LAYOUTS if set(layout.columns).issubset(columns)]
 
 
 def read_layout(row: Row, where: str, with_prompt: bool) -> Row:
-    """Return the row with `prompt` and `solution`, if its layout is another system's.
+    """Add `prompt` and `solution` to a row if its layout is another system's.
 
-    A column that holds the prompt is left out. Without `with_prompt`, a template makes the prompt, and only `solution`
+    The column that held the prompt is removed. Without `with_prompt`, a template makes the prompt, so only `solution`
     is added. Raises DataError if several columns could be the prompt or the solution.
     """
     found = [layout for layout in LAYOUTS if layout.fits(row)]
@@ -110,7 +110,7 @@ def read_layout(row: Row, where: str, with_prompt: bool) -> Row:
 
 
 def find_solution(row: Row, found: list[Layout], where: str) -> Any:
-    """Return the value of `solution`, or None. Raises DataError if there are several that differ."""
+    """Return the value of `solution`, or None. Raises DataError if several values differ."""
     given = row.get("solution")
     if given is not None and all(layout.yields for layout in found):
         return given
@@ -122,7 +122,7 @@ def find_solution(row: Row, found: list[Layout], where: str) -> Any:
 
 
 def ambiguous(where: str, role: str, holders: list[str]) -> DataError:
-    """Return an error about several columns that could be one thing."""
+    """Build the error for columns that could all be the prompt, or all be the solution."""
     other = "solution" if "solution" in holders else holders[-1]
     return DataError(
         f"{where}: columns {' and '.join(holders)} are filled, and each could be the {role}. Leave one out with "
@@ -132,7 +132,7 @@ def ambiguous(where: str, role: str, holders: list[str]) -> DataError:
 
 
 def log_layouts(name: str, columns: Collection[str], with_prompt: bool) -> None:
-    """Log which layouts the rows have, and what is read from where."""
+    """Log the layouts of the rows, and the sources of prompt and solution."""
     for layout in layouts_of(columns):
         is_prompt = with_prompt and layout.prompt is not None
         gold = "column solution" if "solution" in columns and layout.yields else layout.gold

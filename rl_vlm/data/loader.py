@@ -1,13 +1,13 @@
-"""Draws rows and builds their prompts, ahead of need in worker processes.
+"""Draws rows and builds their prompts. Worker processes build prompts in advance.
 
     this process   train on window 0     train on window 1     train on window 2
     workers        build window 1        build window 2        build window 3
 
-Workers follow a copy of the sampler. The sampler itself does not move ahead, so a checkpoint holds the same position,
+Workers follow a copy of the sampler. The sampler itself does not move ahead. So a checkpoint holds the same position,
 and a resumed run draws the same rows, with any number of workers.
 
-`torch.utils.data.DataLoader` is not used: when it is closed with prompts under way it takes seconds and leaves their
-shared memory behind, and it raises the death of a worker from a signal handler, at any point of training.
+`torch.utils.data.DataLoader` is not used. If it is closed while prompts are being built, it takes seconds and leaks
+their shared memory. If a worker dies, it raises an error from a signal handler, at any point of training.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from rl_vlm.errors import ConfigError, TrainingError
 from rl_vlm.types import Prompt
 
 PromptCheck = Callable[[Mapping[str, Prompt]], None]
-"""Raises DataError for prompts that cannot be used. They are given by the names of their rows."""
+"""Raises DataError for prompts that cannot be used. Gets prompts by the names of their rows."""
 
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Everything that a drawn row's prompt is built from."""
+    """Builds the prompts of drawn rows."""
 
     rows: Rows
     row_indices: list[int]
-    """The dataset's rows that are in use, in the order that the sampler counts."""
+    """Indices of the dataset's rows in use. The sampler counts in this order."""
     builder: SampleRenderer
 
     def build(self, draw: Draw) -> Prompt:
-        """Build the prompt of a draw. Raises DataError, naming the row, if it cannot be used."""
+        """Build the prompt of a draw. Raises DataError with the row's name if the row cannot be used."""
         return build_prompt(self.rows, self.row_indices[draw.row], self.builder)
 
     def place(self, draw: Draw) -> str:
@@ -58,7 +58,7 @@ class PromptSource:
 
 
 class PromptLoader:
-    """Draws rows and builds their prompts: ahead of need in worker processes, or, without workers, on request."""
+    """Draws rows and builds their prompts: in advance in worker processes, or on request without workers."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class PromptLoader:
         data: DataConfig,
         check: PromptCheck = lambda prompts: None,
     ) -> None:
-        """Workers start with the first window. `check` is given the prompts of each window, by the names of their rows.
+        """Workers start with the first window. `check` gets the prompts of each window, by the names of their rows.
 
-        Raises ConfigError if rows or processor cannot be sent to workers.
+        Raises ConfigError if the rows or the processor cannot be sent to workers.
         """
         self.source = source
         self.check = check
@@ -97,7 +97,7 @@ class PromptLoader:
         return self.sampler.next_window(self.steps_per_window)
 
     def build(self, draw: Draw) -> Prompt:
-        """Build the prompt of one draw in this process. Raises DataError, naming the row, if it cannot be used."""
+        """Build the prompt of one draw in this process. Raises DataError with the row's name if it cannot be used."""
         return self.source.build(draw)
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class PromptLoader:
         self.sampler.load_state_dict(state)
 
     def prompts(self, draws: Sequence[Draw]) -> list[Prompt]:
-        """Return the prompts of the draws that the sampler has just made.
+        """Return the prompts of the sampler's latest draws.
 
         Raises DataError if a row cannot be used, and TrainingError if a worker process died.
         """
@@ -120,7 +120,7 @@ class PromptLoader:
     def built(self, draws: Sequence[Draw]) -> list[Prompt]:
         """Return the prompts from the workers.
 
-        If workers have not been given this window, as at the start, build it here while they begin with the next one.
+        If the workers are not at this window, as at the start, build it here while they begin with the next one.
         """
         if not self.num_workers:
             return [self.source.build(draw) for draw in stop.checked(draws)]
@@ -141,16 +141,16 @@ class PromptLoader:
             ) from error
 
     def start(self) -> None:
-        """Start new workers on the windows behind the sampler's position."""
+        """Start new workers on the windows that follow the sampler's position."""
         self.close()
         assert self.pickled_source is not None
-        # A forked copy of a process that has threads or CUDA can hang, so workers are new interpreters.
+        # Workers are new interpreters, since a fork of a process with threads or CUDA can hang.
         spawn = multiprocessing.get_context("spawn")
         self.workers = ProcessPoolExecutor(self.num_workers, spawn, start_worker, (self.pickled_source,))
         self.coming = upcoming_windows(self.sampler, self.steps_per_window)
 
     def send_ahead(self) -> None:
-        """Give the workers the rows of further windows, up to `num_ahead`."""
+        """Send the workers rows until `num_ahead` windows are in progress."""
         assert self.workers is not None
         while len(self.ahead) < self.num_ahead:
             draws = next(self.coming)
@@ -165,14 +165,14 @@ class PromptLoader:
 
 
 def upcoming_windows(sampler: PromptSampler, steps: int) -> Iterator[list[Draw]]:
-    """Yield the windows that the sampler will draw, without moving it."""
+    """Yield the windows that the sampler will draw. The sampler itself does not move."""
     ahead = copy.copy(sampler)
     while True:
         yield ahead.next_window(steps)
 
 
 def pickle_source(source: PromptSource) -> Tensor:
-    """Return the source as bytes in shared memory. Through a pipe, each worker's start would wait for the one before.
+    """Pickle the source into shared memory. If it went through pipes, workers would have to start one after the other.
 
     Raises ConfigError if it cannot be pickled.
     """
@@ -191,11 +191,11 @@ worker_source: PromptSource
 
 
 def start_worker(pickled_source: Tensor) -> None:
-    """Make this process a worker: one thread, no GPU, and it ends with the main process."""
+    """Set up this process as a worker: one thread, no GPU, and it ends with the main process."""
     global worker_source
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    multiprocessing.set_sharing_strategy("file_system")  # the other one takes a file descriptor for every tensor
+    multiprocessing.set_sharing_strategy("file_system")  # "file_descriptor" uses a file descriptor per tensor
     keep_descriptors_here()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted main process ends its workers itself
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -203,10 +203,10 @@ def start_worker(pickled_source: Tensor) -> None:
 
 
 def keep_descriptors_here() -> None:
-    """Let programs that are started here inherit no file descriptors.
+    """Stop programs that are started here from inheriting file descriptors.
 
-    torch's shared memory manager outlives a killed worker. It would hold open the pipe whose end tells the main process
-    that the worker is gone.
+    torch's shared memory manager outlives a killed worker. It would keep the worker's pipe open, and the main process
+    would not notice that the worker is gone.
     """
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
@@ -214,7 +214,7 @@ def keep_descriptors_here() -> None:
 
 
 def end_with_parent() -> None:
-    """End this process if the main process was killed, which could not end its workers."""
+    """End this process when the main process ends. If it is killed, it cannot end its workers itself."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""Conversion of prompts to chat messages: marks in texts become image blocks, and images are placed."""
+"""Conversion of prompts to chat messages. Marks in texts become image blocks, or images are put first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MARKS = re.compile(r"<(image|video|audio)>")
 
 
 def read_conversations(turns: Any, where: str) -> list[Message]:
-    """Convert turns of `from` and `value` to messages. Raises DataError for anything but a list of such turns."""
+    """Convert turns of `from` and `value` to messages. Raises DataError if it is not a list of such turns."""
     if not isinstance(turns, list):
         raise DataError(f"{where}: found {shorten(repr(turns), 200)} for `conversations`, expected a list of turns.")
     return [read_turn(turn, where) for turn in turns]
 
 
 def read_turn(turn: Any, where: str) -> Message:
-    """Convert a turn of `from` and `value` to a message. Raises DataError if one is missing or the value is no text."""
+    """Convert a turn of `from` and `value` to a message. Raises DataError if one is missing or is not text."""
     match turn:
         case {"from": str(speaker), "value": str(text)} if speaker in SPEAKERS:
             return {"role": SPEAKERS[speaker], "content": split_marks(text)}
@@ -36,20 +36,20 @@ def read_turn(turn: Any, where: str) -> Message:
 
 
 def ends_with_answer(turns: Any) -> bool:
-    """Return whether the last of `turns` is the assistant's, with a value."""
+    """Return whether the last turn is the assistant's and has a value."""
     last = turns[-1] if isinstance(turns, list) and turns else None
     return isinstance(last, dict) and "value" in last and SPEAKERS.get(str(last.get("from"))) == "assistant"
 
 
 def split_marks(text: str) -> list[Row]:
-    """Split text at `<image>` marks, and at marks of media that are refused later, into content blocks."""
+    """Split text into content blocks at `<image>`, `<video>` and `<audio>`. The latter two are refused later."""
     parts = MARKS.split(text)
     blocks = [{"type": "text", "text": part} if i % 2 == 0 else {"type": part} for i, part in enumerate(parts)]
     return [block for block in blocks if block != {"type": "text", "text": ""}]
 
 
 def to_messages(messages: list[Message], where: str) -> list[Message]:
-    """Convert contents of messages to lists of blocks. Raises DataError for anything that the model cannot be given."""
+    """Convert contents of messages to lists of blocks. Raises DataError for content that the model cannot take."""
     for message in messages:
         if {"from", "value"} <= message.keys():
             raise DataError(
@@ -69,7 +69,7 @@ def to_messages(messages: list[Message], where: str) -> list[Message]:
 
 
 def to_blocks(content: Any, where: str) -> list[Row]:
-    """Convert the content of a message to blocks of text and of images."""
+    """Convert the content of a message to text and image blocks."""
     blocks = []
     for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         match block:
@@ -87,7 +87,7 @@ def to_blocks(content: Any, where: str) -> list[Row]:
 
 
 def read_text(text: str, where: str) -> list[Row]:
-    """Convert a text to blocks. Raises DataError if it holds a mark of other media, or an image as base64 text."""
+    """Convert a text to blocks. Raises DataError if it holds a video or audio mark, or an image as base64 text."""
     blocks = split_marks(text) or [{"type": "text", "text": ""}]
     others = [f"<{block['type']}>" for block in blocks if block["type"] not in ("text", "image")]
     if others:
@@ -105,7 +105,7 @@ def read_text(text: str, where: str) -> list[Row]:
 
 
 def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
-    """Raise DataError for keys that would have no effect. Arrow fills keys missing in a row with None."""
+    """Raise DataError for keys without an effect. None is accepted, since Arrow fills missing keys with it."""
     extras = [name for name, value in given.items() if name not in known and value is not None]
     if extras:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Several sources as one (`MixedRows`), one behind the other."""
+"""Concatenation of several sources (`MixedRows`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from rl_vlm.data.tables import Row, Table
 
 SOURCE = "data_source"
-"""The column that names a row's source."""
+"""Column with the name of a row's source."""
 
 
 class MixedRows(Sequence[Row]):
-    """The rows of several sources. Column `data_source` holds a row's own value, or else the name of its source."""
+    """The rows of several sources. If a row has no value in column `data_source`, it gets the name of its source."""
 
     def __init__(self, names: Sequence[str], sources: Sequence[Table]) -> None:
         self.names = names
@@ -34,7 +34,7 @@ class MixedRows(Sequence[Row]):
         return bisect_right(self.starts, index) - 1
 
     def named(self, number: int, row: Row) -> Row:
-        """Return a row of a source with its column `data_source`."""
+        """Add column `data_source` to a row, unless it has a value."""
         return row if row.get(SOURCE) is not None else row | {SOURCE: self.names[number]}
 
     def values(self, column: str) -> Iterator[Any]:
@@ -54,7 +54,7 @@ class MixedRows(Sequence[Row]):
 
 
 def mixed_ids(labels: Sequence[str], ids: Sequence[Sequence[str]]) -> list[str]:
-    """Return the ids of all rows. If an id occurs in two sources, the label of its source is put before every id."""
+    """Return the ids of all rows. If an id occurs in two sources, all ids are prefixed with their source's label."""
     flat = list(chain(*ids))
     if len(set(flat)) == len(flat):
         return flat

@@ -1,4 +1,4 @@
-"""The first rows of the data, read without the package `datasets`, which takes seconds to import."""
+"""Reads the first rows of the data without the package `datasets`, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_ROWS = 64
 
 
 class NotOpened(Exception):
-    """Data that only `datasets` can open. The message gives the reason."""
+    """Only `datasets` can open the data. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Peek:
-    """Rows of a split, of Parquet and Arrow files the first ones."""
+    """Rows of a split. Of Parquet and Arrow files, only the first rows are read."""
 
     rows: Rows
     num_rows: int
-    """Rows of the whole split."""
+    """Number of rows of the whole split."""
 
     @property
     def is_whole(self) -> bool:
@@ -39,7 +39,7 @@ class Peek:
 
 
 def peek_rows(config: DataConfig, split: Literal["train", "eval"]) -> Peek:
-    """Open the training or held-out data. Raises DataError like `load_rows`, and NotOpened for data of the hub."""
+    """Open the training or held-out data. Raises DataError like `load_rows`, and NotOpened for data on the hub."""
     counts: list[int] = []
 
     def open_quickly(name: str, part: str, subset: str | None, asked_by: str | None) -> tuple[Table, Path]:
@@ -62,14 +62,14 @@ def peek_rows(config: DataConfig, split: Literal["train", "eval"]) -> Peek:
 
 
 def refuse_missing_path(name: str) -> None:
-    """Raise DataError for a name that can only be a path. Names on the hub are `name` or `owner/name`."""
+    """Raise DataError if a name can only be a path. Names on the hub are `name` or `owner/name`."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_file():
         kind = "is not a .parquet, .json or .jsonl file" if Path(name).exists() else "does not exist"
         raise DataError(f"{name} {kind}; name a file, a directory, a function or a hub name.")
 
 
 def parquet_rows(path: Path) -> tuple[list[Row], int]:
-    """Return the first rows and the number of all."""
+    """Return the first rows and the total number of rows."""
     from pyarrow import parquet
 
     try:
@@ -81,7 +81,7 @@ def parquet_rows(path: Path) -> tuple[list[Row], int]:
 
 
 def saved_rows(path: Path, split: str, asked_by: str | None) -> tuple[list[Row], int]:
-    """Return the first rows and the number of all in a directory written by `save_to_disk`."""
+    """Return the first rows and the total number of rows in a directory written by `save_to_disk`."""
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if split not in splits:

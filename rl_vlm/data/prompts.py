@@ -1,4 +1,4 @@
-"""Rendering of samples for one model: chat template, tokens, and the model's own image inputs."""
+"""Renders samples for one model: chat template, tokens, and the model's own image inputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from transformers import BatchFeature, ProcessorMixin
 
 IMAGE_BECOMES = {"Ovis2Processor": "<IMG_ATOM>"}
-"""The token that stands for pixels in a prompt, by processor class, if it is not the processor's `image_token`."""
+"""Placeholder token for pixels in a prompt, by processor class, if it differs from the processor's `image_token`."""
 
 
 def load_processor(path: str, model: ModelConfig, data: DataConfig) -> ProcessorMixin:
     """Load the processor of a checkpoint with the config's `min_pixels` and `max_pixels`.
 
-    Raises ModelError if it has no image processor, ConfigError if it has no such limits or they contradict each other.
+    Raises ModelError if it has no image processor, ConfigError if it has no such limits or if they contradict each
+    other.
     """
     from transformers import AutoImageProcessor, AutoProcessor
 
@@ -37,7 +38,7 @@ def load_processor(path: str, model: ModelConfig, data: DataConfig) -> Processor
     if not hasattr(processor, "image_processor"):
         raise ModelError(f"{path!r} has no image processor, only a {type(processor).__name__}: it is no vision model.")
     limits = pixel_limits(data)
-    if limits:  # given to AutoProcessor, they would reach the tokenizer as well and be saved with it
+    if limits:  # AutoProcessor would also pass them to the tokenizer, which would save them
         processor.image_processor = AutoImageProcessor.from_pretrained(path, **source, **limits)
         check_limits(processor.image_processor, limits)
     return processor
@@ -70,7 +71,7 @@ def has_max_pixels(processor: Any) -> bool:
 
 
 def smallest_max_pixels(processor: Any) -> int | None:
-    """Return the least that `data.max_pixels` can be, or None if it has no effect on the processor."""
+    """Return the smallest possible `data.max_pixels`, or None if it has no effect on the processor."""
     return dict(processor.image_processor.size)["shortest_edge"] if has_max_pixels(processor) else None
 
 
@@ -88,7 +89,7 @@ def image_token_id(processor: Any) -> int | None:
 
 
 class LongPromptError(DataError):
-    """A prompt of `num_tokens` tokens that the model's context has no room for."""
+    """The prompt has `num_tokens` tokens, too many for the model's context."""
 
     def __init__(self, message: str, num_tokens: int) -> None:
         super().__init__(message)
@@ -97,7 +98,7 @@ class LongPromptError(DataError):
 
 @runtime_checkable
 class SampleRenderer(Protocol):
-    """Makes prompts of samples: a `PromptBuilder`, or what needs no processor."""
+    """Builds prompts from samples. `PromptBuilder` does so with a processor."""
 
     def build(self, sample: Sample) -> Prompt: ...
 
@@ -106,7 +107,7 @@ class PromptBuilder:
     """Renders samples with a checkpoint's processor, one call per prompt so that no image affects another's size."""
 
     def __init__(self, processor: ProcessorMixin, data: DataConfig, max_tokens: int | None = None) -> None:
-        """`max_tokens` is what the model's context leaves for a prompt; None means no limit.
+        """`max_tokens` is the longest prompt that fits into the model's context, or None if there is no limit.
 
         Raises ConfigError if the chat template does not use one of the `chat_template_kwargs`.
         """
@@ -114,16 +115,16 @@ class PromptBuilder:
         unused = [name for name in data.chat_template_kwargs if name not in template]
         if unused:
             raise ConfigError(f"data.chat_template_kwargs: the checkpoint's chat template has no {', '.join(unused)}.")
-        self.processor: Any = processor  # its annotations leave out images and tensors
+        self.processor: Any = processor  # its type annotations lack images and tensors
         self.placeholders = placeholder_tokens(processor)
         self.template_kwargs = data.chat_template_kwargs
         self.max_tokens = max_tokens
 
     def build(self, sample: Sample) -> Prompt:
-        """Build the sample's prompt up to the start of the model's answer; a final assistant turn is continued.
+        """Build the sample's prompt up to the start of the model's answer. A final assistant turn is continued.
 
-        Raises DataError if the text holds placeholder tokens, or the processor refuses the messages or an image, and
-        LongPromptError if the prompt is too long for the model.
+        Raises DataError if the text holds placeholder tokens, or if the processor refuses the messages or an image.
+        Raises LongPromptError if the prompt is too long for the model.
         """
         self._refuse_placeholders(sample)
         try:
@@ -157,7 +158,7 @@ class PromptBuilder:
         return self._templated(sample, tokenize=True, return_dict=True, processor_kwargs={"return_tensors": "pt"})
 
     def _templated(self, sample: Sample, **output: Any) -> Any:
-        """Apply the chat template to the messages; `output` holds arguments for the form of the result."""
+        """Apply the chat template to the messages. `output` are arguments that set the form of the result."""
         continues = sample.messages[-1]["role"] == "assistant"
         return self.processor.apply_chat_template(
             fill_images(sample.messages, sample.images),
@@ -187,7 +188,7 @@ class PromptBuilder:
                 )
 
     def _image_sizes(self, mm_inputs: dict[str, Tensor]) -> list[tuple[int, int]] | None:
-        """Return width and height of the resized images, from their grids of patches (Qwen-VL, GLM-V)."""
+        """Compute width and height of the resized images from their patch grids (Qwen-VL, GLM-V)."""
         if not mm_inputs:
             return []
         if "image_grid_thw" not in mm_inputs:
@@ -217,7 +218,7 @@ class PromptBuilder:
 
 
 def build_prompt(rows: Rows, index: int, builder: SampleRenderer) -> Prompt:
-    """Build the prompt of a row. Raises DataError, naming the row, if it cannot be used."""
+    """Build the prompt of a row. Raises DataError with the row's name if it cannot be used."""
     sample = rows[index]
     try:
         return builder.build(sample)
@@ -227,7 +228,7 @@ def build_prompt(rows: Rows, index: int, builder: SampleRenderer) -> Prompt:
 
 
 def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list[dict[str, Any]]:
-    """Return new messages whose image blocks hold their images, as the chat template needs them."""
+    """Return new messages with the images in their image blocks, as the chat template needs them."""
     left = iter(images)
 
     def fill(block: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rl_vlm.errors import CheckpointError
 
 
 class Draw(NamedTuple):
-    """One prompt to generate from: `row` in pass `epoch` over the rows, or over those of its source with weights."""
+    """One prompt to generate from: `row` in pass `epoch` over the rows. With weights, passes count per source."""
 
     epoch: int
     row: int
@@ -42,7 +42,7 @@ class PromptSampler:
         world_size: int = 1,
         shares: Sequence[Share] = (),
     ) -> None:
-        """`shares` are the sources of a mixture with weights, and empty if every row is drawn once per epoch."""
+        """`shares` are the sources of a mixture with weights. If empty, every row is drawn once per epoch."""
         if prompts_per_step % world_size:
             raise ValueError(f"prompts_per_step = {prompts_per_step} is not a multiple of {world_size} ranks")
         self.num_rows = num_rows
@@ -55,7 +55,7 @@ class PromptSampler:
         self.cursor = 0
 
     def next_step(self) -> list[Draw]:
-        """Draw this rank's rows of the next optimizer step, `prompts_per_step / world_size` of them."""
+        """Draw this rank's `prompts_per_step / world_size` rows of the next optimizer step."""
         start = self.cursor + self.rank * self.share
         self.cursor += self.prompts_per_step
         return [self._draw(position) for position in range(start, start + self.share)]
@@ -81,7 +81,7 @@ class PromptSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved cursor. Raises CheckpointError if the order of rows has changed."""
-        saved = {"shares": []} | state  # checkpoints from before mixtures have none
+        saved = {"shares": []} | state  # checkpoints from before mixtures have no shares
         for name, present in self.state_dict().items():
             if name != "cursor" and saved[name] != present:
                 raise CheckpointError(

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
 SourceOpener = Callable[[str, str, str | None, str | None], tuple[Table, Path]]
-"""`open_source`, or a function with its arguments."""
+"""`open_source`, or a function with the same arguments."""
 FindGold = Callable[[Row, str], str | None]
-"""Returns the column of a row whose gold answer a text gives, or None."""
+"""Takes a row and a text. Returns the column whose gold answer the text gives, or None."""
 ANSWERED_COLUMNS = ("messages", "conversations")
-"""Columns whose final message of the assistant is the answer, by the layouts of ms-swift and VLM-R1."""
+"""Columns whose final assistant message is the answer, in the layouts of ms-swift and VLM-R1."""
 REFUSED_COLUMNS = ("video", "videos", "tools")
 
 
@@ -53,22 +53,22 @@ class ParsedRow:
     images: list[tuple[str, Any]]
     """Column and value of each image."""
     num_pixels: int = 0
-    """Pixels of the images, if their headers were read: of each at most `data.max_pixels`, to which it is resized."""
+    """Pixels of the images, each limited to `data.max_pixels`, if their headers were read."""
 
     @property
     def continues(self) -> bool:
-        """Return whether the prompt ends with a message of the assistant, which completions continue."""
+        """Return whether the prompt ends with an assistant message. Completions continue it."""
         return self.messages[-1]["role"] == "assistant"
 
     @property
     def final_answer(self) -> str:
-        """Return the text of the assistant's message that ends the prompt, or an empty one."""
+        """Return the text of the assistant message at the end of the prompt, or "" if there is none."""
         blocks = self.messages[-1]["content"] if self.continues else []
         return "".join(block.get("text", "") for block in blocks).strip()
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the prompt's text in UTF-8, which no tokenizer splits into more tokens."""
+        """Return the number of UTF-8 bytes of the prompt's text. No tokenizer makes more tokens of it."""
         texts = [block.get("text", "") for message in self.messages for block in message["content"]]
         return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
@@ -81,7 +81,7 @@ class Part:
     rows: Table
     image_folder: Path
     start: int = 0
-    """Index of the first row among all."""
+    """Index of the first row among the rows of all entries."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Part:
 
     @property
     def label(self) -> str:
-        """Return the name with the configuration and the split, if they are set."""
+        """Return the name, plus the configuration and the split if they are set."""
         return "@".join(filter(None, (self.name, self.entry.dataset_config, self.entry.split)))
 
 
@@ -110,7 +110,7 @@ class Rows:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Sample:
-        """Read row `index` and decode its images. Raises DataError, naming the row, if it cannot be used."""
+        """Read row `index` and decode its images. Raises DataError with the row's name if it cannot be used."""
         from rl_vlm.types import Sample  # imports torch, which a dry run does not need
 
         where = self.place(index)
@@ -123,7 +123,7 @@ class Rows:
         return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images)
 
     def check(self, index: int, row: Row) -> ParsedRow:
-        """Read `row`, which is row `index`, and its images as far as their headers. Raises DataError like `[]`."""
+        """Read `row`, which has this index, and the headers of its images. Raises DataError like `[]`."""
         where = self.place(index)
         with row_errors(where):
             parsed = parse_row(row, self.config, where)
@@ -134,8 +134,8 @@ class Rows:
     def refuse_answered(self, index: int, find_gold: FindGold) -> None:
         """Raise DataError if the prompt of row `index` ends with its answer.
 
-        It does if a message of the assistant ends it, and `find_gold` finds a column with this answer, or ms-swift's
-        layout would take the message as the answer.
+        This is so if the prompt ends with an assistant message, and either `find_gold` finds a column with this answer,
+        or the prompt's column has a layout in which the last message is the answer.
         """
         parsed, entry = self.parse(index), self.part(index).entry
         if not parsed.final_answer:
@@ -165,12 +165,12 @@ class Rows:
         return f"{part.name}, row {index - part.start}"
 
     def part(self, index: int) -> Part:
-        """Return the entry of the data that a row is from."""
+        """Return the part of the data that contains row `index`."""
         return self.parts[bisect_right(self.parts, index, key=lambda part: part.start) - 1]
 
     @cached_property
     def columns(self) -> list[str]:
-        """Return the columns of all rows that reward functions can ask for."""
+        """Return all columns that reward functions can ask for."""
         of_parts = [reward_columns(part.rows, self.config.prompt_template) for part in self.parts]
         added = [SOURCE] if isinstance(self.source, MixedRows) else []
         return list(dict.fromkeys([*chain(*of_parts), *added]))
@@ -184,9 +184,9 @@ class Rows:
 def load_rows(config: DataConfig, split: Which, open_source: SourceOpener = open_source) -> Rows:
     """Open the training or held-out data without decoding images.
 
-    `open_source` opens them; a dry run has its own.
-    Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names one that
-    is not there, or if a sample id occurs twice.
+    `open_source` opens each source. A dry run passes its own function.
+    Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names a missing
+    column, or if a sample id occurs twice.
     """
     given = data_sources(config, split)
     if not given:
@@ -221,7 +221,7 @@ def load_part(entry: DataSource, config: DataConfig, split: Which, open_source: 
 
 
 def wanted_split(entry: DataSource, config: DataConfig, split: Which) -> tuple[str, str | None]:
-    """Return the split of an entry, and which setting asks for it, or None if data without splits may be opened."""
+    """Return the split of an entry, and the setting that asks for it or None if data without splits may be opened."""
     common = common_split(config, split)
     if entry.split is not None:
         return entry.split, f"split {entry.split!r} of data.{NAMES[split]}"
@@ -230,13 +230,13 @@ def wanted_split(entry: DataSource, config: DataConfig, split: Which) -> tuple[s
 
 
 def columns_to_check(template: str | None) -> set[str]:
-    """Return every column that decides whether a row can be used."""
+    """Return all columns that affect whether a row can be used."""
     return {*set().union(*prompt_columns(template)), *LAYOUT_COLUMNS, *IMAGE_COLUMNS, *REFUSED_COLUMNS}
 
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Raise DataError, whose message begins with `where`, for any error in the block."""
+    """Turn any error in the block into a DataError. Its message begins with `where`."""
     try:
         yield
     except (DataError, KeyboardInterrupt):
@@ -246,7 +246,7 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def parse_row(row: Row, config: DataConfig, where: str) -> ParsedRow:
-    """Read a row's prompt and place its images. Raises DataError if the row cannot be used; reads no image."""
+    """Read a row's prompt and place its images. Reads no image. Raises DataError if the row cannot be used."""
     prompt, columns = read_prompt(row, config.prompt_template, where)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if config.system_prompt and all(message.get("role") != "system" for message in messages):
@@ -265,8 +265,8 @@ def parse_row(row: Row, config: DataConfig, where: str) -> ParsedRow:
 def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
     """Return a row's prompt, as text or messages, and the columns for reward functions.
 
-    Rows of other systems are read as `read_layout` says. Raises DataError if a row has no prompt, or a value in a
-    column of `REFUSED_COLUMNS`.
+    Rows of other systems are read with `read_layout`. Raises DataError if a row has no prompt, or if a column of
+    `REFUSED_COLUMNS` is filled.
     """
     refused = [name for name in REFUSED_COLUMNS if is_filled(row.get(name))]
     if refused:
@@ -292,7 +292,7 @@ def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[
 
 
 def refuse_empty(text: str, where: str) -> str:
-    """Return the text of a prompt. Raises DataError if it is empty or only whitespace."""
+    """Return the text of a prompt. Raises DataError if it is empty or whitespace only."""
     if not text.strip():
         raise DataError(
             f"{where}: the prompt is {shorten(repr(text), 40)}, without any text. Write one, or <image> alone for an "
@@ -305,7 +305,7 @@ def refuse_empty(text: str, where: str) -> str:
 class PlainFormatter(Formatter):
     """Formats text, numbers and booleans as `str.format` does, and raises ValueError for other values.
 
-    Null would become the text "None", the null of pandas "nan", and a list or dict its Python code.
+    Otherwise null would become "None", the null of pandas "nan", and a list or dict its Python code.
     """
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
@@ -319,7 +319,7 @@ class PlainFormatter(Formatter):
 
 
 def fill_template(template: str, row: Row, where: str) -> str:
-    """Fill the template with columns of the row. Raises DataError if one is missing null, or not plain."""
+    """Fill the template with columns of the row. Raises DataError if a column is missing, null, or not plain."""
     try:
         return PlainFormatter().vformat(template, (), row)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
@@ -331,7 +331,7 @@ def fill_template(template: str, row: Row, where: str) -> str:
 
 
 def image_values(row: Row, where: str) -> list[tuple[str, Any]]:
-    """Return column and value of each image in column `image` or `images`. The list is empty for a text row."""
+    """Return the column and value of each image in `image` or `images`. The list is empty for a text row."""
     given = {name: row[name] for name in IMAGE_COLUMNS if is_filled(row.get(name))}
     if len(given) > 1:
         raise DataError(

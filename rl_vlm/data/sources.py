@@ -21,8 +21,8 @@ def open_source(name: str, split: str, subset: str | None, asked_by: str | None 
     """Open the rows of `name`. Also returns the folder of their relative image paths.
 
     `name` is a .json, .jsonl or .parquet file, a directory, `file.py:function`, `module:function`, or a hub name.
-    `split` selects a split if the source has several; a file, or a function that returns rows, has one. `asked_by` says
-    which setting asks for it, or is None if it is the default.
+    `split` selects a split if the source has several. A file, or a function that returns rows, has only one. `asked_by`
+    names the setting that asks for the split, or is None if the split is the default.
     Raises DataError if the source cannot be read, or has no splits to choose from.
     """
     path = Path(name)
@@ -53,7 +53,7 @@ def open_source(name: str, split: str, subset: str | None, asked_by: str | None 
 
 
 def read_json(path: Path) -> ListRows:
-    """Read the rows of a list of objects (.json), or of one object per line (.jsonl), in UTF-8 with or without BOM."""
+    """Read rows from a list of objects (.json), or from one object per line (.jsonl), in UTF-8 with or without BOM."""
     try:
         if path.suffix == ".json":
             return as_rows(parse_json(path.read_bytes(), str(path)), str(path))
@@ -67,7 +67,7 @@ def read_json(path: Path) -> ListRows:
 def parse_json(content: bytes, where: str) -> Any:
     """Parse UTF-8 JSON, with or without BOM.
 
-    Raises DataError, whose message begins with `where`; for a byte that is not UTF-8 it names the line.
+    Raises DataError with a message that begins with `where`. If a byte is not UTF-8, the message names its line.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     try:
@@ -107,12 +107,12 @@ def load_with_datasets(path: str, subset: str | None, split: str, data_files: st
 
 
 def no_splits(name: str, asked_by: str) -> DataError:
-    """Return an error about a split of data without splits. `asked_by` says which setting asks for it."""
+    """Build the error for a split of data that has no splits. `asked_by` names the setting that asks for it."""
     return DataError(f"{name} has no splits, so {asked_by} has no effect; leave it out.")
 
 
 def choose_split(data: Any, name: str, split: str, asked_by: str | None) -> Table:
-    """Return the rows of a list, of a Dataset, or of `split` in a dict of either."""
+    """Return the rows of a list or a Dataset, or of `split` if `data` is a dict of splits."""
     if isinstance(data, dict):
         if split not in data:
             raise DataError(f"{name} has no split {split!r}; it has {', '.join(data)}.")
@@ -123,14 +123,14 @@ def choose_split(data: Any, name: str, split: str, asked_by: str | None) -> Tabl
 
 
 def as_rows(rows: Any, name: str) -> ListRows:
-    """Return a list of dicts as rows. Raises DataError for anything else."""
+    """Convert a list of dicts to rows. Raises DataError for anything else."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{name}: expected a list of objects, one per row (in a .jsonl file: one object per line).")
     return ListRows(rows)
 
 
 def unique_ids(source: Table, name: str) -> list[str]:
-    """Return column `id` as text, or the row's index if it has no id.
+    """Return each row's `id` as text, or its index if it has no id.
 
     Raises DataError if an id occurs twice, because both rows would use the same random numbers.
     """

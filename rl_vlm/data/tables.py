@@ -22,7 +22,7 @@ def is_filled(value: Any) -> bool:
 
 
 class ListRows(Sequence[Row]):
-    """Rows in memory. Each may have columns of its own."""
+    """Rows in memory. Rows may have different columns."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -39,7 +39,7 @@ class ListRows(Sequence[Row]):
         return (row.get(column) for row in self.rows)
 
     def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
-        """Yield lists of consecutive rows. All columns are there, since they cost nothing."""
+        """Yield lists of consecutive rows. `columns` has no effect: all columns are in memory."""
         for start in range(0, len(indices), BATCH):
             yield [self.rows[index] for index in indices[start : start + BATCH]]
 
@@ -53,7 +53,7 @@ class ListRows(Sequence[Row]):
 
 
 class ArrowRows(Sequence[Row]):
-    """A `datasets.Dataset`. A row is decoded when it is read; image columns are not: they hold bytes or a path."""
+    """A `datasets.Dataset`. A row is decoded when it is read, except image columns, which hold bytes or a path."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         import datasets
@@ -105,18 +105,18 @@ Table = ListRows | ArrowRows
 
 
 def keep_encoded(feature: Any) -> Any:
-    """Set images and other media in a feature to be read without decoding, and return the feature."""
+    """Turn off the decoding of images and other media in a feature, and return the feature."""
     if isinstance(feature, dict):
         return {name: keep_encoded(item) for name, item in feature.items()}
     if hasattr(feature, "feature"):
         feature.feature = keep_encoded(feature.feature)
-    elif hasattr(feature, "decode") and type(feature).__name__ != "Json":  # which is the text of a value, no media
+    elif hasattr(feature, "decode") and type(feature).__name__ != "Json":  # Json holds the text of a value, not media
         feature.decode = False
     return feature
 
 
 def array_values(array: Any) -> list[Any]:
-    """Return the values of an Arrow array, with an open file in place of bytes, which would be copied."""
+    """Return the values of an Arrow array. Bytes become open files, to avoid a copy."""
     import pyarrow
     import pyarrow.types as types
 
@@ -130,7 +130,7 @@ def array_values(array: Any) -> list[Any]:
         fields = [array_values(array.field(i)) for i in range(kind.num_fields)]
         values = [dict(zip(names, row, strict=True)) for row in zip(*fields, strict=True)]
     elif types.is_list(kind) or types.is_large_list(kind):
-        items = iter(array_values(array.flatten()))  # without those of null lists
+        items = iter(array_values(array.flatten()))  # items of null lists are left out
         values = [list(islice(items, length or 0)) for length in array.value_lengths().to_pylist()]
     elif types.is_binary(kind) or types.is_large_binary(kind):
         _, offsets, content = array.buffers()

@@ -1,9 +1,9 @@
-"""The draws of a mixture with weights: from each source its share, and every row of it before any is repeated.
+"""Draws of a mixture with weights. Each source gets its share, and draws all its rows before it repeats any.
 
 An epoch has as many draws as there are rows. Draw k of a source (from 0) has the time (k + 1/2) / weight, and draws are
-made in the order of their times (Sainte-Laguë's method), so that after any number of draws each source has had its
-share, in whole draws. Shuffling changes the order of an epoch's draws among sources, but not their numbers. A source
-goes through its rows again and again, each time in another order, and continues in the next epoch where it stopped.
+made in the order of their times (Sainte-Laguë's method). So after any number of draws each source has had its share, in
+whole draws. Shuffling changes the order of an epoch's draws among sources, but not their numbers. A source goes through
+its rows again and again, each time in another order, and continues in the next epoch where it stopped.
 
 Example, 4 and 2 rows with weights 1 and 1, unshuffled: an epoch has 6 draws, 3 of each source.
 
@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 @lru_cache(maxsize=2)  # a step may span two epochs
 def weighted_epoch(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bool) -> list[tuple[int, int]]:
-    """Return the draws of an epoch, each as a pass over its source, from 0, and a row, numbered over all sources."""
+    """Return the draws of an epoch as (pass over the source, row). Passes count from 0, rows over all sources."""
     weights = np.array([share.weight for share in shares], np.float64)
     num_draws = sum(share.num_rows for share in shares)
     counts = counts_after(weights, epoch * num_draws)
@@ -47,9 +47,9 @@ def weighted_epoch(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bo
 
 
 def counts_after(weights: NDArray[np.float64], num_draws: int) -> NDArray[np.int64]:
-    """Return how many of the first draws are from each source.
+    """Return how many of the first `num_draws` draws are from each source.
 
-    A source has at most its share and `len(weights)` draws less or more, so that only the last ones must be ordered.
+    A count differs from the source's share by `len(weights)` at most, so only the last draws must be ordered.
     """
     least = np.maximum(np.floor(num_draws * weights / weights.sum()).astype(np.int64) - len(weights), 0)
     last = next_sources(weights, least, num_draws - int(least.sum()))
@@ -57,7 +57,7 @@ def counts_after(weights: NDArray[np.float64], num_draws: int) -> NDArray[np.int
 
 
 def next_sources(weights: NDArray[np.float64], counts: NDArray[np.int64], num_draws: int) -> NDArray[np.int64]:
-    """Return the source of each of the next draws, after `counts` draws of each source."""
+    """Return the sources of the next draws, in order, if each source has had `counts` draws."""
     most = np.ceil(num_draws * weights / weights.sum()).astype(np.int64) + 3 * len(weights)
     sources = np.repeat(np.arange(len(weights)), most)
     times = [(first + np.arange(num) + 0.5) / weight for first, num, weight in zip(counts, most, weights, strict=True)]

@@ -1,4 +1,4 @@
-"""Difficulty filtering: a training dataset of the prompts whose success rate lies in a range.
+"""Difficulty filtering: writes a training dataset of the prompts with a success rate in a range.
 
 A completion succeeds if a reward function scores it `solved_from` or more, as in pass@k. A prompt's success rate is the
 share of its scored completions that succeed.
@@ -21,7 +21,7 @@ from rl_vlm.log.files import atomic_write
 def success_rates(
     completions: Sequence[Mapping[str, Any]], function: str, solved_from: float = 1.0
 ) -> dict[int, float]:
-    """Compute the success rate of each row of the data that has a scored completion."""
+    """Compute the success rate of each data row with a scored completion."""
     successes: dict[int, list[bool]] = {}
     for completion in completions:
         if completion[function] is not None:
@@ -30,10 +30,10 @@ def success_rates(
 
 
 def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[str, Any]], kept: SuccessRange) -> int:
-    """Write the rows of the data in the range, with their success rate, and return their number.
+    """Write the data rows in the range, with their success rates, and return their number.
 
-    Columns have the names that the data gives them, so that the same settings read the file, and images are embedded.
-    If no row is in the range, no file is written. Raises DataError if the rows have no common types.
+    Columns keep the data's names, so that the same settings can read the file. Images are embedded. If no row is in the
+    range, no file is written. Raises DataError if the types of the rows differ.
     """
     import datasets
     import pyarrow
@@ -64,7 +64,7 @@ def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[st
 
 
 def embedded(value: Any, folder: Path) -> Any:
-    """Replace paths and pixels by encoded bytes, in an image, a list of images, or None."""
+    """Replace paths and pixels by encoded bytes. `value` is an image, a list of images, or None."""
     if isinstance(value, list):
         return [embedded(image, folder) for image in value]
     return None if value is None else {"bytes": encoded_image(value, folder), "path": None}

@@ -1,13 +1,13 @@
-"""The files of an evaluation, from which it can resume if it was killed.
+"""The files of an evaluation. A killed evaluation can resume from them.
 
 evaluation/
     completions.parquet     one row per completion, in order of the data
     summary.json            the figures
-    config.yaml             every setting; of a comparison, those of the first checkpoint
+    config.yaml             every setting; for a comparison, the first checkpoint's settings
     starts.jsonl            the command, versions, the device
-    report.html             all of it, to look at; see rl_vlm/tools/report/
-    dropped_prompts.jsonl   the rows of the data that were left out, each with the reason
-    kept.parquet            the rows of the data whose success rate is in the range of `--keep`
+    report.html             a report to look at; see rl_vlm/tools/report/
+    dropped_prompts.jsonl   the dropped data rows, each with the reason
+    kept.parquet            the data rows with a success rate in the range of `--keep`
     images/                 small copies of the images, each once, for the report
     unfinished/             settings.json and a file per finished chunk; deleted when the command is complete
 """
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Evaluated rows of the data."""
+    """Evaluated data rows."""
 
     rows: list[dict[str, Any]]
-    """One per completion."""
+    """One row per completion."""
     fault_counts: dict[str, int]
     """As in `RewardTable`."""
 
@@ -54,7 +54,7 @@ class EvaluationDirectory:
         self.unfinished = path / "unfinished"
 
     def resume(self, settings: Mapping[str, Any]) -> list[Chunk]:
-        """Return the chunks that an evaluation with equal settings finished. Those of any other are deleted."""
+        """Return the finished chunks of an evaluation with equal settings. Delete chunks of any other evaluation."""
         file, wanted = self.unfinished / "settings.json", plain(settings)
         if file.exists():
             found = json.loads(file.read_text())
@@ -69,7 +69,7 @@ class EvaluationDirectory:
         return []
 
     def write_chunk(self, chunk: Chunk) -> Chunk:
-        """Write a chunk, and return it as `resume` would read it."""
+        """Write a chunk, and return it in the form that `resume` would read."""
         text = json.dumps(vars(chunk), default=str)
         with disk_errors(self.path):
             write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
@@ -83,7 +83,7 @@ class EvaluationDirectory:
     def write(
         self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]
     ) -> None:
-        """Write the completions, the summary, and the rows that were left out, if there are any."""
+        """Write the completions, the summary, and the dropped rows, if there are any."""
         with disk_errors(self.path):
             write_rows(self.path / "completions.parquet", rows)
             (self.path / DROPPED).unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class EvaluationDirectory:
             write_file(self.path / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
     def discard_unfinished(self, why: str) -> None:
-        """Delete the chunks that an earlier evaluation has finished, and warn if there are any."""
+        """Delete the finished chunks of an earlier evaluation, and log a warning if there are any."""
         if num_chunks := len(list(self.unfinished.glob("row_*.json"))):
             logger.warning("%s has %d finished chunks, which are evaluated again: %s", self.unfinished, num_chunks, why)
         self.delete_unfinished()
@@ -103,5 +103,5 @@ class EvaluationDirectory:
 
 
 def plain(value: Any) -> Any:
-    """Return the value as it is read back from JSON."""
+    """Convert the value to JSON and back."""
     return json.loads(json.dumps(value, default=str))

@@ -34,7 +34,7 @@ from rl_vlm.rollout.scoring import checked_rows, score_groups, weighted_rewards
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
-"""Requests per chunk, as a multiple of concurrent ones: few wait for the slowest, and few are lost to a kill."""
+"""Requests per chunk / concurrent requests. If higher, a kill loses more work. If lower, more wait for the slowest."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Evaluation:
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
     dropped: list[dict[str, Any]] = field(default_factory=list)
-    """A record of each row of the data that was left out."""
+    """One record per dropped data row."""
 
 
 class Evaluator:
@@ -61,10 +61,10 @@ class Evaluator:
         gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
         image_folder: Path | None = None,
     ) -> None:
-        """`usable` are the held-out rows, if they are loaded and checked already.
+        """`usable` are the held-out rows, if they are already loaded and checked.
 
-        The engine generates in the context `gathered()`, which all ranks open together. Images of some prompts are
-        kept in `image_folder`, if given.
+        The engine generates in the context `gathered()`. All ranks open it together. Images of some prompts are written
+        to `image_folder`, if given.
         """
         self.gathered = gathered
         self.config = config
@@ -87,7 +87,7 @@ class Evaluator:
         finished: Sequence[Chunk] = (),
         show_progress: bool = False,
     ) -> Evaluation:
-        """Sample and score all rows but the `finished` ones, and summarise all. Every rank returns the same result.
+        """Sample and score all rows except the `finished` ones, and summarise all. All ranks return the same result.
 
         Each chunk is written to `directory`, if given, as soon as it is complete.
         """
@@ -104,7 +104,7 @@ class Evaluator:
     ) -> list[Chunk]:
         """Evaluate this rank's chunks. Their boundaries do not depend on finished rows, so batches are always the same.
 
-        Ranks go from chunk to chunk together: an error ends all, and ranks may share one engine.
+        Ranks go from chunk to chunk together: an error on one ends all, and ranks may share one engine.
         """
         done = {row["row"] for chunk in finished for row in chunk.rows}
         rank, num_ranks = self.ranks.rank, self.ranks.world_size
@@ -129,7 +129,7 @@ class Evaluator:
         return chunks
 
     def prompts(self, indices: Sequence[int]) -> list[Prompt]:
-        """Build the prompts of dataset rows. Raises DataError, naming the row, if one cannot be used."""
+        """Build the prompts of dataset rows. Raises DataError with the row's name if a row cannot be used."""
         return [build_prompt(self.rows, index, self.builder) for index in stop.checked(indices)]
 
     def evaluate_rows(
@@ -166,7 +166,7 @@ class Evaluator:
 
 
 def check_rewarded(metrics: Mapping[str, float]) -> None:
-    """Raise RewardError if reward functions failed in an evaluation and no completion has a reward."""
+    """Raise RewardError if reward functions failed and no completion of the evaluation has a reward."""
     faults = {name: count for name, count in reward_faults(metrics).items() if name != NOT_APPLICABLE}
     if faults and "reward" not in metrics:
         counts = ", ".join(f"{name} {count:.0f}" for name, count in faults.items())
@@ -182,7 +182,7 @@ def evaluation_sampling(config: RunConfig) -> Sampling:
 
 
 def prompts_per_chunk(config: RunConfig) -> int:
-    """Return the number of prompts that are sampled, scored and written at once: enough to fill the engine."""
+    """Return the number of prompts that fill the engine. They are sampled, scored and written at once."""
     completions = config.rollout.max_num_seqs
     if config.evaluation.endpoint_url is not None:
         completions = ENDPOINT_ROUNDS * config.evaluation.endpoint_max_concurrency
@@ -205,7 +205,7 @@ class Throughput:
     num_tokens: int = 0
 
     def add(self, chunk: Chunk) -> dict[str, str]:
-        """Count a chunk, and return the figures so far. Tokens that nobody counts are left out."""
+        """Count a chunk, and return the figures so far. Tokens are left out if their number is unknown."""
         self.num_completions += len(chunk.rows)
         self.num_tokens += sum(row["completion_length"] or 0 for row in chunk.rows)
         seconds = monotonic() - self.start

@@ -13,14 +13,14 @@ Row = Mapping[str, Any]
 
 BOOTSTRAP_RESAMPLES = 1000
 ANSWER = re.compile(r"(?s).*<answer>(.*)</answer>")
-"""The last closed tag, as the built-in reward functions read it."""
+"""The last closed `<answer>` tag, as in the built-in reward functions."""
 
 
 def summarise(rows: Sequence[Row], solved_from: Mapping[str, float], num_generations: int) -> dict[str, float]:
     """Compute mean, 95% interval, pass@k and majority@k of each reward function, and lengths of the completions.
 
-    `solved_from` has the score of each function from which a completion is solved. Completions that a function does not
-    apply to, or failed on, do not count in its figures.
+    `solved_from` maps each function to the lowest score of a solved completion. If a function does not apply to a
+    completion, or fails on it, the completion does not count in its figures.
     """
     metrics = {"num_samples": float(len({row["sample_id"] for row in rows})), "num_completions": float(len(rows))}
     for column, name in [("reward", "reward"), *((name, f"rewards/{name}/mean") for name in solved_from)]:
@@ -40,7 +40,7 @@ def summarise(rows: Sequence[Row], solved_from: Mapping[str, float], num_generat
 def summarise_by(
     rows: Sequence[Row], column: str, solved_from: Mapping[str, float], num_generations: int
 ) -> dict[str, dict[str, float]]:
-    """Run `summarise` on the rows of each value of a column of the data, in order of the values as text."""
+    """Call `summarise` for each value of a data column, on its rows, in order of the values as text."""
     by_value: dict[str, list[Row]] = {}
     for row in rows:
         by_value.setdefault(str(row.get(f"data/{column}")), []).append(row)
@@ -48,7 +48,7 @@ def summarise_by(
 
 
 def figures(rows: Sequence[Row], name: str, solved_from: float, num_generations: int) -> dict[str, float]:
-    """Compute interval, pass@k and majority@k of one reward function; empty if it scored nothing."""
+    """Compute interval, pass@k and majority@k of one reward function. Empty if it scored nothing."""
     by_sample: dict[str, list[Row]] = {}
     for row in rows:
         if row[name] is not None:
@@ -66,7 +66,7 @@ def figures(rows: Sequence[Row], name: str, solved_from: float, num_generations:
 
 
 def answer(row: Row, name: str) -> str:
-    """Return a completion's answer: the one logged as `answer`, else the last closed `<answer>` tag, else the text."""
+    """Return a completion's answer: the logged `answer`, or else the last closed `<answer>` tag, or else the text."""
     logged = row.get(f"{name}/answer", row.get("answer"))
     if logged is not None:
         return str(logged)
@@ -80,10 +80,10 @@ def powers_of_two(limit: int) -> list[int]:
 
 
 def pass_at(scores: Mapping[str, Sequence[float]], num_generations: int, solved_from: float = 1.0) -> dict[int, float]:
-    """Compute pass@k for k = 1, 2, 4, … up to the completions per sample; a score of `solved_from` or more passes.
+    """Compute pass@k for k = 1, 2, 4, … up to the completions per sample. A score of `solved_from` or more passes.
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) for c of n that pass (Chen et al., arXiv:2107.03374, equation 1),
-    averaged over samples that have k scores.
+    If c of n completions pass, the unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374,
+    equation 1). It is averaged over samples that have k scores.
     """
     result = {}
     for k in powers_of_two(num_generations):
@@ -102,9 +102,9 @@ def majority_at(
 ) -> dict[int, float]:
     """Compute majority@k for k = 2, 4, … up to the completions per sample: the score of the most frequent answer.
 
-    Self-consistency (Wang et al., arXiv:2203.11171, section 2) over a sample's first k scored completions. Of equally
-    frequent answers the earliest counts. An answer's score is that of the first completion that gives it. Averaged
-    over samples that have k scores.
+    This is self-consistency (Wang et al., arXiv:2203.11171, section 2) over a sample's first k scored completions. If
+    answers are equally frequent, the earliest counts. The first completion with an answer gives the answer's score. The
+    result is averaged over samples that have k scores.
     """
     result = {}
     for k in powers_of_two(num_generations)[1:]:
@@ -118,7 +118,7 @@ def majority_at(
 
 def most_common(answers: Sequence[str]) -> str:
     """Return the most frequent answer, or the earliest of several."""
-    return Counter(answers).most_common(1)[0][0]  # sorts by count alone, and a Counter keeps the order of insertion
+    return Counter(answers).most_common(1)[0][0]  # stable: equal counts stay in order of insertion
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

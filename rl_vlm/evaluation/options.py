@@ -1,4 +1,4 @@
-"""Options of `rl-vlm eval` beside the settings, and whether they fit rewards and data. Needs no torch."""
+"""Options of `rl-vlm eval` that are not settings, and checks of them against rewards and data. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rl_vlm.reward.suite import RewardSuite
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Options of one call, beside the config."""
+    """Options of one call that are not in the config."""
 
     by: Sequence[str] = ()
-    """Columns of the data; the figures are repeated for each of their values."""
+    """Data columns. The figures are repeated for each of their values."""
     keep: tuple[float, float] | None = None
-    """Range of success rates; prompts in it are written to a dataset."""
+    """Range of success rates. Prompts in the range are written to a dataset."""
     keep_by: str | None = None
-    """Reward function that decides what a success is. Default: the one with the largest weight."""
+    """Reward function that decides about success. Default: the one with the largest weight."""
 
 
 NO_OPTIONS = EvaluationOptions()
@@ -31,13 +31,13 @@ NO_OPTIONS = EvaluationOptions()
 
 @dataclass(frozen=True)
 class SuccessRange:
-    """The range of success rates to keep, by one reward function, both bounds included."""
+    """The range of success rates to keep, both bounds included. One reward function decides about success."""
 
     low: float
     high: float
     function: str
     solved_from: float = 1.0
-    """Score from which a completion succeeds."""
+    """A completion succeeds with this score or more."""
 
 
 def success_range(
@@ -45,7 +45,8 @@ def success_range(
 ) -> SuccessRange:
     """Build the range for function `name`, or for the one with the largest weight.
 
-    Raises ConfigError if no function has that name, if several have the largest weight, or if no prompt can lie in it.
+    Raises ConfigError if no function has that name, if several have the largest weight, or if no prompt can lie in the
+    range.
     """
     largest = [
         known for known, weight in zip(rewards.names, rewards.weights, strict=True) if weight == max(rewards.weights)
@@ -79,7 +80,7 @@ def kept_range(options: EvaluationOptions, rewards: RewardSuite, num_generations
 
 
 def check_by(options: EvaluationOptions, rows: Rows) -> None:
-    """Raise ConfigError if the data do not have a column of `--by`, or if it does not hold text or numbers."""
+    """Raise ConfigError if a column of `--by` is missing in the data, or does not hold text or numbers."""
     plain = [column for column in rows.columns if is_plain(rows.first_value(column))]
     for column in options.by:
         if column not in plain:
@@ -87,7 +88,7 @@ def check_by(options: EvaluationOptions, rows: Rows) -> None:
 
 
 def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
-    """Name checkpoints by the last part of their path, or by all of it if last parts are the same.
+    """Name checkpoints by the last part of their path, or by the whole path if last parts are the same.
 
     Raises ConfigError if a checkpoint is named twice.
     """

@@ -1,4 +1,4 @@
-"""`rl-vlm eval`: one model, or several on the same data, from the settings to the files."""
+"""`rl-vlm eval`: evaluates one model, or several on the same data, and writes the files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def evaluate_run(config: RunConfig, options: EvaluationOptions = NO_OPTIONS) -> 
 def compare_checkpoints(
     config: RunConfig, checkpoints: Sequence[str], options: EvaluationOptions = NO_OPTIONS
 ) -> dict[str, Summary]:
-    """Evaluate each checkpoint as the config's model, and return summaries by name. Several have a folder each."""
+    """Evaluate each checkpoint as the config's model, and return summaries by name. If several, each has a folder."""
     configs = {}
     for name, checkpoint in checkpoint_names(checkpoints).items():
         model = config.model.model_copy(update={"model_name_or_path": checkpoint})
@@ -73,7 +73,7 @@ def compare_checkpoints(
 def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions) -> dict[str, Summary]:
     """Run one evaluation per name. Finished chunks are kept until all evaluations are complete.
 
-    Raises RewardError if reward functions failed and an evaluation has no reward. Its files are written before that.
+    Raises RewardError if reward functions failed and an evaluation has no reward, after its files are written.
     """
     config = next(iter(configs.values()))
     check_evaluable(config)
@@ -96,7 +96,7 @@ def evaluate_in(
     summaries = {}
     with ranks.agree(), unwritable(root):
         if ranks.is_main:
-            for name in (CONFIG, REPORT, COMPARISON, SUMMARY, EVALUATED):  # of an earlier one, with other settings
+            for name in (CONFIG, REPORT, COMPARISON, SUMMARY, EVALUATED):  # from other settings
                 (root / name).unlink(missing_ok=True)
             append_start(root, ranks.world_size, is_first=True)
             for name, folder in folders.items():
@@ -111,9 +111,9 @@ def evaluate_in(
             model = EvaluatedModel(config, ranks, usable, rewards, directories[name])
             summaries[name] = model.evaluate(options.by, kept)
             if ranks.is_main and "reward" not in summaries[name]:
-                directories[name].delete_unfinished()  # another call scores again what has no reward
+                directories[name].delete_unfinished()  # another call scores them again
             check_rewarded(summaries[name])
-            gc.collect()  # before the next model is loaded
+            gc.collect()  # free memory before the next model is loaded
     if ranks.is_main:
         if len(summaries) > 1:
             with disk_errors(root):
@@ -134,7 +134,7 @@ class EvaluatedModel:
     directory: EvaluationDirectory
 
     def evaluate(self, by: Sequence[str], kept: SuccessRange | None) -> Summary:
-        """Evaluate the model, resuming a killed evaluation with the same settings, and write the files."""
+        """Evaluate the model and write the files. Resume a killed evaluation if it has the same settings."""
         evaluation = self.sample_and_score()
         with self.ranks.agree():
             return self.summarise_and_write(evaluation, by, kept)
@@ -184,7 +184,7 @@ class EvaluatedModel:
 
 
 def has_live_names(config: RunConfig) -> bool:
-    """Return whether a reward function or the rows are objects in memory, of which a digest does not tell all."""
+    """Return whether a reward function or the rows are objects in memory. A digest does not cover them fully."""
     functions = [spec.function for spec in config.rewards.specs]
     return any(map(is_live_name, [*functions, *(entry.name for entry in config.data.entries("eval"))]))
 
@@ -192,7 +192,7 @@ def has_live_names(config: RunConfig) -> bool:
 def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict[str, Any]:
     """Return the fingerprint of an evaluation, without secrets.
 
-    One resumes another only if their fingerprints are equal.
+    An evaluation resumes an earlier one only if their fingerprints are equal.
     """
     files = [file_stamps(entry.name.split(":")[0]) for entry in data_sources(config.data, "eval")]
     sample_ids = [usable.rows.sample_ids[index] for index in usable.indices]
@@ -210,7 +210,7 @@ def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict
 
 
 def file_stamps(name: str) -> list[tuple[str, int, int]]:
-    """Return name, size and modification time of a file, or of a directory's files; empty if `name` is neither."""
+    """Return name, size and modification time of a file, or of a directory's files. Empty if `name` is neither."""
     path = Path(name)
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -1,4 +1,4 @@
-"""The arguments of a call: TRL's protocol, a list per argument with one entry per completion."""
+"""The arguments of a call, by TRL's protocol: one list per argument, with one entry per completion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None) -> dict[str, list[Any]]:
-    """Build the arguments that have one entry per completion; None for a row without the column.
+    """Build the arguments that have one entry per completion. The entry is None if a row lacks the column.
 
-    Prompts and completions have the given form, or that of their row.
+    Prompts and completions have the given form, or their row's form if it is None.
     """
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]
     samples = [prompt.sample for prompt, _ in rows]

@@ -1,4 +1,4 @@
-"""One reward function with its settings: how it is loaded, in which form it reads completions, and how it is called."""
+"""One reward function with its settings: loads it, finds the form in which it reads completions, and calls it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reward:
     """One reward function with its settings, and its worker if it has a timeout."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        """Load the function. Raises RewardError if that fails, or if it cannot use one of the settings."""
+        """Load the function. Raises RewardError if this fails, or if the function cannot use one of the settings."""
         require_packages(spec.function)
         try:
             with chdir("."):
@@ -76,9 +76,9 @@ class Reward:
             logger.info("reward function %r has the protocol of %s", self.name, adapted.system)
 
     def checked_settings(self, spec: RewardSpec, no_columns: bool) -> dict[str, Any]:
-        """Return the settings that every call gets. With `no_columns`, keyword-only parameters are settings alone.
+        """Return the settings that every call gets. With `no_columns`, keyword-only parameters are never data columns.
 
-        Raises RewardError if the function does not have one of the settings, or needs one more.
+        Raises RewardError if the function lacks one of the settings, or needs another one.
         """
         try:
             known = parameters(self.function)
@@ -90,7 +90,7 @@ class Reward:
                 raise RewardError(
                     f"reward function {self.name!r} has no argument {key!r}{hint}; it takes {listed(known)}"
                 )
-        # Defaults are passed as well, so that a column called `tags` does not become a setting.
+        # Defaults are also passed, so that a data column called `tags` does not become a setting.
         defaults = {key: p.default for key, p in known.items() if no_columns and p.kind is p.KEYWORD_ONLY}
         settings = defaults | spec.kwargs
         if missing := [key for key, value in settings.items() if value is Parameter.empty]:
@@ -116,7 +116,7 @@ class Reward:
             )
 
     def find_form(self, example: Sample) -> Form | None:
-        """Return the form that the function can read, or None for each row's own; see `RewardSuite.find_forms`."""
+        """Return the form that the function can read, or None for each row's form. See `RewardSuite.find_forms`."""
         if not self.probes_form:
             return self.form
         natural = form_of(example.prompt)
@@ -136,7 +136,7 @@ class Reward:
         return form
 
     def probe(self, example: Sample, form: Form) -> Fault | None:
-        """Call the function on two made-up completions in this form, and return the fault, if there is one."""
+        """Call the function on two made-up completions in this form. Return the fault, or None."""
         group = made_up_group(example, [made_up_completion(example.columns)] * 2)
         answer = self.start([group], state_outside(), form, example.columns)()
         return next((score for score in answer.scores if isinstance(score, Fault)), None)
@@ -144,7 +144,7 @@ class Reward:
     def start(
         self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
     ) -> Callable[[], Answer]:
-        """Start the calls for the groups that the function applies to. Returns a function that waits for the answer."""
+        """Start the calls for the groups that the function applies to. Return a function that waits for the answer."""
         applies = [self.applies(group.prompt.sample.columns) for group in groups]
         mine = [group for group, is_mine in zip(groups, applies, strict=True) if is_mine]
         wait = self.start_calls(mine, state, form, data_columns) if mine else lambda: Answer([])
@@ -156,9 +156,9 @@ class Reward:
     def start_calls(
         self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
     ) -> Callable[[], Answer]:
-        """Start one call for all groups, or one for each if `calls` says so or the function has a worker."""
+        """Start one call for all groups, or one call per group if `calls` says so or the function has a worker."""
         columns = {column for group in groups for column in group.prompt.sample.columns}.union(data_columns)
-        # A plain namespace, since a worker would have to import torch to unpickle the class.
+        # A plain namespace: to unpickle TrainerState, a worker would have to import torch.
         constants = {**self.settings, "trainer_state": SimpleNamespace(**vars(state))}
 
         def batch(groups: Sequence[Group]) -> tuple[dict[str, Any], int]:
@@ -171,7 +171,7 @@ class Reward:
             return lambda: join(wait_for(waiting))
         parts = [groups] if self.calls == "window" else [[group] for group in groups]
         calls = [Call(self.function, *batch(part)) for part in stop.checked(parts)]
-        stop.check()  # the KeyboardInterrupt of a signal during the last call became a fault
+        stop.check()  # if a signal came during the last call, its KeyboardInterrupt became a fault
 
         def wait_for_calls() -> list[Answer]:
             for call in calls:
@@ -182,7 +182,7 @@ class Reward:
 
 
 def require_packages(name: str) -> None:
-    """Raise RewardError if a built-in, or a function of TRL, needs a package that is not installed."""
+    """Raise RewardError if a built-in or a TRL function needs a package that is not installed."""
     missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
     if missing:
         raise RewardError(f"reward function {name!r} needs {listed(missing)}: pip install 'rl-vlm[rewards]'")
@@ -191,16 +191,16 @@ def require_packages(name: str) -> None:
 
 
 def load_reward(name: str, kwargs: Sequence[str]) -> Adapted:
-    """Load a function by its name, as one that is called as in TRL. Raises LoadError if it cannot be loaded.
+    """Load a function by its name, and adapt it to TRL's protocol. Raises LoadError if it cannot be loaded.
 
-    `kwargs` names the settings that it will be given.
+    `kwargs` are the names of the settings that it will get.
     """
     with stand_ins():
         return adapt(load_callable(name, BUILT_INS, ENTRY_POINT_GROUP), kwargs)
 
 
 def load_function_alone(name: str, kwargs: Sequence[str], objects: Mapping[str, RewardFunction]) -> RewardFunction:
-    """Load what a worker process calls. `objects` are those of the main process that the name may refer to."""
+    """Load a function in a worker process. `objects` are the main process's objects that `name` may refer to."""
     with live(objects):
         return load_reward(name, kwargs).function
 

@@ -1,4 +1,4 @@
-"""Gold answers under their own reward: which columns hold them, in which form a function reads them, and their scores.
+"""Gold answers: finds their columns and the form that a function reads, and scores them with their own reward.
 
 columns ─ gold_columns ─► gold_completions: each gold answer in every form ─ find_reading ─► Reading ─► gold_scores
 """
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample
 
 Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2."""
+"""(x1, y1, x2, y2)."""
 PROBED = 20
-"""Rows, evenly spread, on which it is found out in which form a function reads answers."""
+"""Number of evenly spread rows for finding the form in which a function reads answers."""
 LEAST_EFFECT = 1e-6
-"""Difference of two scores that counts as none."""
+"""Differences of scores up to this count as none."""
 NO_ANSWER = "no such answer"
 MADE_UP = {"": "7"}
-"""The gold answer of a row that has none."""
+"""The gold answer for a row without one."""
 
 
 class GoldScore(NamedTuple):
-    """The best score of a gold answer, or why it has none. Both are None if the function does not apply."""
+    """The best score of a gold answer, or the fault. Both are None if the function does not apply."""
 
     score: float | None
     fault: str | None = None
 
 
 def why_not_scored(reward: Reward) -> str | None:
-    """Return why a function is not called on gold answers, or None."""
+    """Return the reason why a function is not called on gold answers, or None if it is called."""
     if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
     if "model_image_sizes" in inspect.signature(reward.function).parameters:
@@ -57,31 +57,31 @@ def reads_images(reward: Reward) -> bool:
 
 
 def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
-    """Return the columns that functions name, without columns that tell kinds of rows apart."""
+    """Return the columns that functions name, except columns that distinguish kinds of rows."""
     named = {name for reward in functions for name in parameters(reward.function) if name not in reward.settings}
     kinds = {"id", *ROW_COLUMNS, *(column for reward in functions for column in reward.applies_to)}
     return [name for name in columns if name in named - kinds]
 
 
 def answer_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
-    """Return the columns that usually hold gold answers, and those that functions name."""
+    """Return the columns that usually hold gold answers, plus the gold columns that functions name."""
     return list(dict.fromkeys([*usual_columns(columns), *gold_columns(columns, functions)]))
 
 
 def usual_columns(columns: Sequence[str]) -> list[str]:
-    """Return the columns whose names are usual for gold answers."""
+    """Return the columns with a usual name for gold answers."""
     return [name for name in GOLD_COLUMNS if name in columns]
 
 
 def gold_given(columns: Iterable[str], row: Mapping[str, Any], text: str) -> str | None:
-    """Return which of the columns has a gold answer that a text gives, in whatever form, or None."""
+    """Return the column whose gold answer a text gives, in any form, or None."""
     answer = bare_answer(text)
     golds = gold_texts(row, columns).items()
     return next((name for name, gold in golds if answer and answer in (gold.strip(), bare_answer(gold))), None)
 
 
 def needs_gold(reward: Reward, columns: Sequence[str]) -> bool:
-    """Return whether a function, not the adapter around it, cannot be called without a column of gold answers."""
+    """Return whether a function needs a column of gold answers. An adapter around it does not count."""
     known = parameters(inspect.unwrap(reward.function))
     golds = {*GOLD_COLUMNS, *gold_columns(columns, [reward])}
     return any(p.default is p.empty for name, p in known.items() if name in golds)
@@ -90,7 +90,7 @@ def needs_gold(reward: Reward, columns: Sequence[str]) -> bool:
 def columns_to_write(reward: Reward, columns: Sequence[str]) -> list[str]:
     """Return the gold columns that a function names.
 
-    If it names none, or takes columns of any name, those that usually hold gold answers follow.
+    If it names none, or takes columns of any name, the columns that usually hold gold answers follow.
     """
     named = gold_columns(columns, [reward])
     takes_more = takes_anything(reward.function) or not named
@@ -100,7 +100,7 @@ def columns_to_write(reward: Reward, columns: Sequence[str]) -> list[str]:
 def gold_text(gold: Any) -> str | None:
     """Return a gold answer as text, or None if it is missing. Lists and objects are written as JSON.
 
-    Of an object with `ground_truth`, as verl's data has in `reward_model`, that counts.
+    If it is an object with `ground_truth`, as verl's `reward_model` is, only this value counts.
     """
     gold = gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold
     gold = gold.tolist() if hasattr(gold, "tolist") else gold  # NumPy arrays
@@ -115,13 +115,13 @@ def gold_texts(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, str]
 
 
 def gold_boxes(gold: Any) -> list[Box]:
-    """Return the boxes of a gold answer as they are written, also those that no image can have."""
+    """Return all boxes in a gold answer, even if no image could have them."""
     text = gold_text(gold)
     return [] if text is None else list(boxes_in(json_of(bare_answer(text))))
 
 
 def boxes_in(value: Any, depth: int = 0) -> Iterator[Box]:
-    """Yield the lists of four numbers in a list, and in an object under the usual keys of boxes."""
+    """Yield all lists of four numbers in nested lists, and in objects under the usual keys for boxes."""
     if is_box(value):
         x1, y1, x2, y2 = map(float, value)
         yield x1, y1, x2, y2
@@ -134,12 +134,12 @@ def boxes_in(value: Any, depth: int = 0) -> Iterator[Box]:
 
 
 def shortest_gold(row: Mapping[str, Any], columns: Iterable[str]) -> str:
-    """Return the shortest answer that a gold answer of a row gives; an empty one if there is none."""
+    """Return the shortest bare answer among a row's gold answers, or "" if there is none."""
     return min(map(bare_answer, gold_texts(row, columns).values()), key=len, default="")
 
 
 def gold_completions(golds: Mapping[str, str]) -> dict[str, str]:
-    """Return completions that give the gold answers of a row, by column and form. Each text occurs once."""
+    """Build completions that give a row's gold answers, by column and form. Each text occurs once."""
     names: dict[str, str] = {}
     for column, gold in golds.items():
         for form, text in gold_forms(gold).items():
@@ -149,34 +149,34 @@ def gold_completions(golds: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Reading:
-    """Which gold answers a function reads, and in which form: those for which another answer gets another score."""
+    """The gold answers that a function reads, and their form. It reads one if wrong answers get another score."""
 
     names: frozenset[str]
-    """Names of the completions of `gold_completions` that it reads. Empty if it reads none of them."""
+    """Names in `gold_completions` of the completions that it reads. Empty if it reads none."""
     column: str
     form: str
-    """The column and the form whose gold answers get the most."""
+    """The column and the form with the highest scores for gold answers."""
     is_inverted: bool = False
-    """Whether other answers get more than gold answers in each of these."""
+    """Whether wrong answers score higher than gold answers."""
 
     def chosen(self, completions: Mapping[str, str]) -> dict[str, str]:
-        """Return the completions of a row that the function reads, or all if it reads none."""
+        """Return the completions that the function reads, or all if it reads none."""
         return {name: text for name, text in completions.items() if name in self.names} or dict(completions)
 
     def answer(self, golds: Mapping[str, str]) -> str | None:
-        """Return the answer that a row's gold answer gives, or None if the row has none."""
+        """Return the bare answer in a row's gold answer, or None if the row has none."""
         gold = golds.get(self.column, next(iter(golds.values()), None))
         return None if gold is None else bare_answer(gold)
 
     def write(self, answer: str, has_thought: bool = True) -> str:
-        """Return an answer in the form that the function reads."""
+        """Write an answer in the form that the function reads."""
         return written(answer, self.form, has_thought)
 
 
 def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[str], data: Iterable[str]) -> Reading:
-    """Find out in which form a function reads answers: score gold answers and those of other rows in each form.
+    """Find the form in which a function reads answers: score gold answers, and other rows' gold answers, in each form.
 
-    `columns` are those of gold answers, `data` are all.
+    `columns` are the columns of gold answers, `data` are all columns.
     """
     golds = [gold_texts(sample.columns, columns) or MADE_UP for sample in samples]
     pairs: dict[str, list[tuple[float, float]]] = {}
@@ -202,7 +202,7 @@ def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[st
 
 
 def others_of(golds: Sequence[Any]) -> list[int | None]:
-    """Return for each gold answer the place of the next one, in a circle, that is another; None if all are equal."""
+    """Return for each gold answer the index of the next different one, in a circle, or None if all are equal."""
     places: list[int | None] = []
     for place, gold in enumerate(golds):
         later = (*range(place + 1, len(golds)), *range(place))
@@ -211,16 +211,16 @@ def others_of(golds: Sequence[Any]) -> list[int | None]:
 
 
 def spread_over(rows: Sequence[Any], count: int) -> list[Any]:
-    """Return at most `count` of the rows, evenly spread."""
+    """Return up to `count` evenly spread rows."""
     return list(rows) if count >= len(rows) else [rows[i * len(rows) // count] for i in range(count)]
 
 
 def gold_scores(
     reward: Reward, samples: Sequence[Sample], columns: Sequence[str], reading: Reading, data: Iterable[str]
 ) -> list[GoldScore]:
-    """Return the best score that a function gives to the gold answer of each row. `columns` are those of gold answers.
+    """Return the best score that a function gives to each row's gold answers, which are in `columns`.
 
-    Rows whose gold answers get less than others in the forms that the function reads are scored in all forms.
+    First the forms that the function reads are scored. Rows below the highest score are scored again in all forms.
     """
     golds = [gold_completions(gold_texts(sample.columns, columns) or {"": ""}) for sample in samples]
     found = best_scores(reward, samples, [reading.chosen(texts) for texts in golds], data)
@@ -251,7 +251,7 @@ def score_texts(reward: Reward, sample: Sample, texts: Sequence[str], data: Iter
 def score_made_up(reward: Reward, groups: Sequence[Group], data: Iterable[str]) -> list[Score]:
     """Return the scores of made-up completions. `data` are the columns of the data.
 
-    A call that raises is repeated in halves, so that an exception is a fault of those completions alone that cause it.
+    If a call raises, it is repeated in halves, so that only the completions that cause the exception get a fault.
     """
     scores = reward.start(groups, state_outside(), reward.form, data)().scores
     given = [score for score in scores if score is not None]
@@ -262,7 +262,7 @@ def score_made_up(reward: Reward, groups: Sequence[Group], data: Iterable[str]) 
 
 
 def halves(groups: Sequence[Group]) -> list[list[Group]]:
-    """Return the groups in two parts. One group is parted into two with half of its completions each."""
+    """Split the groups into two parts. A single group is split into two groups with half of its completions each."""
     if len(groups) > 1:
         middle = len(groups) // 2
         return [list(groups[:middle]), list(groups[middle:])]
@@ -272,14 +272,14 @@ def halves(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def gives_less_than_zero(reward: Reward, sample: Sample) -> bool:
-    """Return whether a function gives an empty completion of a row less than 0, as penalties do."""
+    """Return whether a function scores an empty completion of a row below 0, as penalties do."""
     with random_states_kept(), chdir("."):
         (score,) = score_texts(reward, sample, [""], sample.columns)
     return isinstance(score, float) and score < 0
 
 
 def best(scores: Sequence[Score]) -> GoldScore:
-    """Return the largest number among scores, else the first fault."""
+    """Return the largest score, or the first fault if there is none."""
     numbers = [score for score in scores if isinstance(score, float)]
     faults = [score for score in scores if isinstance(score, Fault)]
     return GoldScore(max(numbers)) if numbers else GoldScore(None, faults[0].message if faults else None)

@@ -1,4 +1,4 @@
-"""Groups of completions that no model wrote, for calls of reward functions outside of a run."""
+"""Made-up groups of completions, for calls of reward functions outside of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def made_up_group(sample: Sample, texts: Sequence[str]) -> Group:
-    """Return texts as completions of a row. Each word counts as a token, and no image as resized."""
-    import torch  # not at the top: a dry run loads the functions and does not need torch
+    """Turn texts into completions of a row. Each word counts as a token, and images as not resized."""
+    import torch  # not at the top: a dry run imports this module without torch
 
     from rl_vlm.types import Completion, Group, Prompt
 
@@ -26,7 +26,7 @@ def made_up_group(sample: Sample, texts: Sequence[str]) -> Group:
 
 
 def state_outside() -> TrainerState:
-    """Return the state of a trainer before its first step."""
+    """Build the state of a trainer before its first step."""
     from rl_vlm.types import TrainerState
 
     return TrainerState(global_step=0, max_steps=1, epoch=0.0)

@@ -1,4 +1,4 @@
-"""Boxes and points of completions and gold answers in pixels of the original image, to draw them."""
+"""Converts boxes and points of completions and gold answers to pixels of the original image, to draw them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rewards.text import answer_text
 GROUNDING = ("iou", "giou", "point_in_box", "boxes_f1", "detection_map", "detection_map_length")
 """Built-in functions that read boxes or points."""
 DEFAULTS = {"coordinates": "absolute", "solution_coordinates": "original", "image_index": 0}
-"""Of these functions."""
+"""Defaults of these functions' settings."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Reads the regions of rows of a completions file, as the reward functions of a run did."""
+    """Reads regions from rows of a completions file, like the reward functions of the run."""
 
     frames: Frames
 
     @classmethod
     def of_rewards(cls, reward_funcs: Sequence[str | Mapping[str, Any]]) -> Regions | None:
-        """Build the reader from the setting `rewards.reward_funcs`, or None if no function of it reads boxes."""
+        """Build the reader from the setting `rewards.reward_funcs`. Return None if no function reads boxes."""
         for spec in reward_funcs:
             function, kwargs = (spec, {}) if isinstance(spec, str) else (spec["function"], spec.get("kwargs") or {})
             if function in GROUNDING:
@@ -33,11 +33,11 @@ class Regions:
         return None
 
     def predicted(self, row: Mapping[str, Any]) -> list[Region]:
-        """Return the regions of a row's completion; empty if it has none, or if the image's sizes are not known."""
+        """Return the regions of a row's completion. Empty if it has none, or if the image's sizes are unknown."""
         return self.drawn(read_text(answer_text(row["completion"])), self.row_frames(row)[0], row)
 
     def gold(self, row: Mapping[str, Any]) -> list[Region]:
-        """Return the regions of the row's `solution`; empty if it has none that can be read."""
+        """Return the regions of the row's `solution`. Empty if it has no readable region."""
         gold = gold_boxes(row.get("data/solution"))
         return self.drawn(gold if isinstance(gold, list) else None, self.row_frames(row)[1], row)
 

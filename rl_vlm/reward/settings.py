@@ -1,4 +1,4 @@
-"""The settings of a built-in reward function, checked before it scores a completion."""
+"""Checks the settings of a built-in reward function before it scores a completion."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rl_vlm.errors import RewardError, shorten, text_of
 def check_settings(name: str, function: RewardFunction, settings: Mapping[str, Any], solved_from: float) -> None:
     """Raise RewardError if the built-in `name` cannot use its settings, or cannot score as high as `solved_from`.
 
-    A built-in raises an error for settings without a meaning before it reads a completion, so a call for no completions
-    checks them.
+    A built-in raises an error for invalid settings before it reads a completion. So a call without completions checks
+    them.
     """
     check_types(name, function, settings)
     columns = {key: [] for key, p in parameters(function).items() if p.default is Parameter.empty}

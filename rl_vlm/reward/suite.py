@@ -1,6 +1,6 @@
-"""All reward functions of a run: call every function on every group, and collect the scores in one table.
+"""All reward functions of a run: calls every function on every group, and collects the scores in one table.
 
-A fault masks the completions concerned and is counted; see docs/rewards.md.
+A fault masks its completions and is counted. See docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_APPLICABLE = "all/not_applicable"
-"""Under this name completions are counted that no function applies to."""
+"""Counts completions that no function applies to."""
 
 
 class RewardSuite:
     """The reward functions of a run. Close it, or use it as a context manager, to end its worker processes."""
 
     def __init__(self, config: RewardsConfig) -> None:
-        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs or another's name."""
+        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs, or shares its name."""
         self._rewards = [Reward(spec) for spec in config.specs]
         self._warned: set[str] = set()
         self.data_columns: set[str] = set()
@@ -49,13 +49,13 @@ class RewardSuite:
 
     @property
     def columns(self) -> set[str]:
-        """Return the columns of the data that functions name as parameters."""
+        """Return the data columns that functions name as parameters."""
         return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise RewardError if a function needs a column that the data does not have.
 
-        A row without one of these columns gives functions None.
+        If a single row lacks such a column, functions get None.
         """
         columns = set(columns)
         for reward in self._rewards:
@@ -65,27 +65,27 @@ class RewardSuite:
     def find_forms(self, example: Callable[[Callable[[Mapping[str, Any]], bool]], Sample]) -> list[Form | None]:
         """Return the form in which each function can read completions and prompts, judging by one row.
 
-        `example` returns a row whose columns pass a test, that of the rows to which a function applies.
+        `example` returns a row whose columns pass a test. The test is whether the function applies to the row.
 
-        A function that is not told its form is called on made-up completions: in the form of the row, and if it fails
-        on that, in the other one. None leaves every row in its own form. The calls leave nothing in logs or metrics,
-        and the global random states as they were.
+        If a function's form is not set, it is called on made-up completions: in the row's form, and if it fails, in the
+        other form. None leaves every row in its own form. The calls do not change logs, metrics or the global random
+        states.
         """
         with random_states_kept(), chdir("."):
             return [reward.find_form(example(reward.applies)) for reward in self._rewards]
 
     @property
     def forms(self) -> list[Form | None]:
-        """Return the form of each function, as `find_forms` returns it."""
+        """Return the form of each function, as from `find_forms`."""
         return [reward.form for reward in self._rewards]
 
     def use_forms(self, forms: Sequence[Form | None]) -> None:
-        """Give each function completions and prompts in this form."""
+        """Set the form of completions and prompts for each function."""
         for reward, form in zip(self._rewards, forms, strict=True):
             reward.form = form
 
     def score(self, groups: Sequence[Group], state: TrainerState) -> RewardTable:
-        """Call every function on all completions. Async functions and those with a timeout run concurrently.
+        """Call every function on all completions. Async functions and functions with a timeout run concurrently.
 
         Groups must have the same number of completions. Faults mask completions and are never raised.
         """
@@ -102,7 +102,7 @@ class RewardSuite:
         return [reward.name for reward in self._rewards if reward.must_not_fail]
 
     def close(self) -> None:
-        """End the worker processes; the next call would restart them."""
+        """End the worker processes. The next call would restart them."""
         for reward in self._rewards:
             if reward.worker:
                 reward.worker.close()
@@ -114,7 +114,7 @@ class RewardSuite:
         self.close()
 
     def _table(self, groups: Sequence[Group], answers: Sequence[Answer]) -> RewardTable:
-        import torch  # not at the top: a dry run loads the functions and does not need torch
+        import torch  # not at the top: a dry run imports this module without torch
 
         from rl_vlm.types import RewardTable
 
@@ -159,7 +159,7 @@ class RewardSuite:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise RewardError if two functions have one name, or if a function has a name that the run itself writes."""
+    """Raise RewardError if two functions have the same name, or if the run itself logs under a function's name."""
     for name in names:
         if names.count(name) > 1:
             raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
@@ -171,7 +171,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list[Answer]:
-    """Replace the answers that log under a name of the run or of another function by faults."""
+    """Replace an answer by faults if it logs under a name of the run or of another function."""
     owners = {name: name for name in names}
     owners |= {f"{name}/{sub}": name for name, answer in zip(names, answers, strict=True) for sub in answer.sub_scores}
     checked = []
@@ -185,7 +185,7 @@ def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list
 
 
 def shown(text: str) -> str:
-    """Return the text of a fault as files and the log show it."""
+    """Format the text of a fault for files and the log."""
     return shorten(without_secrets(text))
 
 
