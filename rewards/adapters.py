@@ -1,6 +1,6 @@
-"""Reward functions written for other systems, called as those systems call them.
+"""Adapters for reward functions of other systems. They call a function by its own system's protocol.
 
-They are recognised by the arguments that they name, or by the class that they derive from:
+A function is recognised by the arguments that it names, or by the class that it derives from:
 
     EasyR1     compute_score(reward_inputs), a list of dicts, or compute_score(reward_input), one dict
     verl       compute_score(data_source, solution_str, ground_truth, extra_info)
@@ -25,15 +25,15 @@ from rewards.forms import Form
 from rewards.text import completion_text
 
 GOLD_COLUMNS = ("ground_truth", "reward_model", "solution", "answer")
-"""Columns that may hold the gold answer. The first that is not None counts; of a dict, its `ground_truth`."""
+"""Columns that may hold the gold answer. The first that is not None counts. If it is a dict, `ground_truth` counts."""
 ROW_COLUMNS = ("data_source", "extra_info")
-"""Columns of verl that say where a row comes from."""
+"""Columns of verl that describe the origin of a row."""
 READ_COLUMNS = ("completion_ids", *ROW_COLUMNS, *GOLD_COLUMNS)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What other systems tell a function about one completion."""
+    """One completion with the data that other systems pass to a function."""
 
     response: str
     response_length: int
@@ -43,22 +43,22 @@ class Row:
 
     @property
     def reward_input(self) -> dict[str, Any]:
-        """Return the row as EasyR1 gives it."""
+        """Return the row in EasyR1's form."""
         return {name: getattr(self, name) for name in ("response", "response_length", "ground_truth")}
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a system calls its functions."""
+    """A system's way of calling its functions."""
 
     system: str
     arguments: dict[str, str]
-    """The fields of `Row` that are passed, by the names of the function's arguments. Names that occur in no other
-    system's functions come first."""
+    """The fields of `Row` to pass, by the names of the function's arguments. Names that are unique to this system come
+    first."""
     num_own: int
-    """Number of those names by which the function is recognised; it need not take the others."""
+    """Number of first names that identify the function. It need not take the others."""
     in_batches: bool
-    """Whether each argument is a list over all completions. Otherwise the function is called once for each."""
+    """Whether each argument is a list over all completions. Otherwise there is one call per completion."""
     reward_key: str
     """Key of the score in a returned dict."""
 
@@ -86,27 +86,27 @@ PROTOCOLS = (
 
 @dataclass(frozen=True)
 class Adapted:
-    """A function that is called as in TRL, and what is known of it."""
+    """A function that is called as in TRL, with facts about it."""
 
     function: RewardFunction
     system: str | None = None
-    """The system that it was written for, if its protocol differs."""
+    """The system that the function was written for, if its protocol differs."""
     form: Form | None = None
-    """The form in which it gets completions; None if that is not known."""
+    """The form in which the function gets completions, or None if it is unknown."""
     is_wrapped: bool = False
-    """Whether its keyword-only parameters are settings, which no column of the data sets."""
+    """Whether its keyword-only parameters are settings. No data column sets them."""
 
 
 def adapt(function: RewardFunction, kwargs: Sequence[str] = ()) -> Adapted:
-    """Return a function of any of these systems as one that is called as in TRL.
+    """Adapt a function of any of these systems, so that it is called as in TRL.
 
-    `kwargs` names the settings that it will be given. One with `**kwargs` takes settings of any name.
+    `kwargs` are the names of the settings that it will get. If it has `**kwargs`, it takes settings of any name.
     """
     if any(base.__name__ in ("ORM", "AsyncORM") for base in type(function).__mro__):
         return Adapted(function, "ms-swift", "text")
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # the function cannot be called by name, which is found when it is checked
+    except (TypeError, ValueError):  # it cannot be called by name; a later check reports it
         return Adapted(function)
     for protocol in PROTOCOLS:
         if set(list(protocol.arguments)[: protocol.num_own]) <= parameters.keys():
@@ -116,7 +116,7 @@ def adapt(function: RewardFunction, kwargs: Sequence[str] = ()) -> Adapted:
 
 
 def settings_of(parameters: Mapping[str, Parameter], protocol: Protocol, kwargs: Sequence[str]) -> list[Parameter]:
-    """Return the parameters that are neither arguments of the protocol nor columns, and `kwargs` under `**kwargs`."""
+    """Return the parameters other than protocol arguments and columns. With `**kwargs`, add the names in `kwargs`."""
     taken = {*protocol.arguments, *READ_COLUMNS}
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     settings = {name: p for name, p in parameters.items() if name not in taken and p.kind in named}
@@ -126,7 +126,7 @@ def settings_of(parameters: Mapping[str, Parameter], protocol: Protocol, kwargs:
 
 
 def wrapped(function: RewardFunction, protocol: Protocol, settings: Sequence[Parameter]) -> RewardFunction:
-    """Wrap a function of this protocol in one with TRL's, which passes these settings."""
+    """Wrap a function of this protocol in a function with TRL's protocol. It passes on these settings."""
     arguments = {
         name: field for name, field in protocol.arguments.items() if name in inspect.signature(function).parameters
     }
@@ -156,7 +156,7 @@ def for_one(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
 
 
 def with_result(returned: Any, then: Callable[[Any], Any]) -> Any:
-    """Call `then` on what a function returned, or on what it will have returned if it is async."""
+    """Call `then` on the result of a function. If the function is async, await the result first."""
     if inspect.isawaitable(returned):
         return _then(returned, then)
     if isinstance(returned, list) and any(map(inspect.isawaitable, returned)):
@@ -169,14 +169,14 @@ async def _then(awaitable: Awaitable[Any], then: Callable[[Any], Any]) -> Any:
 
 
 async def _all(values: Sequence[Any]) -> list[Any]:
-    """Await those of the values that are awaitable, concurrently."""
+    """Await all awaitable values concurrently."""
     waiting = [value for value in values if inspect.isawaitable(value)]
     awaited = iter(await asyncio.gather(*waiting))
     return [next(awaited) if inspect.isawaitable(value) else value for value in values]
 
 
 def rows_of(completions: Sequence[Any], columns: Mapping[str, Sequence[Any] | None]) -> list[Row]:
-    """Return the rows of a call. A column that the data does not have is None."""
+    """Return the rows of a call. If the data lacks a column, its value is None."""
     rows = []
     for i, completion in enumerate(completions):
         row = {name: None if column is None else column[i] for name, column in columns.items()}
@@ -194,9 +194,9 @@ def rows_of(completions: Sequence[Any], columns: Mapping[str, Sequence[Any] | No
 
 
 def lists_by_name(scores: Any, reward_key: str) -> Any:
-    """Turn one dict per completion into a dict of lists with the scores under `reward`; return others unchanged.
+    """Turn one dict per completion into a dict of lists, with scores under `reward`. Return anything else unchanged.
 
-    A dict without a score is a fault of its completion. Another key that a dict lacks is None for its completion.
+    If a dict has no score, its completion gets a fault. If it lacks another key, the value is None.
     """
     if not isinstance(scores, Sequence) or not any(isinstance(score, Mapping) for score in scores):
         return scores

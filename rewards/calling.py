@@ -1,4 +1,4 @@
-"""Calls of reward functions, sync or async, with the arguments that they declare."""
+"""Calls reward functions, sync or async, with the arguments that they declare."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 
 from rewards.contract import Answer, Fault, RewardFunction, failed, on_one_line, read_returned
 
-# Arguments that every call offers besides the columns of the data; `Call` adds log_extra and log_metric.
+# Arguments that every call offers in addition to data columns. `Call` adds log_extra and log_metric.
 OFFERED = (
     "prompts", "completions", "completion_ids", "images", "image_sizes", "model_image_sizes", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
 
 LONGEST_TEXT = 220
-"""Characters of an exception's text that are shown; the place behind it is never cut off."""
+"""Maximum characters of an exception's text in a message. The place that follows it is never cut off."""
 
 
 def parameters(function: RewardFunction) -> dict[str, Parameter]:
@@ -38,7 +38,7 @@ def takes_anything(function: RewardFunction) -> bool:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Return whether a function, or the one that it wraps, is declared with `async`."""
+    """Return whether a function, or the function that it wraps, is declared with `async`."""
     innermost = inspect.unwrap(function)
     return inspect.iscoroutinefunction(innermost) or inspect.iscoroutinefunction(type(innermost).__call__)
 
@@ -51,15 +51,15 @@ def select_arguments(function: RewardFunction, offered: Mapping[str, Any]) -> di
 
 
 class Call:
-    """One call for `count` completions. A sync function runs in `__init__`; an async one may finish later.
+    """One call for `count` completions. A sync function runs in `__init__`. An async one may finish later.
 
-    Every exception is a fault, also a KeyboardInterrupt, which a signal may have raised within the function: after the
-    call, check whether a signal came. A sync function leaves the working directory as it was; around an async one use
-    `contextlib.chdir(".")`.
+    Every exception becomes a fault, even KeyboardInterrupt. A signal may have raised it within the function, so check
+    after the call whether a signal came. A sync function's change of the working directory is undone. Around an async
+    one, use `contextlib.chdir(".")`.
     """
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any], count: int) -> None:
-        """`arguments` are passed unchanged; `log_extra` and `log_metric` are added if the function declares them."""
+        """`arguments` are passed unchanged. `log_extra` and `log_metric` are added if the function declares them."""
         self.count = count
         self.extras: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
@@ -87,20 +87,20 @@ class Call:
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def answer(self) -> Answer:
-        """Wait for the function and read what it returned."""
+        """Wait for the function and read its result."""
         returned = self.returned.result()
         try:
             answer = read_returned(returned, self.count)
-        except BaseException as error:  # of an object's own methods
+        except BaseException as error:  # a returned object's own methods may raise
             answer = failed(fault_of(error), self.count)
         answer.extras, answer.metrics = self.extras, self.metrics
         return answer
 
 
 def or_fault(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, or a fault if it raises anything, also what does not derive from Exception.
+    """Call `call` and return its result, or a fault if it raises any BaseException.
 
-    If the call returns an awaitable, return a coroutine that does the same with what it awaits.
+    If the result is awaitable, return a coroutine that awaits it and does the same.
     """
     try:
         returned = call()
@@ -118,7 +118,7 @@ async def _awaited_or_fault(awaitable: Awaitable[Any]) -> Any:
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Return the fault of a function that raised this exception."""
+    """Build the fault for a function that raised this exception."""
     return Fault("exception", f"raised {describe(error)}")
 
 
@@ -131,20 +131,20 @@ def describe(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception on one line, or a note instead of it if its `__str__` raises."""
+    """Return the text of an exception on one line, or a note if its `__str__` raises."""
     return on_one_line(str(traceback.TracebackException.from_exception(error)))
 
 
 @functools.cache
 def background_loop() -> asyncio.AbstractEventLoop:
-    """Start one event loop for the run, in its own thread: clients that async functions keep belong to one loop."""
+    """Start one event loop for the whole run, in its own thread, since a client belongs to one loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run_always, args=[loop], name="rewards", daemon=True).start()
     return loop
 
 
 def _run_always(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop again whenever a task ends it by a KeyboardInterrupt or a SystemExit, with all tasks that it has."""
+    """Run a loop. If a task ends it by KeyboardInterrupt or SystemExit, run it again with all its tasks."""
     while not loop.is_closed():
         with suppress(BaseException):
             loop.run_forever()

@@ -1,7 +1,7 @@
-"""What a reward function may return, and how it is read.
+"""The contract for results of reward functions, and the code that reads them.
 
 A function is called as in TRL, by keyword with one list entry per completion, and gets the arguments it declares. It
-returns a list of numbers, or a dict of such lists whose key `reward`, or only key, is the reward; the other keys are
+returns a list of numbers, or a dict of such lists. Its key `reward`, or its only key, is the reward; the other keys are
 sub-scores for the log. None for a completion means "does not apply". Anything else is a fault, never a silent 0.
 """
 
@@ -21,12 +21,12 @@ FaultKind = Literal[
 
 LARGEST_REWARD = 1e6
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
-"""Colours and movements of a terminal's cursor, and its titles and links."""
+"""Terminal escape sequences: colours, cursor movements, titles and links."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a call, or one score of it, cannot be used."""
+    """The reason why a call, or one of its scores, cannot be used."""
 
     kind: FaultKind
     message: str
@@ -37,10 +37,10 @@ Score = float | Fault | None
 
 @dataclass
 class Answer:
-    """The result of one call, in plain Python types, so that it can be sent between processes."""
+    """The result of one call. It has only plain Python types, so it can be sent between processes."""
 
     scores: list[Score]
-    """One per completion; None if the function does not apply."""
+    """One score per completion, or None if the function does not apply."""
     sub_scores: dict[str, list[Any]] = field(default_factory=dict)
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """Columns logged through `log_extra`."""
@@ -54,7 +54,7 @@ def failed(fault: Fault, count: int) -> Answer:
 
 
 def join(answers: Sequence[Answer]) -> Answer:
-    """Join the answers of several calls; a column is None for the completions of a call that did not log it."""
+    """Join the answers of several calls. If a call did not log a column, its completions get None."""
     whole = Answer([score for answer in answers for score in answer.scores])
     for answer in answers:
         for metric, values in answer.metrics.items():
@@ -82,7 +82,7 @@ def spread(answer: Answer, applies: Sequence[bool]) -> Answer:
 
 
 def read_returned(returned: Any, count: int) -> Answer:
-    """Check what a call for `count` completions returned. A bad element faults its completion, all else the call."""
+    """Check the result of a call for `count` completions. A bad element faults its completion, all else the call."""
     lists = _named_lists(returned, count)
     if isinstance(lists, Fault):
         return failed(lists, count)
@@ -91,7 +91,7 @@ def read_returned(returned: Any, count: int) -> Answer:
 
 
 def _named_lists(returned: Any, count: int) -> dict[str, list[Any]] | Fault:
-    """Return the lists by name, `reward` among them, each with one value per completion; or the fault of the call."""
+    """Return lists by name, including `reward`, with one value per completion each. Return a fault if this fails."""
     if isinstance(returned, Fault):
         return returned
     if returned is None:
@@ -116,7 +116,7 @@ def read_score(value: Any) -> Score:
     """Read one element of a returned list as a float, None or a fault."""
     try:
         return _read_score(plain(value))
-    except BaseException as error:  # of an object's own methods
+    except BaseException as error:  # an object's own methods may raise
         return Fault("type", f"returned a {type(value).__name__} that cannot be read: {type(error).__name__}")
 
 
@@ -139,7 +139,7 @@ def plain(value: Any) -> Any:
 
 
 def on_one_line(text: str) -> str:
-    """Return a text of others without escape sequences, control characters and line breaks."""
+    """Remove escape sequences, control characters and line breaks from a foreign text."""
     without = ESCAPE_SEQUENCE.sub("", text)
     return " ".join("".join(letter if letter.isprintable() else " " for letter in without).split())
 

@@ -1,4 +1,4 @@
-"""The two forms in which reward functions get prompts and completions, and the forms in which completions answer.
+"""The two forms of prompts and completions for reward functions, and the forms of answers in completions.
 
 TRL gives text for rows whose prompt is text, and messages for conversations. A function is often written for one form.
 It often reads an answer in one form only, too: in `<answer>` tags, in a LaTeX box, after `####` and so on.
@@ -21,7 +21,7 @@ OTHER: dict[Form, Form] = {"messages": "text", "text": "messages"}
 
 THOUGHT = "<think>This completion is made up.</think>\n"
 AFTER = " after a thought"
-"""The end of the names of forms that begin with `THOUGHT`."""
+"""Suffix of the names of forms that begin with `THOUGHT`."""
 FENCE = re.compile(r"```(?:json)?\s(.*)```", re.DOTALL)
 LAST_LINE = re.compile(r"(?:^#### ?|^(?:the )?(?:final )?answer: *)(.+)\Z", re.IGNORECASE | re.MULTILINE)
 MATHS = re.compile(r"\$[^$]+\$")
@@ -33,7 +33,7 @@ def form_of(prompt: Any) -> Form:
 
 
 def prompt_in(form: Form | None, prompt: Any) -> Any:
-    """Return a prompt in this form, or unchanged if it has it. The text of a conversation has a line per message."""
+    """Convert a prompt to this form, unless it has it already. A conversation becomes text with a line per message."""
     if form is None or form == form_of(prompt):
         return prompt
     if form == "messages":
@@ -42,28 +42,28 @@ def prompt_in(form: Form | None, prompt: Any) -> Any:
 
 
 def completion_in(form: Form, text: str) -> str | list[dict[str, str]]:
-    """Return a completion in this form."""
+    """Convert a completion to this form."""
     return text if form == "text" else [{"role": "assistant", "content": text}]
 
 
 def made_up_completion(columns: Mapping[str, Any]) -> str:
-    """Return a completion that gives the row's solution, for a call that only shows whether a function can read it."""
+    """Build a completion that gives the row's solution, for a call that tests whether a function can read it."""
     solution = columns.get("solution")
     return THOUGHT + tagged("7" if solution is None else str(solution))
 
 
 def tagged(answer: str) -> str:
-    """Return an answer in `<answer>` tags."""
+    """Put an answer in `<answer>` tags."""
     return answer if "<answer>" in answer else f"<answer>{answer}</answer>"
 
 
 def boxed(answer: str) -> str:
-    r"""Return an answer in `\boxed{…}`."""
+    r"""Put an answer in `\boxed{…}`."""
     return f"\\boxed{{{answer}}}"
 
 
 def as_objects(answer: str, in_list: bool) -> str:
-    """Return the JSON of one box as an object with `bbox_2d`, or of boxes as a list of them; others unchanged."""
+    """Convert the JSON of a box to an object with `bbox_2d`, and of boxes to a list. Return others unchanged."""
     value = json_of(answer)
     boxes = [value] if is_box(value) else value
     if not isinstance(boxes, list) or not boxes or not all(map(is_box, boxes)):
@@ -73,13 +73,13 @@ def as_objects(answer: str, in_list: bool) -> str:
 
 
 def fenced(answer: str) -> str:
-    """Return JSON in a code block within tags, boxes as objects, and other answers in tags alone."""
+    """Put JSON in a code block within tags, with boxes as objects. Put other answers in tags only."""
     text = as_objects(answer, in_list=True)
     return tagged(f"```json\n{text}\n```" if isinstance(json_of(text), list | dict) else answer)
 
 
 def json_of(text: str) -> Any:
-    """Return the value of JSON text, or None if it is none."""
+    """Parse JSON text, or return None if it is not JSON."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return None
@@ -107,14 +107,14 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 
 def written(answer: str, form: str, has_thought: bool = True) -> str:
-    """Return an answer in one of the forms. Without `has_thought`, the thought of the form is left out."""
+    """Write an answer in one of the forms. Without `has_thought`, leave out the form's thought."""
     name = form.removesuffix(AFTER)
     text = FORMS.get(name, str)(answer)
     return THOUGHT + text if has_thought and name != form else text
 
 
 def bare_answer(gold: str) -> str:
-    r"""Return the answer that a gold answer gives in one of the forms: of `#### 7`, `\boxed{7}` or `$7$` the 7."""
+    r"""Return the bare answer in a gold answer: `7` for `#### 7`, `\boxed{7}` or `$7$`."""
     text = answer_text(gold)
     if fence := FENCE.fullmatch(text):
         return fence[1].strip()
@@ -124,9 +124,9 @@ def bare_answer(gold: str) -> str:
 
 
 def gold_forms(gold: str) -> dict[str, str]:
-    """Return completions that give this gold answer, by their form. A function may read one of the forms only.
+    """Build completions that give this gold answer, by form. A function may read only one of the forms.
 
-    Forms that would be the same text are left out. "as it stands" is the gold answer with whatever surrounds it.
+    Forms with equal texts occur once. "as it stands" is the unchanged gold answer.
     """
     answer = bare_answer(gold)
     forms: dict[str, str] = {}

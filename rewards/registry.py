@@ -1,7 +1,7 @@
-"""The built-in reward functions by name. Their keyword-only parameters are settings; the others are columns.
+"""The built-in reward functions by name. Their keyword-only parameters are settings, the others are columns.
 
-A function raises TypeError or ValueError for settings without a meaning before it reads a completion, so that a call
-for no completions checks them. Such a call is cheap: no model is loaded, and no server is asked.
+A function raises TypeError or ValueError for invalid settings before it reads a completion. So a call without
+completions checks them. Such a call is cheap: no model is loaded, and no server is asked.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "point_in_box": ("json_repair", "scipy"),
     "rouge_l": ("rapidfuzz",),
 }
-"""Packages of the extra `rl-vlm[rewards]` that a function imports when it is called, by the names of their modules."""
+"""Modules of packages in the extra `rl-vlm[rewards]` that a function imports when it is called."""
 
 TIMEOUTS: dict[str, float] = {"json_schema": 30.0, "maths": 60.0}
-"""Timeouts in seconds of functions that run in a worker process, if the run does not set another."""
+"""Default timeouts, in seconds, of functions that run in a worker process."""
 
 ASKS_A_MODEL = ("judge", "reward_model")
-"""Functions whose every call costs: checks before a run leave them out."""
+"""Functions whose calls are expensive. Checks before a run leave them out."""
 
 LARGEST_SCORES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "cosine_length": lambda settings: settings["max_value_correct"],
     "reward_model": lambda settings: 1.0 if settings["sigmoid"] else math.inf,
 }
-"""The largest score of functions that may give more than 1.0, by their settings."""
+"""Functions that may score more than 1.0, with the largest score for given settings."""

@@ -1,7 +1,7 @@
-"""Stand-ins for modules of ms-swift, from which its users' reward files import their base class.
+"""Stand-ins for modules of ms-swift. Its users' reward files import their base class from them.
 
-A plugin of ms-swift begins with `from swift.plugin import ORM, orms`, or `from swift.rewards import …`, and may take
-its logger from `swift.utils`. It loads without ms-swift, since it needs no more than these names.
+A plugin of ms-swift begins with `from swift.plugin import ORM, orms`, or `from swift.rewards import …`, and may import
+its logger from `swift.utils`. It needs only these names, so it loads without ms-swift.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class AsyncORM(ORM):
 
 
 orms: dict[str, type[ORM]] = {}
-"""The registry in which plugins enter their classes. Functions are named by file and class here: nothing reads it."""
+"""Plugins register their classes here. Nothing reads it, since this project names functions by file and class."""
 
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Make the stand-ins importable in a block, unless ms-swift is installed or the file brings its own `swift`."""
+    """Make the stand-ins importable in the block, unless ms-swift is installed or the file has its own `swift`."""
     if "swift" in sys.modules or importlib.util.find_spec("swift") is not None:
         yield
         return

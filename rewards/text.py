@@ -15,7 +15,7 @@ MOST_MARKS = 30
 Completion = str | list[dict[str, Any]]
 
 BRACE = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-"""The start of a box, an escaped character, which is no brace, or a brace."""
+"""The start of a box, an escaped character (not a brace), or a brace."""
 
 
 def completion_text(completion: Completion) -> str:
@@ -31,7 +31,7 @@ def completion_text(completion: Completion) -> str:
 def answer_text(text: str) -> str:
     r"""Return the final text of a completion, or the content of its last closed `\boxed{...}` if it has one.
 
-    Of a box that holds `\text{...}` alone, the content of that.
+    If the box holds only `\text{...}`, return the content of `\text`.
     """
     answer = unboxed(final_text(text))
     wrapped = TEXT.fullmatch(answer)
@@ -39,7 +39,7 @@ def answer_text(text: str) -> str:
 
 
 def final_text(text: str) -> str:
-    """Return what follows the last `</think>`, stripped, or the content of its last closed `<answer>` tag."""
+    """Return the stripped text after the last `</think>`, or the content of its last closed `<answer>` tag."""
     text = text.rpartition("</think>")[2]
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
@@ -55,9 +55,9 @@ def unboxed(text: str) -> str:
 
 
 def composed(text: str, form: Literal["NFC", "NFKC"] = "NFC") -> str:
-    """Return a text in a normal form of Unicode. A character keeps at most 30 combining marks.
+    """Convert a text to a normal form of Unicode. A character keeps at most 30 combining marks.
 
-    Sorting the marks takes time that grows with the square of their number (UAX #15, stream-safe text format).
+    The time to sort the marks grows with the square of their number (UAX #15, stream-safe text format).
     """
     if text.isascii():
         return text
@@ -70,9 +70,9 @@ def composed(text: str, form: Literal["NFC", "NFKC"] = "NFC") -> str:
 
 
 def boxed_spans(text: str) -> list[tuple[int, int]]:
-    r"""Return where the content of each closed `\boxed{...}` begins and ends, nested ones included."""
+    r"""Return the start and end of the content of each closed `\boxed{...}`, nested ones included."""
     spans: list[tuple[int, int]] = []
-    starts: list[int | None] = []  # of the braces that are open; None for those of no box
+    starts: list[int | None] = []  # one per open brace; None if it does not open a box
     for match in BRACE.finditer(text):
         if match[0] == "{":
             starts.append(None)
@@ -84,9 +84,9 @@ def boxed_spans(text: str) -> list[tuple[int, int]]:
 
 
 def gold_text(solution: Any) -> str | Fault | None:
-    """Return a gold answer as text; None if there is none; a fault if it has a type that no answer can equal.
+    """Return a gold answer as text, None if there is none, or a fault if no answer can equal its type.
 
-    NaN stands for no gold answer, as in tables.
+    NaN means no gold answer, as in tables.
     """
     gold = plain(solution)
     if gold is None:

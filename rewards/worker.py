@@ -1,7 +1,7 @@
 """A process that runs one reward function and can be killed if it hangs.
 
-A thread or a signal handler cannot stop a function that holds the interpreter lock, such as a backtracking regular
-expression; killing its process can.
+If a function holds the interpreter lock, as a backtracking regular expression does, neither a thread nor a signal
+handler can stop it. Killing its process can.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rewards.calling import Call, describe, text_of
 from rewards.contract import Answer, Fault, RewardFunction, failed
 
 LOAD_SECONDS = 300.0
-"""Time limit for each start of the process, which does not count towards the function's timeout."""
+"""Time limit for each start of the process. It does not count towards the function's timeout."""
 
 ENDING_SECONDS = 10.0
-"""Time limit for the end of a process whose connection is closed."""
+"""Time limit for a process to end after its connection is closed."""
 
 MOST_RESTARTS = 3
 """Largest number of restarts after crashes in one call."""
@@ -39,7 +39,7 @@ class StartError(Exception):
 
 
 class Worker:
-    """Runs a function in a process that the first call starts, and that is restarted after it was killed."""
+    """Runs a function in a process. The first call starts it, and a call restarts it if it was killed."""
 
     def __init__(self, load: Callable[[], RewardFunction], timeout: float) -> None:
         """`load` is called in the process and must be picklable."""
@@ -50,11 +50,11 @@ class Worker:
         self._is_closed = False
 
     def call(self, batches: Sequence[Batch]) -> list[Answer]:
-        """Call the function once per batch, in order, all within `timeout` seconds, without the time to load it.
+        """Call the function once per batch, in order. All calls share `timeout` seconds, without the time to load it.
 
-        When time is up the process is killed: batches answered by then keep their answers, the others fault. A crash
-        faults the batch it happened in, and a new process continues with the next. If that crashes after the last of
-        `MOST_RESTARTS`, the batches that are left fault too.
+        When the time is up, the process is killed. Batches with an answer keep it, and the others fault. If the process
+        crashes, the current batch faults, and a new process continues with the next. If it crashes again after
+        `MOST_RESTARTS` restarts, the remaining batches fault too.
         """
         answers: list[Answer] = []
         self._is_closed = False
@@ -73,13 +73,13 @@ class Worker:
             fault = Fault("load", f"its worker process could not load it: {error}")
         except TimeoutError:
             fault = Fault("timeout", f"took longer than {self._timeout:g} s and was killed")
-        except BaseException as error:  # of arguments or logs that cannot be pickled, in a thread that gets no signals
+        except BaseException as error:  # unpicklable arguments or logs; signals do not reach this thread
             fault = Fault("exception", f"its worker process could not be used: {describe(error)}")
         self._kill()
         return answers + [failed(fault, count) for _, count in batches[len(answers) :]]
 
     def _answer(self, batches: Sequence[Batch], answers: list[Answer], deadline: float) -> bool:
-        """Add the answers of the batches that have none. Returns False if the process ends before all have one."""
+        """Add answers for the batches without one. Return False if the process ends before all have one."""
         rest = batches[len(answers) :]
         try:
             self._connection.send_bytes(pickle.dumps(rest))
@@ -90,7 +90,7 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """Kill the process, and those that the function started from it. A call in another thread ends."""
+        """Kill the process and all processes that the function started. A call in another thread ends."""
         self._is_closed = True
         self._kill()
 
@@ -107,7 +107,7 @@ class Worker:
         self._process = None
 
     def _ensure_started(self) -> None:
-        """Start the process unless it runs. Raises StartError if it has not loaded the function in `LOAD_SECONDS`."""
+        """Start the process unless it runs. Raises StartError if it does not load the function in `LOAD_SECONDS`."""
         if self._is_closed:
             raise StartError("it was closed")
         if self._process is not None:
@@ -136,7 +136,7 @@ class Worker:
             raise TimeoutError
         try:
             message = self._connection.recv_bytes()
-        except OSError as error:  # cut off within a message
+        except OSError as error:  # the connection ended within a message
             raise EOFError from error
         return pickle.loads(message)
 
@@ -153,9 +153,9 @@ class Worker:
 def serve(connection: Connection, load: bytes) -> None:
     """Run the worker process: load the function, report a problem or None, then answer calls until the pipe closes.
 
-    `load` is pickled, so that an error in reading it is reported as well.
+    `load` is pickled, so that an error in unpickling is reported as well.
     """
-    os.setsid()  # a group of its own, so that processes which the function starts are killed with it
+    os.setsid()  # a new group, so that processes that the function starts are killed with it
     guard_process_group(connection)
     try:
         function = pickle.loads(load)()
@@ -172,18 +172,18 @@ def serve(connection: Connection, load: bytes) -> None:
 
 
 def guard_process_group(connection: Connection) -> None:
-    """Start a process that kills this process group once the worker or the main process is gone, however it ended.
+    """Start a process that kills this process group once the worker or the main process has ended in any way.
 
-    The worker cannot do that itself: it may have crashed, or its function may hold the interpreter lock.
+    The worker cannot do this itself: it may have crashed, or its function may hold the interpreter lock.
     """
     group, main = os.getpid(), multiprocessing.parent_process()
     assert main is not None, "a worker is started by multiprocessing"
     worker_gone, held_by_worker = os.pipe()  # readable once the other end is closed
     if os.fork() == 0:
         os.close(held_by_worker)
-        connection.close()  # or the main process would not notice that the worker has ended
+        connection.close()  # otherwise the main process would not notice that the worker has ended
         wait([main.sentinel, worker_gone])
-        os.killpg(group, signal.SIGKILL)  # with this process itself
+        os.killpg(group, signal.SIGKILL)  # this process included
     os.close(worker_gone)
 
 

@@ -10,7 +10,7 @@ from rewards.contract import Fault, Score, plain
 from rewards.text import Completion, answer_text, completion_text, gold_text
 
 FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | str.maketrans("。、【】", "..[]")
-"""Full-width forms and Chinese punctuation, by what stands for them."""
+"""Full-width forms and Chinese punctuation, with their replacements."""
 STATEMENT = re.compile(
     r"""(?ix) (?: \b(?:answer|option|choice) (?: [ ](?:is|should[ ]be|must[ ]be|would[ ]be)\b:? | : )
       | \bI(?:'d|[ ]would)?[ ](?:choose|pick|select)\b | (?:答案|选项)(?:是|为|:) | 选择?项? )
@@ -33,10 +33,10 @@ def choice(
 ) -> list[Score]:
     """Return 1.0 if the answer names the option that `solution` names, else 0.0; None if `solution` names none.
 
-    Options are named by one of `letters`, in either case. If the row has the options' texts in its column `options` or
-    `choices`, a list or a dict by letter, they are named by their text as well. An answer that names several options,
-    or none, scores 0.0. A solution that is none of the row's options is a fault. With `solution_is="index"`, `solution`
-    is the place of the option, an int from 0. Raises ValueError if a setting has no meaning.
+    One of `letters` names an option, in either case. If the row has the options' texts in its column `options` or
+    `choices`, as a list or a dict by letter, the text names it as well. An answer that names several options, or none,
+    scores 0.0. A solution that is none of the row's options is a fault. With `solution_is="index"`, `solution` is the
+    option's index, an int from 0. Raises ValueError if a setting is invalid.
     """
     if solution_is not in ("answer", "index"):
         raise ValueError(f"solution_is={solution_is!r} is neither 'answer' nor 'index'")
@@ -56,7 +56,7 @@ def choice(
 
 
 def _letter_at(gold: Any, letters: str) -> str | Fault | None:
-    """Return the letter of an option by its place; None if there is no solution; a fault if it is no place."""
+    """Return the letter of an option by its index. Return None without a solution, or a fault if it is not an index."""
     text = gold_text(gold)
     if not isinstance(text, str):
         return text
@@ -66,7 +66,7 @@ def _letter_at(gold: Any, letters: str) -> str | Fault | None:
 
 
 def _no_number(gold: Any, texts: dict[str, str] | Fault) -> str | Fault | None:
-    """Return a solution as text; a fault if it is an int beside options, which may be a place or a text."""
+    """Return a solution as text. If the row has options, an int is a fault: it may be an index or a text."""
     if isinstance(gold, int) and not isinstance(gold, bool) and texts:
         advice = "set `solution_is` to 'index' if it counts options from 0, else make it the option's letter or text"
         return Fault("type", f"`solution` is the int {str(gold)[:20]} in a row with options: {advice}")
@@ -85,9 +85,9 @@ def _chooses(text: str, gold: str | Fault | None, texts: dict[str, str] | Fault,
 
 
 def option_texts(options: Any, letters: str) -> dict[str, str] | Fault:
-    """Return the texts of a row's options by letter, in the form in which they are compared; a fault if they have none.
+    """Return the texts of a row's options by letter, normalized for comparison, or a fault if the options have none.
 
-    A text may begin with its own letter, as in `A. a dog`. Letters whose text is None are left out.
+    A text may begin with its own letter, as in `A. a dog`. If a letter's text is None, the letter is left out.
     """
     options = options.tolist() if hasattr(options, "tolist") else options  # NumPy arrays
     if isinstance(options, list | tuple):
@@ -104,7 +104,7 @@ def option_texts(options: Any, letters: str) -> dict[str, str] | Fault:
 
 
 def _lines(text: str) -> str:
-    """Return a text without emphasis, in half-width characters, with single spaces and without empty lines."""
+    """Normalize a text: remove emphasis and empty lines, and use half-width characters and single spaces."""
     lines = (" ".join(line.split()) for line in text.translate(FULL_WIDTH | EMPHASIS).splitlines())
     return "\n".join(filter(None, lines))
 
@@ -117,8 +117,8 @@ def named_option(text: str, letters: str, texts: Mapping[str, str] = NO_TEXTS) -
     """Return the one option that a text names, or None if it names none or several.
 
     Examples: `B`, `(b)`, `**B**`, `B. a dog`, `The answer is (B) a dog`, and `a dog` if that is B's text. Reads the
-    last closed `<answer>` tag, or the whole text if there is none; in it, only what follows each "answer is", if there
-    is one.
+    last closed `<answer>` tag, or the whole text if there is none. If it contains "answer is", only the text after each
+    one counts.
     """
     words = _lines(answer_text(text))
     if _comparable(words) in texts.values():
@@ -129,7 +129,7 @@ def named_option(text: str, letters: str, texts: Mapping[str, str] = NO_TEXTS) -
 
 
 def _option(text: str, letters: str, texts: Mapping[str, str]) -> str | None:
-    """Return the option with this text, or the letter at its start. A letter alone names its option, not a text."""
+    """Return the option with this text, or the letter at its start. A letter alone always means its own option."""
     comparable = _comparable(text)
     named = [letter for letter, option in texts.items() if option == comparable != ""]
     if named and not _is_letter(comparable, letters):
@@ -142,7 +142,7 @@ def _is_letter(text: str, letters: str) -> bool:
 
 
 def _leading_option(text: str, letters: str, texts: Mapping[str, str]) -> str | None:
-    """Return the option at the start of the text, or None if there is none or other options are named after it."""
+    """Return the option at the start of the text. Return None if there is none, or if other options follow."""
     letter = f"[{letters}{letters.lower()}]"
     leading = re.match(
         rf"[(\[]({letter})[)\]]|({letter})(?:(?=[.):\n]| [-–—] |,? (?:because|since)\b|$)"
@@ -160,9 +160,10 @@ def _leading_option(text: str, letters: str, texts: Mapping[str, str]) -> str | 
 
 
 def _listed(rest: str, letters: str, texts: Mapping[str, str]) -> tuple[list[set[str]], int]:
-    """Return the options that a list at the start of a text names, by letter or by text, and where the list ends.
+    """Return the options in a list at the start of a text, by letter or by text, and the end of the list.
 
-    A text that several options share names each. The article in "A dog" is no letter, nor is the "I" in "I think".
+    A text that several options share names all of them. The article in "A dog" is not a letter, nor is the "I" in "I
+    think".
     """
     by_length = sorted(texts.values(), key=len, reverse=True)
     full_texts = "|".join(re.escape(text) for text in by_length if text and not _is_letter(text, letters))

@@ -18,8 +18,8 @@ OTHER_NUMBERS = (
     "no.one thirty forty fifty sixty seventy eighty ninety hundreds? thousands? millions? billions? trillions? dozens? "
     "half halves thirds? quarters?"
 ).split()
-"""Numbers that are no count. "No one" is no 1."""
-# Digits are spelled [0-9]: \d and int() accept those of every script.
+"""Numbers that are not counts. "No one" does not mean 1."""
+# Digits are spelled [0-9]: \d and int() accept digits of every script.
 NUMBER = re.compile(
     rf"[-−]?\.?[0-9](?:[0-9.,]*[0-9])?(?:(?:k|m|bn?)\b)?|\b(?:{'|'.join(OTHER_NUMBERS + WORDS)})\b", re.IGNORECASE
 )
@@ -31,8 +31,8 @@ NONE = re.compile(r"(?:none|there are no(?: [\w'-]{1,30}){1,8})[.!]?", re.IGNORE
 def counting(completions: Sequence[Completion], solution: Sequence[Any], *, partial: bool = False) -> list[Score]:
     """Return 1.0 if the answer has the number `solution` and no other, else 0.0; None if `solution` is None.
 
-    If `partial` is True, a wrong count a scores max(0, 1 - |a - g| / g), where g is the solution. A solution that is no
-    count is a fault.
+    If `partial` is True, a wrong count a scores max(0, 1 - |a - g| / g), where g is the solution. A solution that is
+    not a count is a fault.
     """
     return [
         _score(completion_text(completion), gold_text(gold), partial)
@@ -52,7 +52,7 @@ def _score(text: str, gold: str | Fault | None, partial: bool) -> Score:
 
 
 def read_count(text: str) -> int | None:
-    """Return the one number of an answer, in digits or as a word; None if it has none or several, or it is no count."""
+    """Return the only number of an answer, in digits or as a word. Return None if there is no one count."""
     answer = answer_text(text)
     numbers = NUMBER.findall(answer)
     if not numbers and NONE.fullmatch(answer):
@@ -66,5 +66,5 @@ def read_count(text: str) -> int | None:
 
 
 def _has_other_numerals(text: str) -> bool:
-    """Return whether a text has numerals that are no ASCII digits, such as `½`, `²`, `Ⅶ` and `٧`."""
+    """Return whether a text has numerals other than ASCII digits, such as `½`, `²`, `Ⅶ` and `٧`."""
     return any(unicodedata.category(character).startswith("N") for character in text if not character.isascii())

@@ -15,7 +15,7 @@ def exact_match(
     """Return 1.0 if the answer equals `solution` up to whitespace, else 0.0; None if `solution` is None.
 
     The answer is the content of the last closed `<answer>` tag, or the whole completion if there is none. The solution
-    is read in the same way, so that `<answer>7</answer>` and `7` are the same gold answer.
+    is read in the same way, so `<answer>7</answer>` and `7` are the same gold answer.
     """
     return [
         _matches(completion_text(completion), gold_text(gold), ignore_case)

@@ -12,7 +12,7 @@ from rewards.text import Completion, completion_text, final_text, gold_text, unb
 
 LONGEST_ANSWER = 1_000
 SECONDS_PER_STEP = 1
-"""Time for parsing an answer, and for comparing it; what takes longer scores 0.0."""
+"""Time limit for parsing an answer, and for comparing it. If a step takes longer, the answer scores 0.0."""
 
 DELIMITERS = re.compile(r"\$[^$]+\$|\\\(|\\\[")
 SCIENTIFIC = re.compile(r"(?<=[0-9.])[eE]([-+]?[0-9]{1,3})(?![0-9])")
@@ -38,8 +38,8 @@ TOO_LARGE = re.compile(
 def maths(completions: Sequence[Completion], solution: Sequence[Any]) -> list[Score]:
     r"""Return 1.0 if math-verify finds that the answer equals `solution`, else 0.0; None if `solution` is None.
 
-    The answer is what follows the last `</think>`, or the content of its last closed `<answer>` tag; if that has closed
-    boxes, the content of the last `\boxed{...}`. A solution that cannot be parsed is a fault.
+    The answer is the text after the last `</think>`, or the content of its last closed `<answer>` tag. If this contains
+    a closed `\boxed{...}`, only the content of the last box counts. A solution that cannot be parsed is a fault.
     """
     golds = [_gold_text(gold) for gold in solution]
     expressions = {gold: parsed(gold) for gold in set(golds) if isinstance(gold, str)}
@@ -67,7 +67,7 @@ def _is_equal(answer: list[Any], gold: list[Any]) -> float:
 
 
 def parsed(text: str) -> list[Any]:
-    """Return the answer in a text as math-verify's expressions; none if it cannot be parsed, or is too large."""
+    """Parse the answer in a text to math-verify's expressions. The list is empty if it is unreadable or too large."""
     from math_verify import LatexExtractionConfig, parse
 
     answer = answer_of(text)
@@ -81,12 +81,12 @@ def parsed(text: str) -> list[Any]:
 
 
 def answer_of(text: str) -> str:
-    """Return what is parsed of a text."""
+    """Return the part of a text that is parsed."""
     return unboxed(final_text(text)).strip("*`. \n")
 
 
 def as_latex(answer: str) -> str:
-    """Return an answer with plain signs of mathematics as LaTeX. A power of a unit behind a number is left out."""
+    """Convert plain mathematical signs of an answer to LaTeX. Drop the power of a unit after a number."""
     answer = SCIENTIFIC.sub(r"\\cdot 10^{\1}", answer.replace("**", "^").translate(SIGNS))
     answer = ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", answer)
     answer = MIXED.sub(r"\1(\2+\3/\4)", answer)
@@ -94,11 +94,11 @@ def as_latex(answer: str) -> str:
 
 
 def contradicts_itself(answer: str) -> bool:
-    """Return whether an equation has two different numbers as its sides, such as `8 = 7`."""
+    """Return whether the two sides of an equation are different numbers, as in `8 = 7`."""
     sides = [side.strip("$ ") for side in answer.split("=")]
     return len({float(side) for side in sides if NUMBER.fullmatch(side)}) > 1
 
 
 def _seconds() -> int:
-    """Return math-verify's time limit, or 0 for none: it uses signals, which only the main thread can."""
+    """Return math-verify's time limit, or 0 for none. It uses signals, so it needs the main thread."""
     return SECONDS_PER_STEP if threading.current_thread() is threading.main_thread() else 0

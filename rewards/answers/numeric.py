@@ -16,7 +16,7 @@ from rewards.text import Completion, answer_text, completion_text, gold_text
 LONGEST_NUMBER = 100
 NEEDS_PINT = "pip install 'rl-vlm[rewards]', or set convert_units to false"
 
-# Digits are spelled [0-9]: \d and float() accept those of every script. A word that scales the number is not a unit.
+# Digits are spelled [0-9]: \d and float() accept digits of every script. A word that scales the number is not a unit.
 QUANTITY = re.compile(
     r"""(?P<sign>[-+]?) (?P<currency>[$€£¥]?)
     (?: (?:(?P<whole>[0-9]+)\ )? (?P<numerator>[0-9]+)/(?P<denominator>[0-9]+)
@@ -34,7 +34,7 @@ SIGN_INSIDE = re.compile(r"^([$€£¥])([-+])")
 class Quantity(NamedTuple):
     value: float
     unit: str
-    """As written; empty if there is none."""
+    """The unit as written, or "" if there is none."""
 
 
 def numeric(
@@ -47,9 +47,9 @@ def numeric(
 ) -> list[Score]:
     """Return 1.0 if the answer is the number `solution` within tolerance, else 0.0; None if `solution` has no digit.
 
-    A solution that has digits and is not one number is a fault. Tolerances are those of `math.isclose`, in the unit of
-    `solution`. If both sides have a unit, the answer is converted into that of `solution`; if `convert_units` is False,
-    both must be equal. `50%` equals both 0.5 and 50. Raises ValueError if a tolerance has no meaning.
+    A solution that has digits and is not one number is a fault. Tolerances work as in `math.isclose`, in the unit of
+    `solution`. If both sides have a unit, the answer is converted to the unit of `solution`. If `convert_units` is
+    False, both units must be equal. `50%` equals both 0.5 and 50. Raises ValueError if a tolerance is invalid.
     """
     for name, tolerance in (("rel_tol", rel_tol), ("abs_tol", abs_tol)):
         if not 0 <= tolerance < math.inf:
@@ -68,7 +68,7 @@ def numeric(
 
 
 def _gold_quantity(gold: str) -> Quantity | Fault | None:
-    """Parse a solution; return None if it has no digit, and a fault if it has digits and is not one number."""
+    """Parse a solution. Return None if it has no digit, or a fault if it has digits and is not one number."""
     expected = parse_quantity(gold)
     if expected is None and any(map(str.isdigit, gold)):
         return Fault("type", f"`solution` is {gold[:60]!r}, which cannot be read as one number")
@@ -78,8 +78,8 @@ def _gold_quantity(gold: str) -> Quantity | Fault | None:
 def parse_quantity(text: str) -> Quantity | None:
     """Parse a number such as `-1,234.5`, `3/4`, `1 1/2`, `50%`, `1e-3`, `2 x 10^5`, `$7` or `7 km/h`; else return None.
 
-    Only the number may stand in the last closed `<answer>` tag, or in the whole text if there is none; in it, only what
-    follows the last `####` counts.
+    The last closed `<answer>` tag, or the whole text if there is none, must contain only the number. If it contains
+    `####`, only the text after the last one counts.
     """
     answer = answer_text(text).rpartition("####")[2]
     written = answer.strip("*` \n").rstrip(".").replace("−", "-").replace("–", "-")
@@ -110,7 +110,7 @@ def _equal(answer: Quantity, gold: Quantity, rel_tol: float, abs_tol: float, con
 
 
 def converted(quantity: Quantity, unit: str) -> float | None:
-    """Return the value of a quantity in another unit, by pint; None if that is not possible."""
+    """Convert a quantity to another unit with pint and return its value, or None if this is not possible."""
     import pint
 
     if not (is_physical(quantity.unit) and is_physical(unit)):
@@ -123,19 +123,19 @@ def converted(quantity: Quantity, unit: str) -> float | None:
 
 
 def is_physical(unit: str) -> bool:
-    """Return whether a unit is one that pint may know: no currency, and no percent."""
+    """Return whether pint may know a unit: it is neither a currency nor percent."""
     return unit != "" and unit[0] not in "%$€£¥"
 
 
 @functools.lru_cache(1000)
 def _pint_unit(unit: str) -> Any:
-    """Return a unit of the form of `QUANTITY`, such as `km/h` or `cm3`, as pint's."""
+    """Convert a unit in the form of `QUANTITY`, such as `km/h` or `cm3`, to pint's unit."""
     return _units().parse_units(re.sub(r"\^?([23])$", r"**\1", unit))
 
 
 @functools.cache
 def _units() -> Any:
-    """Return pint's units. They convert fractions, so that 32 °F is exactly 0 °C."""
+    """Return pint's unit registry. It computes with fractions, so that 32 °F is exactly 0 °C."""
     import pint
 
     return pint.UnitRegistry(non_int_type=cast(Any, Fraction))

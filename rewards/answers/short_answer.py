@@ -34,7 +34,7 @@ def short_answer(
 def words(text: str) -> list[str]:
     """Return the words of a text as SQuAD compares them: in lower case, without punctuation and articles.
 
-    Unlike there, punctuation is that of all scripts, marks of a number are kept, and so is a text of articles alone.
+    Unlike SQuAD, it removes the punctuation of all scripts, and keeps marks within numbers and texts of articles only.
     """
     text = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text.lower().replace("−", "-").replace("–", "-"))
     in_number = {mark.start() for mark in IN_NUMBER.finditer(text)}
@@ -52,7 +52,7 @@ def exact(answer: list[str], gold: list[str]) -> float:
 
 
 def f1(answer: list[str], gold: list[str]) -> float:
-    """Return 2PR / (P + R) of the words that both have, which is 2 common / (|answer| + |gold|)."""
+    """Return 2PR / (P + R) of the common words, which is 2 common / (|answer| + |gold|)."""
     common = (Counter(answer) & Counter(gold)).total()
     return 2 * common / (len(answer) + len(gold))
 

@@ -44,9 +44,9 @@ def _agrees(text: str, gold: str | Fault | None) -> Score:
 def says_yes(text: str) -> bool | None:
     """Return True for yes, False for no, and None for an answer that is neither, or both.
 
-    The first word decides, behind "The answer is" if that is there. It stands alone or before a punctuation mark: "No
-    idea" is no answer. So is a word that is followed by a second one, as in "Yes, or no", or by a statement of the
-    contrary, as in "Yes. The answer is no".
+    The first word decides, after "The answer is" if the text begins so. It must stand alone or before a punctuation
+    mark: "No idea" is not an answer. The word does not count if a second one follows, as in "Yes, or no", or if the
+    contrary is stated later, as in "Yes. The answer is no".
     """
     match = FIRST_WORD.match(answer_text(text).translate(MARKS).strip())
     if match is None or SECOND_ANSWER.match(match[2]):

@@ -17,7 +17,7 @@ def format_tags(
     """Return 1.0 if a completion has each of `tags` exactly once, closed, not empty and in this order, else 0.0.
 
     Text outside the tags scores 0.0 unless `allow_outside` is True. Raises TypeError or ValueError if no completion
-    could have these tags, or every one would have them.
+    could have these tags, or if every completion would have them.
     """
     if isinstance(tags, str):
         raise TypeError(f"`tags` is a list of tag names; write [{tags}]")

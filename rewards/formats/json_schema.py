@@ -14,23 +14,23 @@ from rewards.text import Completion, completion_text, final_text
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 LONGEST_TEXT = 100_000
 LARGEST_DEPTH = 32
-"""Lists and objects within each other."""
+"""Maximum nesting of lists and objects."""
 LONGEST_NUMBER = 300
-"""Characters of a number, so that each fits into a float."""
+"""Maximum characters of a number, so that it fits into a float."""
 BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
 
 
 def json_schema(completions: Sequence[Completion], *, schema: Mapping[str, Any] | None = None) -> list[Score]:
     """Return 1.0 if the answer is JSON that is valid under `schema` (JSON Schema, draft 2020-12), else 0.0.
 
-    The answer may stand in a block of ```json. Raises TypeError or ValueError if `schema` is no such schema.
+    The answer may stand in a block of ```json. Raises TypeError or ValueError if `schema` is invalid.
     """
     validator = _validator(schema)
     return [_is_valid(completion_text(completion), validator) for completion in completions]
 
 
 def _validator(schema: Any) -> Any:
-    """Return a validator that reads no other document and checks no formats."""
+    """Build a validator that reads no other documents and checks no formats."""
     from jsonschema import Draft202012Validator, SchemaError
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -53,7 +53,7 @@ def _validator(schema: Any) -> Any:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    """Yield what a schema refers to."""
+    """Yield all references in a schema."""
     if isinstance(schema, Mapping):
         yield from (value for key, value in schema.items() if key in ("$ref", "$dynamicRef") and isinstance(value, str))
     children = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
@@ -74,7 +74,7 @@ def _is_valid(text: str, validator: Any) -> float:
 
 
 def _number(text: str) -> int | float:
-    """Return a finite number of JSON. Raises ValueError for all others."""
+    """Parse a finite JSON number. Raises ValueError for any other number."""
     number = int(text) if text.lstrip("-").isdigit() else float(text)
     if len(text) > LONGEST_NUMBER or not math.isfinite(number):
         raise ValueError(f"{text[:20]} is no finite number")
@@ -85,7 +85,7 @@ STRICT: dict[str, Any] = {"parse_int": _number, "parse_float": _number, "parse_c
 
 
 def _depth(value: Any) -> int:
-    """Return how many lists and objects are within each other at most."""
+    """Return the maximum nesting of lists and objects."""
     depth, level = 0, [value]
     while level := [v for v in level if isinstance(v, list | dict)]:
         depth += 1

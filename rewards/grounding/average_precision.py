@@ -23,8 +23,8 @@ def check_confidence(confidence: Any) -> None:
 def mean_average_precision(predicted: Sequence[Region], gold: Sequence[Region], confidence: Confidence) -> float:
     """Return the average precision at IoU .50:.05:.95, averaged over thresholds and the labels of the gold boxes.
 
-    Labels count if a gold box has one. Boxes of equal confidence rank in the order in which they are written. Without
-    gold boxes, it is 1.0 if none is predicted, else 0.0.
+    Labels count if a gold box has one. Boxes of equal confidence rank in the order of the answer. Without gold boxes,
+    the result is 1.0 if no box is predicted, else 0.0.
     """
     import numpy as np
 
@@ -44,15 +44,17 @@ def mean_average_precision(predicted: Sequence[Region], gold: Sequence[Region], 
 
 
 def _average_precision(ious: np.ndarray) -> float:
-    """Return the average over thresholds; rows are predictions in the order of their confidence."""
+    """Average the precision over thresholds. Rows are predictions in order of confidence."""
     import numpy as np
 
     return float(np.mean([_interpolated(_are_correct(ious, t), ious.shape[1]) for t in np.linspace(0.5, 0.95, 10)]))
 
 
 def _are_correct(ious: np.ndarray, threshold: float) -> np.ndarray:
-    """Return whether each prediction is assigned a gold box: of those left, the one with the largest IoU, the last of
-    equal ones."""
+    """Assign each prediction in turn the free gold box with the largest IoU, and return whether it gets one.
+
+    The IoU must reach `threshold`. Of equal IoUs, the last one wins.
+    """
     import numpy as np
 
     left, correct = ious.copy(), np.zeros(len(ious), dtype=bool)
@@ -65,7 +67,7 @@ def _are_correct(ious: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def _interpolated(correct: np.ndarray, num_gold: int) -> float:
-    """Return the mean over 101 recalls of the largest precision at this recall or a higher one."""
+    """Average the precision over 101 recalls. At each recall, the largest precision at this recall or above counts."""
     import numpy as np
 
     found = correct.cumsum()

@@ -1,12 +1,12 @@
-"""Boxes and points in an answer. Completions and gold answers are read by the same parser.
+"""Parses boxes and points in an answer. Completions and gold answers go through the same parser.
 
-A text is read in the first of these forms that it has:
+The first of these forms that a text has is read:
 
 - Qwen2-VL and InternVL: `<|box_start|>(x1,y1),(x2,y2)<|box_end|>` and `<box>[[x1, y1, x2, y2], ...]</box>`, with the
   label before it in `<|object_ref_start|>` or `<ref>` tags;
 - Qwen2.5-VL and Qwen3-VL, and any other JSON: `{"bbox_2d": [x1, y1, x2, y2], "label": "dog"}`, `[x1, y1, x2, y2]`,
   `{"x1": ..., "y1": ..., "x2": ..., "y2": ...}`, points as `{"point_2d": [x, y]}` or `[x, y]`, and lists of all these;
-- what is left of the first form without special tokens: `(x1,y1),(x2,y2)`;
+- the first form without its special tokens: `(x1,y1),(x2,y2)`;
 - four numbers and nothing else: `x1, y1, x2, y2` and `(x1, y1, x2, y2)`.
 """
 
@@ -24,9 +24,9 @@ from rewards.forms import LARGEST_COORDINATE
 MOST_REGIONS = 1000
 """An answer with more boxes and points than this counts as unreadable."""
 SMALLEST_SIDE = 1e-9
-"""Of a box, so that no area is 0."""
+"""Smallest side of a box, so that no area is 0."""
 LONGEST_REPAIR = 1000
-"""Characters of damaged JSON in a completion that are repaired: the time for it can grow with their cube."""
+"""Maximum characters of damaged JSON in a completion to repair. The time can grow with the cube of their number."""
 LONGEST_GOLD_REPAIR = 100_000
 DEEPEST_LIST = 4
 
@@ -35,7 +35,7 @@ CORNER_KEYS = (("x1", "y1", "x2", "y2"), ("xmin", "ymin", "xmax", "ymax"), ("x",
 LABEL_KEYS = ("label", "name", "category", "category_id", "labels", "categories")
 CONFIDENCE_KEYS = ("score", "confidence")
 
-# The quantifiers are bounded or stop at `<`, so that no text takes more than linear time.
+# The quantifiers are bounded or stop at `<`, so every text takes linear time.
 TAGGED = re.compile(
     r"(?:<\|object_ref_start\|>|<ref>)(?P<label>[^<]*)(?:<\|object_ref_end\|>|</ref>)"
     r"|(?:<\|box_start\|>|<box>)(?P<box>[^<]*)(?:<\|box_end\|>|</box>)"
@@ -51,9 +51,9 @@ class Region(NamedTuple):
     """A box or a point of an answer."""
 
     numbers: tuple[float, ...] | None
-    """(x1, y1, x2, y2) of a box with x1 < x2 and y1 < y2, or (x, y) of a point; None if they are neither."""
+    """(x1, y1, x2, y2) of a box with x1 < x2 and y1 < y2, or (x, y) of a point. None if it is neither."""
     label: str | None = None
-    """In lower case; None if there is none."""
+    """The label in lower case, or None if there is none."""
     confidence: float | None = None
 
     @property
@@ -66,9 +66,9 @@ class Region(NamedTuple):
 
 
 def read_text(text: str, longest_repair: int = LONGEST_REPAIR) -> list[Region] | None:
-    """Return the boxes and points of an answer's text; None if it has none, or more than `MOST_REGIONS`.
+    """Return the boxes and points in an answer's text, or None if it has none, or more than `MOST_REGIONS`.
 
-    The list is empty if the answer says so, as `[]` does.
+    The list is empty if the answer says so, for example with `[]`.
     """
     if "<|box_start|>" in text or "<box>" in text:
         return _bounded(_of_tags(text)) or None
@@ -77,7 +77,7 @@ def read_text(text: str, longest_repair: int = LONGEST_REPAIR) -> list[Region] |
 
 
 def read_object(value: Any) -> list[Region] | None:
-    """Return the boxes and points of a list, a mapping or an array; None if there are more than `MOST_REGIONS`."""
+    """Return the boxes and points in a list, mapping or array, or None if there are more than `MOST_REGIONS`."""
     return _bounded(_regions(value))
 
 
@@ -97,7 +97,7 @@ def _of_tags(text: str) -> Iterator[Region]:
 
 
 def _of_text(text: str, longest_repair: int) -> Iterator[Region] | None:
-    """Return what JSON or pairs of numbers in a text hold; None if there are none."""
+    """Return the regions in a text's JSON or pairs of numbers, or None if it has neither."""
     values = _json_values(text, longest_repair)
     if values:
         return (region for value in values for region in _regions(value))
@@ -112,7 +112,7 @@ def _of_pairs(text: str) -> Iterator[Region]:
 
 
 def _json_values(text: str, longest_repair: int) -> list[Any]:
-    """Return every JSON list and object of a text. From damaged JSON on, the rest is repaired."""
+    """Return every JSON list and object in a text. If JSON is damaged, the rest of the text is repaired."""
     values, bracket = [], BRACKET.search(text)
     while bracket:
         try:
@@ -155,10 +155,10 @@ def _is_array(value: Any) -> bool:
 
 
 def _of_mapping(value: Mapping[Any, Any], depth: int) -> Iterator[Region]:
-    """Yield the box, the point or the list of them that an object holds, with its label and confidence.
+    """Yield the boxes or points in an object, with label and confidence.
 
-    A list of labels has one for each region; labels of another number, and those that are none, make regions invalid.
-    So does a `bbox_format` other than xyxy.
+    A list of labels must have one label per region. If the number differs, or if a label is invalid, regions become
+    invalid. They do also if `bbox_format` is not xyxy.
     """
     given: Any = next((value[key] for key in LABEL_KEYS if key in value), None)
     confidence = next((_number(value[key]) for key in CONFIDENCE_KEYS if key in value), None)
@@ -173,7 +173,7 @@ def _of_mapping(value: Mapping[Any, Any], depth: int) -> Iterator[Region]:
 
 
 def _held(value: Mapping[Any, Any], depth: int) -> Iterator[Region]:
-    """Yield the box, the point or the list of them that an object holds."""
+    """Yield the boxes or points in an object."""
     for key in REGION_KEYS:
         if key in value and depth <= DEEPEST_LIST:
             yield from _regions(value[key], depth + 1)
@@ -191,7 +191,7 @@ def _region(values: Sequence[Any]) -> Region:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number of at most `LARGEST_COORDINATE` as a float, and None for anything else."""
+    """Return a number up to `LARGEST_COORDINATE` as a float, or None for anything else."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -199,7 +199,7 @@ def _number(value: Any) -> float | None:
 
 
 def _label(value: Any) -> str | None:
-    """Return a label for comparison, "" if there is none, and None for a value that is no label. Numbers are labels."""
+    """Return a label for comparison, "" if there is none, or None if the value is not a label. Numbers are labels."""
     if value is None:
         return ""
     if (number := _number(value)) is not None:

@@ -27,7 +27,7 @@ def boxes_f1(
 ) -> list[Score]:
     """Return the F1 score of predicted boxes, each assigned to at most one gold box.
 
-    A pair counts 1 if its IoU is `threshold` or more. If `threshold` is None, it counts its IoU.
+    A pair counts 1 if its IoU is `threshold` or more. If `threshold` is None, a pair counts as much as its IoU.
     """
     frames = Frames(coordinates, solution_coordinates, image_index)
     check_threshold(threshold)
@@ -41,7 +41,7 @@ def boxes_f1(
 
 
 def check_threshold(threshold: Any) -> None:
-    """Raise TypeError or ValueError unless an IoU threshold is None or a number above 0 and at most 1."""
+    """Raise TypeError or ValueError unless an IoU threshold is None or a number in (0, 1]."""
     if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
         raise TypeError(f"`threshold` is {threshold!r}; it must be a number or null")
     if threshold is not None and not 0 < threshold <= 1:

@@ -1,4 +1,4 @@
-"""Frames of coordinates: what the numbers of a box count, and how one frame is converted into another."""
+"""Frames of coordinates: the units of a box's numbers, and their conversion from one frame to another."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Coordinates = Literal["absolute", "original", "relative", "per_mille"]
 Size = tuple[float, float]
 
 FAR_OUTSIDE = 0.1
-"""Share of a side by which a gold box may leave its image: data sets round."""
+"""A gold box may extend beyond its image by this share of a side, since data sets round."""
 
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of predicted and gold boxes, and the image of a row that they belong to."""
+    """The frames of predicted and gold boxes, and the index of the row's image that they belong to."""
 
     coordinates: Coordinates
     solution_coordinates: Coordinates
@@ -35,7 +35,7 @@ class Frames:
             raise ValueError(f"`image_index` is {self.image_index}; it must be 0 or more")
 
     def of_row(self, image_sizes: Any, model_image_sizes: Any) -> RowFrames:
-        """Return the frames of one row, whose images have these sizes."""
+        """Return the frames of one row with these image sizes."""
         sizes = {
             "relative": (1.0, 1.0),
             "per_mille": (1000.0, 1000.0),
@@ -51,11 +51,11 @@ class RowFrames:
 
     frames: Frames
     predicted: Size | None
-    """Width and height of the whole image in the frame of predictions; None if the image's size is unknown."""
+    """Width and height of the whole image in the frame of predictions. None if the image's size is unknown."""
     gold: Size | None
 
     def factors(self) -> Size | Fault:
-        """Return what predicted x and y are multiplied by to be in the frame of the gold boxes.
+        """Return the factors that convert predicted x and y to the frame of the gold boxes.
 
         Equal frames need no sizes. Otherwise an unknown size is a fault.
         """
@@ -70,7 +70,7 @@ class RowFrames:
         return self.gold[0] / self.predicted[0], self.gold[1] / self.predicted[1]
 
     def misplaced(self, gold: Sequence[Region]) -> Fault | None:
-        """Return a fault if a gold box cannot be in the frame that `solution_coordinates` says."""
+        """Return a fault if a gold box cannot be in the frame of `solution_coordinates`."""
         named = self.frames.solution_coordinates
         for region in gold:
             numbers = region.numbers or ()
@@ -95,7 +95,7 @@ def _shown(numbers: Sequence[float]) -> str:
 
 
 def scaled(regions: Sequence[Region], factors: Size) -> list[Region]:
-    """Return the regions with x and y multiplied by these factors."""
+    """Multiply x and y of the regions by these factors."""
     return [
         region._replace(numbers=tuple(number * factors[i % 2] for i, number in enumerate(region.numbers)))
         if region.numbers is not None
@@ -105,7 +105,7 @@ def scaled(regions: Sequence[Region], factors: Size) -> list[Region]:
 
 
 def _size(sizes: Any, index: int) -> Size | None:
-    """Return width and height of an image; None if they are missing."""
+    """Return width and height of an image, or None if they are missing."""
     if sizes is None or not hasattr(sizes, "__len__") or len(sizes) <= index:
         return None
     size = [plain(side) for side in sizes[index]]

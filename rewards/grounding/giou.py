@@ -37,7 +37,7 @@ def _giou(predicted: list[Region], gold: list[Region]) -> float:
 
 
 def generalized_iou(box: Sequence[float], other: Sequence[float]) -> float:
-    """Return IoU - (hull - union) / hull of two boxes. It is above -1 and at most 1."""
+    """Return IoU - (hull - union) / hull of two boxes, in (-1, 1]."""
     width = max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
     height = max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
     union = _area(box) + _area(other) - width * height

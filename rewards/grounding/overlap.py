@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def overlaps(predicted: Sequence[Region], gold: Sequence[Region]) -> np.ndarray:
-    """Return the IoU of each predicted region (rows) with each gold box; 0 for a region that is not a box."""
+    """Return the IoU of each predicted region (rows) with each gold box. It is 0 if the region is not a box."""
     import numpy as np
 
     nowhere = (0.0, 0.0, 0.0, 0.0)
@@ -25,9 +25,9 @@ def overlaps(predicted: Sequence[Region], gold: Sequence[Region]) -> np.ndarray:
 
 
 def labels_agree(predicted: Sequence[Region], gold: Sequence[Region], require_labels: bool) -> np.ndarray:
-    """Return whether the label of each predicted region (rows) agrees with that of each gold box.
+    """Return whether the label of each predicted region (rows) agrees with each gold box's label.
 
-    Equal labels agree. A missing label agrees with any, unless `require_labels` and the gold box has one.
+    Equal labels agree. A missing label agrees with any label, unless `require_labels` is set and the gold box has one.
     """
     import numpy as np
 
@@ -39,12 +39,12 @@ def labels_agree(predicted: Sequence[Region], gold: Sequence[Region], require_la
 
 
 def best_sum(values: np.ndarray) -> float:
-    """Return the largest sum of values, at most one of each row and each column (Hungarian algorithm)."""
+    """Return the largest sum of values with at most one value per row and column (Hungarian algorithm)."""
     from scipy.optimize import linear_sum_assignment
 
     return float(values[linear_sum_assignment(values, maximize=True)].sum())
 
 
 def f1(values: np.ndarray) -> float:
-    """Return 2 S / (rows + columns), S being the best sum of values; 1.0 if there are no rows and no columns."""
+    """Return 2 S / (rows + columns), where S is the best sum of values. It is 1.0 without rows and columns."""
     return 2 * best_sum(values) / sum(values.shape) if sum(values.shape) else 1.0

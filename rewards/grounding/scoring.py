@@ -1,4 +1,4 @@
-"""What the functions of this topic share: each scores the predicted regions of a completion against gold boxes."""
+"""Shared code of the grounding rewards. Each scores the predicted regions of a completion against gold boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rewards.text import Completion, answer_text, completion_text
 Sizes = Sequence[Sequence[tuple[int, int]]]
 """Width and height of a row's images, per completion."""
 Compare = Callable[[list[Region], list[Region]], float]
-"""Scores predicted regions, in the frame of the gold boxes, against these."""
+"""Scores predicted regions against gold boxes, both in the frame of the gold boxes."""
 
 
 def score_rows(
@@ -24,7 +24,7 @@ def score_rows(
 ) -> list[Score]:
     """Score each completion against its `solution`. An answer without a readable region scores 0.0.
 
-    `rows` are completions, solutions, image sizes, and image sizes of the model. `one_box` requires one gold box.
+    `rows` are completions, solutions, image sizes, and the model's image sizes. `one_box` requires one gold box.
     """
     return [
         _score(completion_text(completion), solution, frames, sizes, compare, one_box)
@@ -49,9 +49,9 @@ def _score(text: str, solution: Any, frames: Frames, sizes: Sequence[Any], compa
 
 
 def gold_boxes(solution: Any) -> list[Region] | Fault | None:
-    """Return the boxes of a gold answer; None if there is none; a fault if one cannot be read.
+    """Return the boxes of a gold answer. Return None if there is no gold answer, or a fault if a box is unreadable.
 
-    It is text in any form that completions may have, or a list, a mapping or an array. NaN stands for no gold answer.
+    A gold answer is text in any form of completions, or a list, mapping or array. NaN means no gold answer.
     """
     gold = plain(solution)
     if gold is None or (isinstance(gold, float) and gold != gold):

@@ -1,4 +1,4 @@
-"""Bodies of replies over HTTP, read piece by piece up to a bound."""
+"""Reads bodies of HTTP replies piece by piece, up to a bound."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import zlib
 import httpx
 
 LARGEST_BODY = 8 * 2**20
-"""Bytes of a reply, both as they arrive and decompressed. Those of a chat completion are thousands."""
+"""Maximum bytes of a reply, both as they arrive and decompressed. A chat completion has thousands."""
 
 ACCEPTED = {"Accept-Encoding": "gzip"}
-"""Headers of requests whose replies `read_body` can read."""
+"""Request headers, so that `read_body` can read the reply."""
 
 GZIP = 16 + zlib.MAX_WBITS
 
@@ -20,9 +20,9 @@ class BodyError(Exception):
 
 
 async def read_body(response: httpx.Response) -> bytes:
-    """Return the body of a streamed reply, decompressed. Raises BodyError.
+    """Return the body of a streamed reply, decompressed. Raises BodyError if it is too large or damaged.
 
-    httpx decompresses each piece that arrives as a whole, and a piece of 64 KiB may hold 64 MiB.
+    httpx would decompress each arriving piece as a whole, and a piece of 64 KiB may hold 64 MiB.
     """
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):

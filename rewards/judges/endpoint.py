@@ -1,4 +1,4 @@
-"""Requests to a judge: several at once, not too many per minute, again if that may help, never beyond a budget."""
+"""Requests to a judge: concurrent, limited per minute and by a budget, and repeated if this may help."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rewards.judges.replies import ReplyCache
 
 RETRIED_STATUSES = {408, 409, 425, 429, *range(500, 600)}
 FIRST_PAUSE = 0.5
-"""Seconds before the first retry; each further one waits twice as long."""
+"""Seconds before the first retry. Each further retry waits twice as long."""
 LONGEST_PAUSE = 120.0
 LONGEST_SHOWN = 200
 LONGEST_READ = 2000
-"""Characters of a refusal from which those that are shown are taken."""
+"""Maximum characters of a refusal that are read before it is shortened for display."""
 
 
 class Limits(NamedTuple):
@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 
 class RequestError(Exception):
-    """Raised if a request failed for good."""
+    """Raised if a request failed and no retry is left or would help."""
 
 
 class BudgetError(Exception):
@@ -51,7 +51,7 @@ class TryAgainError(Exception):
     """Raised if the same request may succeed later."""
 
     def __init__(self, problem: str, retry_after: float | None = None) -> None:
-        """`retry_after` is the number of seconds that the server asks to wait, if it does."""
+        """`retry_after` is the wait that the server asks for, in seconds."""
         super().__init__(problem)
         self.retry_after = retry_after
 
@@ -72,7 +72,7 @@ class Endpoint:
         )
 
     async def post(self, body: dict[str, Any]) -> Any:
-        """Return the JSON that answers a request. Raises RequestError, BudgetError."""
+        """Send a request, with retries, and return the answer's JSON. Raises RequestError or BudgetError."""
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(TryAgainError), stop=stop_after_attempt(1 + self.limits.retries), wait=pause,
             sleep=asyncio.sleep, reraise=True,
@@ -83,7 +83,7 @@ class Endpoint:
             raise RequestError(f"{self.url} {error} ({1 + self.limits.retries} tries)") from None
 
     async def send(self, body: dict[str, Any]) -> Any:
-        """Send one request when there is a free slot and a turn."""
+        """Wait for a free slot and a turn, and send one request."""
         async with self.slots:
             self.count_call()
             await self.wait_for_turn()
@@ -94,11 +94,11 @@ class Endpoint:
             raise RequestError(f"{self.url} {self.refusal(response)}")
         try:
             return response.json()
-        except (ValueError, RecursionError):  # lists within lists may be nested too deeply
+        except (ValueError, RecursionError):  # RecursionError: lists are nested too deeply
             raise TryAgainError("answers with something else than JSON") from None
 
     async def respond(self, body: dict[str, Any]) -> httpx.Response:
-        """Send one request and wait for the answer, whatever its status. Raises TryAgainError or RequestError."""
+        """Send one request and return the answer with any status. Raises TryAgainError or RequestError."""
         headers = ACCEPTED | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
         request = {"method": "POST", "url": self.url, "json": body, "headers": headers}
         try:
@@ -114,14 +114,14 @@ class Endpoint:
         return httpx.Response(response.status_code, headers=kept, content=content)
 
     async def wait_for_turn(self) -> None:
-        """Wait until requests that are evenly spaced leave room for one more."""
+        """Wait until the next start time, so that requests are evenly spaced."""
         if self.limits.requests_per_minute:
             start = max(time.monotonic(), self.next_start)
             self.next_start = start + 60 / self.limits.requests_per_minute
             await asyncio.sleep(start - time.monotonic())
 
     def count_call(self) -> None:
-        """Count a request. Raises BudgetError if it is one too many."""
+        """Count a request. Raises BudgetError if it exceeds the budget."""
         maximum = self.limits.max_calls
         if maximum is None:
             return
@@ -133,18 +133,18 @@ class Endpoint:
         raise BudgetError(f"the budget of max_calls={maximum} requests to the judge is spent{place}")
 
     def refusal(self, response: httpx.Response) -> str:
-        """Describe an answer that is no success."""
+        """Describe an answer with an error status."""
         text = on_one_line(self.without_key(response.text)[:LONGEST_READ])
         return f"answers with status {response.status_code}: {text[:LONGEST_SHOWN]}"
 
     def without_key(self, text: str) -> str:
-        """Return a text in which the API key is starred out."""
+        """Replace the API key in a text by stars."""
         return text.replace(self.key, "***") if self.key else text
 
 
 @functools.lru_cache(maxsize=32)
 def endpoint(limits: Limits, loop: asyncio.AbstractEventLoop) -> Endpoint:
-    """Return the endpoint with these settings for an event loop. Calls share its slots, its turns and its budget."""
+    """Return the endpoint with these settings for an event loop. All calls share its slots, turns and budget."""
     return Endpoint(limits)
 
 
@@ -156,14 +156,14 @@ def api_key(name: str) -> str:
 
 
 def pause(state: RetryCallState) -> float:
-    """Return the seconds before the next try: as many as the server asks for, else twice as many as the last time."""
+    """Return the seconds before the next try: as the server asks, or else twice the last pause."""
     error = state.outcome.exception() if state.outcome else None
     asked = error.retry_after if isinstance(error, TryAgainError) else None
     return min(FIRST_PAUSE * 2 ** (state.attempt_number - 1) if asked is None else asked, LONGEST_PAUSE)
 
 
 def retry_after(header: str) -> float | None:
-    """Return the seconds that the header Retry-After asks for, as a number or as a date; None if it has neither."""
+    """Return the seconds that the header Retry-After asks for, as a number or a date, or None if it has neither."""
     if header.isascii() and header.isdigit():
         return float(header[:9])
     try:

@@ -66,8 +66,8 @@ async def judge(
 ) -> dict[str, list[Any]]:
     """Return the judge's score of each completion divided by `scale`, and its reply as a sub-score.
 
-    None if the template needs a `solution` and the row has none. A request that fails, a reply without a score, and a
-    spent budget are faults. Raises ValueError if a setting is missing or has no meaning.
+    The score is None if the template needs a `solution` and the row has none. A failed request, a reply without a
+    score, and a spent budget are faults. Raises ValueError if a setting is missing or invalid.
     """
     from rewards.judges.endpoint import Limits, endpoint
 
@@ -103,9 +103,9 @@ async def judge(
 def question(
     completion: Completion, conversation: Any, urls: Sequence[str], solution: Any, prompt: str, scale: float
 ) -> dict[str, Any] | Score:
-    """Return the message that asks the judge, or the score if there is nothing to ask.
+    """Build the message to the judge, or return the score if there is nothing to ask.
 
-    An empty completion scores 0.0. A row without the `solution` that the template needs has no score.
+    An empty completion scores 0.0. If the template needs a `solution` and the row has none, there is no score.
     """
     gold, text = gold_text(solution), completion_text(completion)
     if isinstance(gold, Fault):
@@ -125,9 +125,9 @@ def question(
 
 
 async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: float) -> str | Fault:
-    """Return the judge's reply, from the cache if it is there; a fault if there is none.
+    """Return the judge's reply, from the cache if possible, or a fault if there is none.
 
-    A reply is kept if it has a score.
+    Only replies with a score are cached.
     """
     from rewards.judges.endpoint import BudgetError, RequestError
 
@@ -153,7 +153,7 @@ async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: floa
 
 
 def check_settings(limits: Limits, model: str, prompt: str, scale: float, extra_body: dict[str, Any]) -> None:
-    """Raise ValueError if a setting is missing or has no meaning."""
+    """Raise ValueError if a setting is missing or invalid."""
     from rewards.judges.endpoint import api_key
 
     rules = {
@@ -175,11 +175,11 @@ def check_settings(limits: Limits, model: str, prompt: str, scale: float, extra_
 
 
 def is_address(url: str) -> bool:
-    """Return whether a URL is the address of a server, with a possible port and without a login."""
+    """Return whether a URL is the address of a server without a login. A port must be valid."""
     try:
         parts = urlsplit(url)
         return (
             parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
         )
-    except ValueError:  # of a port that cannot be, or of brackets
+    except ValueError:  # an invalid port or brackets
         return False

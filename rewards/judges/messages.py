@@ -1,4 +1,4 @@
-"""What a judge is asked: a template with the row's texts, and its images as data URLs."""
+"""Messages to a judge: a template filled with the row's texts, and the row's images as data URLs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fields_of(template: str) -> set[str]:
 
 
 def fill(template: str, values: dict[str, str]) -> str:
-    """Return a template with its fields filled in. Braces elsewhere, and in the values, are left alone."""
+    """Fill in the fields of a template. Other braces, and braces in the values, do not change."""
     return FIELD.sub(lambda match: values[match[1]], template)
 
 
@@ -50,7 +50,7 @@ def delimited(text: str) -> str:
 
 
 def user_message(text: str, urls: Sequence[str]) -> dict[str, Any]:
-    """Return the message of a request: the images, if there are any, then the text."""
+    """Build the message of a request: first the images, if there are any, then the text."""
     text = text.encode(errors="replace").decode()  # lone surrogates cannot be sent
     if not urls:
         return {"role": "user", "content": text}
@@ -59,7 +59,7 @@ def user_message(text: str, urls: Sequence[str]) -> dict[str, Any]:
 
 
 def data_url(image: Image) -> str:
-    """Return an image as the data URL of a JPEG."""
+    """Encode an image as the data URL of a JPEG."""
     file = BytesIO()
     image.convert("RGB").save(file, format="JPEG", quality=JPEG_QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,4 +1,4 @@
-"""Replies of judges on disk, so that no judgement is paid for twice, and the number of requests that were sent."""
+"""Stores replies of judges on disk, so that none is paid for twice, and counts the requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ReplyCache:
-    """A folder of replies, one file per request, for any number of processes and runs."""
+    """A folder of replies, one file per request. Any number of processes and runs can share it."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder).expanduser().absolute()
@@ -30,7 +30,7 @@ class ReplyCache:
         return reply if isinstance(reply, str) else None
 
     def put(self, key: str, reply: str) -> None:
-        """Write a reply beside its place, and move it there, so that no other process reads a part of it."""
+        """Write a reply to a temporary file and rename it, so that no other process reads a part of it."""
         path = self.path(key)
         path.parent.mkdir(exist_ok=True)
         descriptor, written = tempfile.mkstemp(dir=path.parent, suffix=".part")
@@ -43,9 +43,9 @@ class ReplyCache:
             raise
 
     def count_call(self) -> int:
-        """Count a request, and return how many the folder's processes and runs have sent with it.
+        """Count a request, and return the number of requests so far by all processes and runs of the folder.
 
-        The count is the size of the file `calls`: appending moves each process behind what all have appended.
+        The count is the size of the file `calls`. Each process appends a byte, and its offset is then the size for all.
         """
         descriptor = os.open(self.folder / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:

@@ -15,11 +15,11 @@ LONGEST_SHOWN = 80
 
 
 def read_reply(reply: str, scale: float) -> float | Fault:
-    """Return the score in a reply, divided by `scale`; a fault if there is none between 0 and `scale`.
+    """Return the score in a reply, divided by `scale`, or a fault if there is none between 0 and `scale`.
 
-    What stands before the last `</think>` does not count. The score is the number behind the last `"score"` of JSON.
-    Without one, it is the only number of the last line, or the x of its `x/scale` or `x out of scale`. A reply that has
-    both has no score.
+    Only the text after the last `</think>` counts. The score is the number at the last `"score"` of JSON. Without JSON,
+    it is the only number of the last line, or the x of its `x/scale` or `x out of scale`. A reply with both has no
+    score.
     """
     reply = reply.rpartition("</think>")[2]
     if (start := reply.rfind('"score"')) >= 0:
@@ -37,14 +37,14 @@ def read_reply(reply: str, scale: float) -> float | Fault:
 
 
 def _last_number(rest: str, scale: float) -> list[str]:
-    """Return the number of the last line, if it has one and the line stands below the JSON."""
+    """Return the number in the last line, if it has exactly one and is below the JSON."""
     line = rest.strip().rpartition("\n")[2] if "\n" in rest else ""
     numbers = _numbers(line, scale)
     return numbers if len(numbers) == 1 else []
 
 
 def _numbers(line: str, scale: float) -> list[str]:
-    """Return the numbers of a line; `x/scale` and `x out of scale` are one."""
+    """Return the numbers in a line. `x/scale` and `x out of scale` count as one number."""
     line = OUT_OF.sub(lambda match: match[1] if float(match[2]) == scale else match[0], line)
     return LONE.findall(line)
 

@@ -13,7 +13,7 @@ from rewards.forms import prompt_in
 from rewards.text import Completion, completion_text
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""`name` or `owner/name`."""
+"""A name on the hub: `name` or `owner/name`."""
 
 
 class RewardModel(NamedTuple):
@@ -35,8 +35,8 @@ def reward_model(
 ) -> list[Score]:
     """Return the logit that a reward model gives to each conversation, or its sigmoid.
 
-    The model reads text only: images are left out. Raises ValueError if a setting is missing or has no meaning, or if
-    the model is no reward model.
+    The model reads text only: images are left out. Raises ValueError if a setting is missing or invalid, or if the
+    model is not a reward model.
     """
     check_name(model)
     if batch_size < 1 or max_length < 1:
@@ -56,7 +56,7 @@ def reward_model(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless a model's name is a folder with a config, or can be one on the hub."""
+    """Raise ValueError unless a model's name is a folder with a config, or a possible name on the hub."""
     if not name:
         raise ValueError("reward_model needs `model` in its kwargs: the name or the folder of a reward model")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
 
 @functools.cache
 def load(name: str, device: str) -> RewardModel:
-    """Load a reward model and its tokenizer once. Raises ValueError if the checkpoint is none."""
+    """Load a reward model and its tokenizer once. Raises ValueError if the checkpoint is not a reward model."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -86,7 +86,7 @@ def load(name: str, device: str) -> RewardModel:
 
 
 def conversation(prompt: Any, completion: Completion) -> list[dict[str, str]]:
-    """Return the texts of a prompt and its completion as messages. A completion continues an assistant's message."""
+    """Convert a prompt and its completion to text messages. The completion continues a final assistant message."""
     messages = [
         {"role": message["role"], "content": completion_text([message])} for message in prompt_in("messages", prompt)
     ]
@@ -97,21 +97,21 @@ def conversation(prompt: Any, completion: Completion) -> list[dict[str, str]]:
 
 
 def tokenize(tokenizer: Any, messages: list[dict[str, str]], max_length: int) -> list[int]:
-    """Return the last `max_length` tokens of a conversation: a model reads its logit at the end.
+    """Return the last `max_length` tokens of a conversation, since a model reads its logit at the end.
 
-    Lone surrogates, which no tokenizer takes, become question marks.
+    Lone surrogates become question marks, since no tokenizer accepts them.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False).encode("utf-8", "replace").decode()
     return tokenizer(text, add_special_tokens=False)["input_ids"][-max_length:]
 
 
 def pad_token_id(model: Any) -> int | None:
-    """Return the token with which a model's batches are padded, if it has one."""
+    """Return the model's padding token, or None if it has none."""
     return model.config.get_text_config().pad_token_id
 
 
 def forward(model: Any, token_ids: Sequence[list[int]], sigmoid: bool) -> list[float]:
-    """Return the logits of a batch, which is padded on the right, or their sigmoids."""
+    """Pad a batch on the right, and return its logits or their sigmoids."""
     import torch
 
     longest = max(map(len, token_ids))

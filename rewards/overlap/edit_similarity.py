@@ -11,7 +11,7 @@ from rewards.overlap.references import best_scores, normalized
 from rewards.text import Completion
 
 LONGEST_RATIO = 10
-"""An answer that is more than this many times as long as the gold text scores 0.0 instead of less than 1 / 10."""
+"""If an answer is more than this many times as long as the gold text, it scores 0.0 instead of less than 1 / 10."""
 
 
 def edit_similarity(

@@ -17,8 +17,8 @@ def best_scores(
 ) -> list[Score]:
     """Return the score of each answer against the gold text that fits best.
 
-    `prepare` turns an answer and a gold text into what `score` compares. A gold text of which nothing is left is no
-    gold text.
+    `prepare` converts answers and gold texts for `score`. If it leaves nothing of a gold text, the gold text does not
+    count.
     """
 
     def scored(completion: Completion, gold: Any) -> Score:
@@ -33,7 +33,7 @@ def best_scores(
 
 
 def gold_texts(solution: Any) -> list[str] | Fault:
-    """Return the gold texts of a row, which has one or a list of them; a fault if one cannot be compared."""
+    """Return a row's gold text, or list of gold texts, as a list. Return a fault if one cannot be compared."""
     solution = solution.tolist() if hasattr(solution, "tolist") else solution  # NumPy arrays
     texts = [gold_text(gold) for gold in (solution if isinstance(solution, list | tuple) else [solution])]
     fault = next((text for text in texts if isinstance(text, Fault)), None)
@@ -41,7 +41,7 @@ def gold_texts(solution: Any) -> list[str] | Fault:
 
 
 def normalized(text: str, ignore_case: bool, normalize_whitespace: bool) -> str:
-    """Return the text in Unicode's form NFC, if wanted in lower case and with runs of whitespace as one space."""
+    """Convert the text to Unicode's form NFC and, if wanted, to lower case and single spaces."""
     text = " ".join(text.split()) if normalize_whitespace else text.strip()
     text = composed(text)
     return text.lower() if ignore_case else text

@@ -12,7 +12,7 @@ from rewards.overlap.references import best_scores
 from rewards.text import Completion, composed
 
 LONGEST_RATIO = 20
-"""An answer of more than this many times as many words as the gold text scores 0.0 instead of at most 2 / 21."""
+"""An answer with more than this many times the words of the gold text scores 0.0 instead of 2 / 21 or less."""
 
 # Scripts without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, kana, Han.
 UNSPACED = re.compile(

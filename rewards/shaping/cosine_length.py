@@ -14,7 +14,7 @@ from rewards.shaping.lengths import num_tokens
 from rewards.text import Completion
 
 JUDGES: dict[str, RewardFunction] = {"choice": choice, "exact_match": exact_match, "numeric": numeric}
-"""Functions that can say whether an answer is correct: 1.0, or less."""
+"""Functions that can decide whether an answer is correct. They score a correct one 1.0, a wrong one less."""
 
 
 def cosine_length(
@@ -32,7 +32,7 @@ def cosine_length(
     """Return more for short correct answers than for long ones, and less for short wrong ones.
 
     The cosine reward of arXiv:2502.03373 with Open-R1's settings. An answer is correct if the built-in `correct` gives
-    it 1.0; None and faults of that function are returned. Raises ValueError if a setting has no meaning.
+    it 1.0. None and faults of this function are returned. Raises ValueError if a setting is invalid.
     """
     if correct not in JUDGES:
         raise ValueError(f"correct={correct!r} is none of {', '.join(JUDGES)}")
@@ -55,5 +55,5 @@ def cosine_length(
 
 
 def cosine(progress: float, start: float, end: float) -> float:
-    """Return a value that falls or rises from `start` at 0 to `end` at 1 along half a cosine, and stays there."""
+    """Interpolate from `start` at 0 to `end` at 1 along half a cosine. The value stays at `end` after 1."""
     return end + (start - end) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2

@@ -11,10 +11,10 @@ from rewards.contract import Score
 from rewards.text import Completion, completion_text
 
 SHORTEST_PIECE = 40
-"""Bytes of letters that a piece of text needs before its language is guessed: 40 Latin letters, 14 Chinese ones."""
+"""Minimum bytes of letters in a piece, to guess its language: 40 Latin letters or 14 Chinese ones."""
 MOST_PIECES = 200
 LONGEST_TEXT = 100_000
-"""Characters of a completion that are read."""
+"""Maximum characters of a completion that are read."""
 
 NO_PROSE = re.compile(
     r"""``` [^`]* (?:```|\Z) | ` [^`\n]* ` | \$\$ [^$]* \$\$ | \$ [^$\n]* \$
@@ -45,7 +45,7 @@ def _share(text: str, language: str, identifier: Any) -> float | None:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield the prose of a text in pieces of whole sentences that are long enough; nothing if it is too short."""
+    """Yield the prose of a text in long enough pieces of whole sentences. Yield nothing if it is too short."""
     prose = NO_PROSE.sub(" ", text[:LONGEST_TEXT])
     shortest = max(SHORTEST_PIECE, num_letters(prose) // MOST_PIECES)
     piece, num, left = "", 0, num_letters(prose)
@@ -59,7 +59,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def num_letters(text: str) -> int:
-    """Return the number of bytes of the letters of a text in UTF-8."""
+    """Count the UTF-8 bytes of a text's letters."""
     return len("".join(filter(str.isalpha, text)).encode(errors="replace"))
 
 

@@ -9,9 +9,9 @@ from rewards.text import Completion, completion_text
 
 
 def num_tokens(completion: Completion, token_ids: Sequence[int]) -> int | Fault:
-    """Return the number of tokens of a completion; a fault if it has text but no tokens.
+    """Return the number of tokens of a completion, or a fault if it has text but no tokens.
 
-    An endpoint gives text without token ids.
+    An endpoint returns text without token ids.
     """
     if not len(token_ids) and completion_text(completion):
         return Fault("type", "`completion_ids` is empty but the completion is not; an endpoint gives no token ids")

@@ -18,8 +18,8 @@ def overlong(
 ) -> list[Score]:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), between -1.0 and 0.0.
 
-    Lengths are numbers of tokens. Raises ValueError unless 0 <= soft_punish_cache <= max_completion_length and the
-    latter is set.
+    Lengths are in tokens. Raises ValueError if max_completion_length is not set, or unless 0 <= soft_punish_cache <=
+    max_completion_length.
     """
     if max_completion_length <= 0:
         raise ValueError("overlong needs `max_completion_length` in its kwargs: the length from which it gives -1.0")

@@ -21,7 +21,7 @@ def repetition(
 ) -> list[Score]:
     """Return `max_penalty` times the share of repeated n-grams, between `max_penalty` and 0.0.
 
-    See arXiv:2502.03373, appendix C.2. Raises ValueError if a setting has no meaning.
+    See arXiv:2502.03373, appendix C.2. Raises ValueError if a setting is invalid.
     """
     if ngram_size < 1:
         raise ValueError(f"ngram_size={ngram_size} is not 1 or more")
