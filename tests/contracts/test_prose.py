@@ -1,7 +1,13 @@
-"""Docstrings of functions begin with a verb in its base form: "Return", not "Returns" or "The rows of"."""
+"""Plain English: docstrings of functions begin with a verb, and few sentences are inverted.
+
+The verb is in its base form: "Return", not "Returns" or "The rows of". Words that often mark an inverted sentence are
+counted, and each module may have a few.
+"""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,9 @@ NO_VERBS = set(
     what when where whether which who whose why with without
     """.split()
 )
+INVERTING = re.compile(r"\b(what|that of|those of|beside|behind|of its own)\b", re.IGNORECASE)
+"""Words that often mark an inverted sentence."""
+LINES_PER_WORD = 60
 
 
 def is_imperative(docstring: str) -> bool:
@@ -51,3 +60,29 @@ def test_docstrings_of_functions_begin_with_a_verb():
     lines = first_lines()
     assert len(lines) > 400
     assert [f"{place}: {docstring.splitlines()[0]}" for place, docstring in lines if not is_imperative(docstring)] == []
+
+
+def prose(source: str) -> list[str]:
+    """Docstrings and comments of a module."""
+    bodies = [getattr(node, "body", None) for node in ast.walk(ast.parse(source))]
+    statements = [statement for body in bodies if isinstance(body, list) for statement in body]
+    values = [statement.value for statement in statements if isinstance(statement, ast.Expr)]
+    texts = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return texts + [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+def test_which_words_count():
+    source = '"""What it is."""\n\nX = "what"  # beside Y\n"""That of Z, and whatever."""\n'
+    assert [word for text in prose(source) for word in INVERTING.findall(text)] == ["What", "That of", "beside"]
+
+
+def test_few_sentences_are_inverted():
+    found = {}
+    for package in ("rl_vlm", "rewards", "launch"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            source = path.read_text()
+            count = sum(len(INVERTING.findall(text)) for text in prose(source))
+            if count > max(1, len(source.splitlines()) // LINES_PER_WORD):
+                found[str(path.relative_to(ROOT))] = count
+    assert found == {}
