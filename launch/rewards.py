@@ -17,7 +17,7 @@ from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.errors import ConfigError, RewardError
 
-PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[1] / "docs" / "built_in_rewards.md"
 """Path of the page in a checkout. An installed package has no such page."""
 
 
@@ -85,7 +85,7 @@ def first_line(function: Any) -> str:
 
 
 def show_function(name: str) -> str:
-    """Describe a function: its columns, its settings, and its part of docs/rewards.md or else its docstring.
+    """Describe a function: its columns, its settings, and its part of docs/built_in_rewards.md or else its docstring.
 
     Raises RewardError if the function cannot be loaded.
     """
@@ -112,10 +112,10 @@ def show_function(name: str) -> str:
 
 
 def section(name: str) -> str | None:
-    """Return the part of docs/rewards.md about a built-in, or None if the page is not here."""
+    """Return the part of docs/built_in_rewards.md about a built-in, or None if the page is not here."""
     if not PAGE.is_file():
         return None
-    found = re.search(rf"^#### `{name}`\n\n(.*?)(?=^###|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.search(rf"^### `{name}`\n\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return found[1].strip() if found else None
 
 

@@ -227,7 +227,7 @@ class GRPOTrainer:
         if hasattr(reward, "save_pretrained"):
             raise ConfigError(
                 f"reward_funcs has a {type(reward).__name__}: a model is used by the built-in function reward_model; "
-                "docs/rewards.md describes it"
+                "docs/built_in_rewards.md describes it"
             )
         return self._named_reward(reward, label_of(reward)) if callable(reward) else reward
 

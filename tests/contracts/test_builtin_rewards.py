@@ -14,7 +14,7 @@ from rewards.registry import BUILT_INS
 from tests.helpers.reward_tables import PAGE, WITHOUT_TABLE, stated_scores
 
 GOLD = {stated.function: stated for stated in reversed(list(stated_scores(PAGE.read_text())))}
-"""The first row of each function's table in docs/rewards.md, whose score is its maximum."""
+"""The first row of each function's table in docs/built_in_rewards.md, whose score is its maximum."""
 NEEDS_SOLUTION = sorted(
     name for name, f in BUILT_INS.items() if "solution" in inspect.signature(f).parameters and name not in WITHOUT_TABLE
 )

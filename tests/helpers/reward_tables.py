@@ -1,6 +1,6 @@
-"""The tables of docs/rewards.md that say how a built-in reward function scores a completion.
+"""The tables of docs/built_in_rewards.md that say how a built-in reward function scores a completion.
 
-A table has the columns `completion`, `with` and `score`. Its function is the last heading of level four before it.
+A table has the columns `completion`, `with` and `score`. Its function is the last heading of level three before it.
 Completions are Python strings, and what stands under `with` are keyword arguments: columns, as one row has them, and
 settings.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "built_in_rewards.md"
 WITHOUT_TABLE = ("judge", "reward_model")
 """Functions whose scores no table can state: they need a server, or a model."""
-HEADING = re.compile(r"#### `(\w+)`")
+HEADING = re.compile(r"### `(\w+)`")
 ROW = re.compile(r"\| (?P<completion>`.+?`) \| (?P<arguments>.*?) \| (?P<score>[^|]+?) \|(?P<why>.*)")
 
 

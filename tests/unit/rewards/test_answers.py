@@ -1,4 +1,4 @@
-"""The reward functions maths, counting, yes_no and short_answer, beyond the tables of docs/rewards.md."""
+"""The reward functions maths, counting, yes_no and short_answer, beyond the tables of docs/built_in_rewards.md."""
 
 import random
 import re

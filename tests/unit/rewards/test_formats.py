@@ -1,4 +1,4 @@
-"""The reward functions boxed and json_schema, beyond the tables of docs/rewards.md."""
+"""The reward functions boxed and json_schema, beyond the tables of docs/built_in_rewards.md."""
 
 import json
 import time

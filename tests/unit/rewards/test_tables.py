@@ -1,4 +1,4 @@
-"""Built-in reward functions score as the tables of docs/rewards.md say, in both forms of a completion."""
+"""Built-in reward functions score as the tables of docs/built_in_rewards.md say, in both forms of a completion."""
 
 import inspect
 
