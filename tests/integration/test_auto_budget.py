@@ -143,7 +143,7 @@ def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
     assert cli.main(["plan", run, *options, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert picture.stat().st_size > 10_000
-    assert plan["engine"] == "ddp"
+    assert plan["sharding"] == "ddp"
     assert plan["fits"]
     # The published 8.29 billion weights in bfloat16, and an adapter of rank 16 in float32.
     assert plan["phases"]["load"]["weights"] == pytest.approx(2 * 8.292e9, rel=0.02)
@@ -162,9 +162,9 @@ def test_suggestions_begin_with_what_fits(tmp_path: Path, capsys):
     fitting = [setup["fits"] for setup in setups]
     assert fitting == sorted(fitting, reverse=True)
     # 8.3 billion weights with gradients and moments take 133 GB: only offloaded they fit.
-    assert setups[0]["engine"] == "zero3_offload"
+    assert setups[0]["sharding"] == "zero3_offload"
     assert all(setup["peak_bytes"] < 23.6 * GIB for setup in setups if setup["fits"])
-    assert not any(setup["fits"] for setup in setups if setup["engine"] == "ddp")
+    assert not any(setup["fits"] for setup in setups if setup["sharding"] == "ddp")
 
 
 @pytest.mark.parametrize(

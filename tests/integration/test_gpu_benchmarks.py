@@ -33,10 +33,14 @@ FIGURES = {
     "memory_expandable": {"planned_gib"},
 }
 """What every row of a part has."""
+QUICK = ("correctness", "training_3b", "attention", "rollouts")
+"""Parts of a minute or less; the others are in the slow tier."""
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("part", gpu.PARTS)
+@pytest.mark.parametrize(
+    "part", [part if part in QUICK else pytest.param(part, marks=pytest.mark.slow) for part in gpu.PARTS]
+)
 def test_a_part_measures_something_on_any_machine(part: str, tmp_path: Path) -> None:
     result = gpu.run_part(part, Bench(torch.device("cpu"), small=True), tmp_path)
     assert json.loads((tmp_path / f"{part}.json").read_text()) == result
