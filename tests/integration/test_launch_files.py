@@ -56,7 +56,10 @@ def test_a_deepspeed_config_that_contradicts_the_run_is_refused_by_both_processe
     content = yaml.safe_load((FILES / "zero2.yaml").read_text())
     content["deepspeed_config"] = {"deepspeed_config_file": str(tmp_path / "ds.json")}
     (tmp_path / "zero2.yaml").write_text(yaml.safe_dump(content))
-    refused(launch_file(tmp_path / "zero2.yaml", str(run_file(checkpoint, tmp_path))), "has optimizer, which a run does not read")
+    refused(
+        launch_file(tmp_path / "zero2.yaml", str(run_file(checkpoint, tmp_path))),
+        "has optimizer, which a run does not read",
+    )
     assert not (tmp_path / "run").exists()
 
 
