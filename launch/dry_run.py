@@ -11,15 +11,15 @@ from rl_vlm.config.load import check_evaluable, check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.dry_run import KIND, REMEDY, check_evaluation, check_serving, check_training
+from rl_vlm.tools.checks.dry_run import check_evaluation, check_serving, check_training
 
 
 def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:
     """Return the text that describes a training run, and its problems."""
     settings, plan = Diagnosis(), None
-    with settings.noting(KIND, REMEDY):
+    with settings.noting():
         check_trainable(config)
-    with settings.noting(KIND, REMEDY):
+    with settings.noting():
         plan = plan_batches(config, world_size())
     found = check_training(config, plan)
     return describe(config, plan) + _comments(found), settings.texts("error") + found.texts("error")
@@ -30,7 +30,7 @@ def dry_run_evaluation(
 ) -> tuple[str, list[str]]:
     """Return the text that describes an evaluation, and its problems."""
     settings = Diagnosis()
-    with settings.noting(KIND, REMEDY):
+    with settings.noting():
         check_evaluable(config)
     found = check_evaluation(config, checkpoints, options)
     return describe(config) + _comments(found), settings.texts("error") + found.texts("error")

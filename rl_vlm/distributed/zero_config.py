@@ -52,7 +52,9 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
     known = [*SET_BY_RUN, *PASSED_ON]
     for name, value in asked.items():
         meant = did_you_mean(name, known)
-        if name not in known and (not asks_for_nothing(value) or (meant and value)):
+        if name not in known and (
+            not asks_for_nothing(value) or (meant and value)
+        ):  # a misspelt key asks for something
             raise LaunchError(
                 f"the DeepSpeed config has {name}{meant}, which a run does not read: remove it. The "
                 "optimizer, its schedule, the precision, checkpoints and trackers are settings of the run."

@@ -11,6 +11,10 @@ from rl_vlm.errors import Finding, RLVLMError, Severity, Stopped
 STATUS: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 """Exit status of the command, by the worst severity. In every command, 2 stands for an error of the user."""
 
+KIND = "settings"
+REMEDY = "Change the setting that the message names."
+"""Kind and remedy of a setting that cannot be used."""
+
 
 @dataclass
 class Diagnosis:
@@ -21,7 +25,7 @@ class Diagnosis:
     not_checked: list[str] = field(default_factory=list)
 
     @contextmanager
-    def noting(self, kind: str, remedy: str) -> Iterator[None]:
+    def noting(self, kind: str = KIND, remedy: str = REMEDY) -> Iterator[None]:
         """Turn an RLVLMError of the block into a finding. Raise `Stopped` again."""
         try:
             yield

@@ -32,10 +32,7 @@ from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.diagnosis import Diagnosis
-
-KIND = "settings"
-REMEDY = "Change the setting that the message names."
+from rl_vlm.tools.checks.diagnosis import KIND, REMEDY, Diagnosis
 
 
 def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
@@ -46,7 +43,7 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
     peek = check_data(config, "train", rewards, diagnosis)
     check_data(config, "eval", rewards, diagnosis)
     if plan is not None and peek is not None:
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             num_steps = total_optimizer_steps(config, plan, peek.num_rows)
             diagnosis.checked.append(f"length: {num_steps} optimizer steps")
             if warning := endless_warmup(config.train, num_steps):
@@ -57,7 +54,7 @@ def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
 
 def check_around_data(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Check the output directory, the optimizer, the engine and the model of a training run."""
-    with diagnosis.noting(KIND, REMEDY):
+    with diagnosis.noting():
         check_output_dir(Path(config.train.output_dir))
         refuse_earlier_run(Path(config.train.output_dir), config.train)
         check_resumed(config)
@@ -72,18 +69,18 @@ def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: Eva
     diagnosis = Diagnosis()
     rewards = check_rewards(config.rewards, diagnosis)
     peek = check_data(config, "eval", rewards, diagnosis)
-    with diagnosis.noting(KIND, REMEDY):
+    with diagnosis.noting():
         checkpoint_names(checkpoints)
     if peek is not None:
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             check_by(options, peek.rows)
     elif options.by:
         diagnosis.not_checked.append(f"--by {', '.join(options.by)}")
     is_kept = options.keep is not None or options.keep_by is not None
     if is_kept and rewards and len(rewards) == len(config.rewards.reward_funcs):
-        with diagnosis.noting(KIND, REMEDY), RewardSuite(config.rewards) as suite:
+        with diagnosis.noting(), RewardSuite(config.rewards) as suite:
             kept_range(options, suite, config.rollout.num_generations_eval)
-    with diagnosis.noting(KIND, REMEDY):
+    with diagnosis.noting():
         check_output_dir(Path(config.train.output_dir))
         diagnosis.checked.append(f"output directory {config.train.output_dir}")
     if config.evaluation.endpoint_url is not None:
@@ -108,10 +105,10 @@ def check_rewards(config: RewardsConfig, diagnosis: Diagnosis) -> list[RewardSui
     """Load every reward function. Return one suite for each function that loads."""
     suites: list[RewardSuite] = []
     for spec in config.reward_funcs:
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             suites.append(RewardSuite(RewardsConfig(reward_funcs=[spec])))
     if len(suites) == len(config.reward_funcs):
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             RewardSuite(config)  # refuses names that occur twice
     if suites:
         diagnosis.checked.append(f"reward functions {', '.join(name for suite in suites for name in suite.names)}")
@@ -124,7 +121,7 @@ def check_loss(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Load the user's token loss, if there is one."""
     name = config.algorithm.loss_type
     if config.algorithm.has_own_loss:
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             load_loss(name)
             diagnosis.checked.append(f"token loss {name}")
             diagnosis.not_checked.append("what the token loss returns")
@@ -155,7 +152,7 @@ def check_data(
         diagnosis.findings.append(Finding("error", KIND, str(error), REMEDY))
         return None
     for suite in rewards:
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             suite.check_columns(rows.columns)
     read = "the first was" if len(rows.parts) == 1 else "the first of each entry were"
     diagnosis.checked.append(f"{split} data {rows.name}: {peek.num_rows} rows, of which {read} read")
@@ -193,7 +190,7 @@ def check_resumed(config: RunConfig) -> None:
 def check_optim(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Note a problem if the optimizer needs bitsandbytes and it is not installed."""
     if config.train.optim == "adamw_8bit":
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             require_bitsandbytes("train.optim: adamw_8bit")
 
 
@@ -215,9 +212,9 @@ def check_model(config: RunConfig, diagnosis: Diagnosis) -> None:
     """Check the function that writes the model, or the files of its checkpoint and of an adapter's base."""
     name = config.model.model_name_or_path
     if config.model.load_in_4bit:
-        with diagnosis.noting(KIND, REMEDY):
+        with diagnosis.noting():
             require_bitsandbytes("model.load_in_4bit")
-    with diagnosis.noting(KIND, REMEDY):
+    with diagnosis.noting():
         refuse_unread_revision(config.model)
         if names_function(name):
             load_function(name)

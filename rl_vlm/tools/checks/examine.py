@@ -16,7 +16,6 @@ from rl_vlm.plan.weights import Weights, count_weights
 from rl_vlm.reward.golds import gold_columns
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.dry_run import REMEDY
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
 from rl_vlm.tools.checks.golds import check_gold_lengths, check_golds
 from rl_vlm.tools.checks.machine import check_disk, check_machine
@@ -76,7 +75,7 @@ def examine_data(
 def count_steps(config: RunConfig, plan: BatchPlan | None, train: Split, diagnosis: Diagnosis) -> int:
     """Return the number of optimizer steps of the run, or 1 if the settings have no solution."""
     if plan is not None:
-        with diagnosis.noting("settings", REMEDY):
+        with diagnosis.noting():
             return total_optimizer_steps(config, plan, len(train.usable))
     return 1
 

@@ -18,7 +18,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import DataError, Finding, Severity
+from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
 from rl_vlm.model.files import read_json
 from rl_vlm.model.loading import base_of, initial_checkpoint, longest_prompt
 from rl_vlm.model.policy import Policy
@@ -35,7 +35,6 @@ from rl_vlm.types import Progress
 
 LONG = "Shorten the prompt or raise data.max_prompt_length: the run leaves the row out."
 BUDGET = "Raise memory.micro_batch_tokens, or set a lower data.max_pixels."
-REFUSED = "Change the row as the message says, or leave it out."
 
 
 def find_checkpoint(config: RunConfig, is_model_wanted: bool, diagnosis: Diagnosis) -> str | None:
@@ -89,7 +88,7 @@ def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: 
         what = record["reason"] if record["reason"].startswith(place) else f"{place}: {record['reason']}"
         severity: Severity = "warning" if is_long else "error"
         diagnosis.findings.append(
-            Finding(severity, kind, what, LONG if is_long else REFUSED, record["data"], record["row"])
+            Finding(severity, kind, what, LONG if is_long else OTHER_PROBLEM.remedy, record["data"], record["row"])
         )
     diagnosis.checked.append(f"prompts of {rows.name} against {limit_text(limit, builder.max_tokens)}")
     return kept

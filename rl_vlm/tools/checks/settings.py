@@ -8,7 +8,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import Finding
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.dry_run import KIND, REMEDY, check_around_data, check_rewards
+from rl_vlm.tools.checks.dry_run import check_around_data, check_rewards
 
 TEMPERATURES = (0.3, 1.5)
 """Usual range. Below it, the completions of a group are nearly equal; above it, they are mostly noise."""
@@ -21,9 +21,9 @@ LARGEST_RATES = {False: 1e-4, True: 1e-3}
 def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[RewardSuite], BatchPlan | None]:
     """Check the settings. Returns a suite for each reward function that loads, and the batch plan or None."""
     found, plan = Diagnosis(), None
-    with found.noting(KIND, REMEDY):
+    with found.noting():
         check_trainable(config)
-    with found.noting(KIND, REMEDY):
+    with found.noting():
         plan = plan_batches(config, 1)
     suites = check_rewards(config.rewards, found)
     check_around_data(config, found)
