@@ -137,8 +137,6 @@ ECHO_ROW = """\
         package="echo_samples",
         reads=frozenset({"vllm_max_logp_difference"}),
     ),
-}
-\"\"\"By the value of `rollout.engine`.\"\"\"
 """
 ECHO = """
 from rl_vlm.plan.memory import Rollouts
@@ -164,8 +162,6 @@ HALVES_ROW = """\
             shards_weights=True,
             sums_in_update=True,
         ),
-    )
-}
 """
 HALVES = """
 from rl_vlm.distributed.ddp import DDP
@@ -177,11 +173,16 @@ class Halves(DDP):
 """
 
 
-def insert(file: Path, end: str, row: str) -> None:
-    """Write a row before the end of a table."""
+def insert(file: Path, table: str, end: str, row: str) -> None:
+    """Write a row before the end of the table that a file assigns to a name."""
     text = file.read_text()
-    assert text.count(end) == 1
-    file.write_text(text.replace(end, row))
+    (code,) = (
+        found
+        for node in ast.parse(text).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table
+        if (found := ast.get_source_segment(text, node))
+    )
+    file.write_text(text.replace(code, code.removesuffix(end) + row + end))
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +192,9 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("rl_vlm", "launch", "rewards"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "rl_vlm/rollout/echo.py").write_text(ECHO)
-    insert(folder / "rl_vlm/config/engines.py", '}\n"""By the value of `rollout.engine`."""\n', ECHO_ROW)
+    insert(folder / "rl_vlm/config/engines.py", "ENGINES", "}", ECHO_ROW)
     (folder / "rl_vlm/distributed/halves.py").write_text(HALVES)
-    insert(folder / "rl_vlm/distributed/shardings.py", "    )\n}\n", HALVES_ROW)
+    insert(folder / "rl_vlm/distributed/shardings.py", "SHARDINGS", "    )\n}", HALVES_ROW)
     (folder / "launch/accelerate/halves.yaml").write_text("distributed_type: HALVES\nnum_processes: 8\n")
     (folder / "run.yaml").write_text(RUN)
     return folder
