@@ -1,7 +1,7 @@
-"""Plain English: docstrings of functions begin with a verb, and few sentences are inverted.
+"""Plain English: docstrings of functions begin with a verb, few sentences are inverted, and pages have short sentences.
 
 The verb is in its base form: "Return", not "Returns" or "The rows of". Words that often mark an inverted sentence are
-counted, and each module may have a few.
+counted, and each module may have a few. The sentences of a page in Markdown have under 20 words on average.
 """
 
 import ast
@@ -24,6 +24,13 @@ NO_VERBS = set(
 INVERTING = re.compile(r"\b(what|that of|those of|beside|behind|of its own)\b", re.IGNORECASE)
 """Words that often mark an inverted sentence."""
 LINES_PER_WORD = 60
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+WORDS_PER_SENTENCE = 20
 
 
 def is_imperative(docstring: str) -> bool:
@@ -86,3 +93,41 @@ def test_few_sentences_are_inverted():
             if count > max(1, len(source.splitlines()) // LINES_PER_WORD):
                 found[str(path.relative_to(ROOT))] = count
     assert found == {}
+
+
+def paragraphs(page: str) -> list[str]:
+    """Paragraphs and list items of a page, without code blocks, tables, headings, images and items that are a link."""
+    page = re.sub(r"^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"^ *(\||#|!\[|<).*", "", page, flags=re.MULTILINE)
+    blocks = re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", page, flags=re.MULTILINE)
+    texts = [" ".join(block.split()) for block in blocks]
+    return [text for text in texts if text and not re.fullmatch(r"\[[^]]*\]\([^)]*\)\.?", text)]
+
+
+def sentences(page: str) -> list[list[str]]:
+    """Words of each sentence of a page. A span of code and the text of a link's address are one word."""
+    found = []
+    for text in paragraphs(page):
+        plain = re.sub(r"`+[^`]+`+", "code", text)
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", plain).replace("*", "")
+        found += [re.findall(r"\w[^\s]*", sentence) for sentence in re.split(r"(?<=[.?!])[\")]* ", plain)]
+    return [words for words in found if words]
+
+
+def test_the_sentences_of_a_page():
+    page = (
+        "# A heading\n\nSet `a.b = 1` to\nstop. See [the page](docs/page.md): it helps!\n\n| a | table |\n\n"
+        "```\nsome code. More.\n```\n\n- **One** item\n  of two lines\n- [only a link](x.md)\n1. Is it 1.5?\n"
+    )
+    assert [" ".join(words) for words in sentences(page)] == [
+        "Set code to stop.",
+        "See the page: it helps!",
+        "One item of two lines",
+        "Is it 1.5?",
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_have_short_sentences(page: Path):
+    lengths = [len(words) for words in sentences(page.read_text())]
+    assert sum(lengths) < WORDS_PER_SENTENCE * len(lengths)
