@@ -1,39 +1,115 @@
-"""The reward curve: training reward and held-out scores over optimizer steps."""
+"""Reward curves over optimizer steps: training rewards and held-out scores, for `reward.png` and for the report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from rl_vlm.log.metrics import function_name, is_score
 
+MOST_POINTS = 240
+"""Largest number of drawn points in a series. In longer ones, consecutive points are averaged."""
+STYLES = {"line": {"linewidth": 1, "alpha": 0.6}, "dots": {"linewidth": 2, "marker": "o"}}
 
-def draw_curve(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the lines of `metrics.jsonl` to a PNG."""
+
+@dataclass(frozen=True)
+class Point:
+    """A value at an optimizer step, with the ends of its band, if it has one."""
+
+    step: int | float
+    value: int | float
+    low: int | float | None = None
+    high: int | float | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart."""
+
+    label: str
+    points: list[Point]
+    color: int = 0
+    """Index of a colour of the page."""
+    style: Literal["line", "dots", "area"] = "line"
+
+
+def draw_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the lines of `metrics.jsonl` to a PNG: the reward, and the scores of the reward functions."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    rewards, scores = figure.subplots(1, 2)
-    rewards.set(title="training reward", xlabel="optimizer step")
-    rewards.plot(*series(lines, "reward"), color="tab:blue")
-    scores.set(title="score by reward function", xlabel="optimizer step")
-    names = sorted({name for line in lines for name in line if is_score(name)})
-    functions = sorted(set(map(function_name, names)))
-    for name in names:
-        held_out, function = name.startswith("eval_"), function_name(name)
-        color = f"C{functions.index(function)}"
-        style = {"marker": "o", "linewidth": 2} if held_out else {"linewidth": 1, "alpha": 0.6}
-        label = f"{function} (held out)" if held_out else f"{function} (training)"
-        scores.plot(*series(lines, name), color=color, label=label, **style)
-    if names:
-        scores.legend()
-    for axes in (rewards, scores):
+    reward, *scores = reward_metrics(lines)
+    panels = {"reward": [reward], "score by reward function": scores}
+    for axes, (title, metrics) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        axes.set(title=title, xlabel="optimizer step")
         axes.grid(alpha=0.3)
+        for color, (name, metric) in enumerate(metrics):
+            for series in reward_series(lines, metric):
+                steps, values = [p.step for p in series.points], [p.value for p in series.points]
+                label = f"{name} ({series.label})"
+                axes.plot(steps, values, color=f"C{color}", label=label, **STYLES[series.style])
+        if axes.lines:
+            axes.legend()
     figure.savefig(path, dpi=120)
 
 
-def series(lines: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values at which a metric was measured."""
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
+def reward_metrics(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the name and the metric of the reward, and of the mean score of each reward function."""
+    functions = dict.fromkeys(function_name(metric) for line in lines for metric in line if is_score(metric))
+    return [("Reward", "reward"), *((name, f"rewards/{name}/mean") for name in functions)]
+
+
+def reward_series(
+    lines: Sequence[Mapping[str, Any]], metric: str, training: Sequence[Point] | None = None
+) -> list[Series]:
+    """Return a reward in training and on held-out rows. `training` replaces the points of the metric."""
+    held_out = held_out_points(lines, metric)
+    training = thinned(training or metric_points(lines, metric))
+    series = [Series("training", training), Series("held out", held_out, 1, "dots")]
+    return [one for one in series if one.points]
+
+
+def held_out_points(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
+    """Return a held-out score at each evaluation, with its interval if it has one."""
+    name = f"eval_{metric}"
+    prefix = name.removesuffix("mean")
+    return [
+        Point(line["step"], line[name], line.get(f"{prefix}ci_low"), line.get(f"{prefix}ci_high"))
+        for line in lines
+        if is_number(line.get(name))
+    ]
+
+
+def metric_points(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
+    """Return a metric at the steps at which it was measured. Lengths have a band from shortest to longest."""
+    bounds = [metric.replace("mean", bound) for bound in ("min", "max")] if metric.endswith("mean_length") else ["", ""]
+    return [
+        Point(line["step"], line[metric], line.get(bounds[0]), line.get(bounds[1]))
+        for line in lines
+        if is_number(line.get(metric))
+    ]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Average consecutive points and their bands, so that at most `MOST_POINTS` are left."""
+    size = -(-len(points) // MOST_POINTS)
+    if size <= 1:
+        return list(points)
+    return [mean_point(points[start : start + size]) for start in range(0, len(points), size)]
+
+
+def mean_point(points: Sequence[Point]) -> Point:
+    def mean(values: Sequence[Any]) -> float | None:
+        return None if any(value is None for value in values) else float(np.mean(values))
+
+    step, value = float(np.mean([p.step for p in points])), float(np.mean([p.value for p in points]))
+    return Point(step, value, mean([p.low for p in points]), mean([p.high for p in points]))

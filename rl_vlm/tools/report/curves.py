@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rl_vlm.log.metrics import function_name, is_score, seconds_of
+from rl_vlm.log.curve import Point, Series, metric_points, reward_metrics, reward_series, thinned
+from rl_vlm.log.metrics import function_name, seconds_of
 from rl_vlm.stages import AHEAD, PARTS_OF_TRAINING, Stage
 from rl_vlm.tools.report.diversity import distinct_answers
 from rl_vlm.tools.report.read import RunResults, values_of
 
-MOST_POINTS = 240
-"""Largest number of drawn points in a series. In longer ones, consecutive points are averaged."""
 T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -32,27 +29,6 @@ CLIPPED = {
 
 
 @dataclass(frozen=True)
-class Point:
-    """A value at an optimizer step, with the ends of its band, if it has one."""
-
-    step: int | float
-    value: int | float
-    low: int | float | None = None
-    high: int | float | None = None
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of a chart."""
-
-    label: str
-    points: list[Point]
-    color: int = 0
-    """Index of a colour of the page."""
-    style: Literal["line", "dots", "area"] = "line"
-
-
-@dataclass(frozen=True)
 class Chart:
     """Series over optimizer steps. The areas of a stacked chart stand on each other."""
 
@@ -63,9 +39,8 @@ class Chart:
 
 def charts_of(runs: Sequence[RunResults]) -> list[Chart]:
     """Return the charts of training runs; evaluations have none. Several runs are overlaid, in one colour each."""
-    charts = [reward_chart(runs, "reward", "Reward")]
-    names = dict.fromkeys(function_name(m) for run in runs for line in run.lines for m in line if is_score(m))
-    charts += [reward_chart(runs, f"rewards/{name}/mean", name, name) for name in names]
+    names = reward_metrics([line for run in runs for line in run.lines])
+    charts = [reward_chart(runs, title, metric) for title, metric in names]
     charts += [
         metric_chart(runs, "Completion length", "tokens: mean, with shortest to longest", ["completions/mean_length"]),
         metric_chart(runs, "Cut off", "share of completions at the length limit", ["completions/clipped_ratio"]),
@@ -87,20 +62,16 @@ def charts_of(runs: Sequence[RunResults]) -> list[Chart]:
     return [chart for chart in charts if chart.series]
 
 
-def reward_chart(runs: Sequence[RunResults], metric: str, title: str, column: str = "reward") -> Chart:
+def reward_chart(runs: Sequence[RunResults], title: str, metric: str) -> Chart:
     """Chart a reward in training and on held-out rows, each with the 95% interval of its mean."""
-    series = []
-    for i, run in enumerate(runs):
-        training = window_points(run, column) or metric_points(run, metric)
-        held_out = held_out_points(run, metric)
-        prefix = f"{run.name}, " if len(runs) > 1 else ""
-        color, other = (i, i) if len(runs) > 1 else (0, 1)
-        series += [
-            Series(f"{prefix}training", thinned(training), color),
-            Series(f"{prefix}held out", held_out, other, "dots"),
+    column = "reward" if metric == "reward" else function_name(metric)
+    found = [(run, reward_series(run.lines, metric, window_points(run, column))) for run in runs]
+    series = [one for _, own in found for one in own]
+    if len(runs) > 1:
+        series = [
+            replace(one, label=f"{run.name}, {one.label}", color=i) for i, (run, own) in enumerate(found) for one in own
         ]
-    note = "mean over prompts; band and bars: 95% interval"
-    return Chart(title, note, [one for one in series if one.points])
+    return Chart(title, "mean over prompts; band and bars: 95% interval", series)
 
 
 def window_points(run: RunResults, column: str) -> list[Point]:
@@ -126,39 +97,14 @@ def half_interval(values: Sequence[float]) -> float | None:
     return quantile * float(np.std(values, ddof=1)) / len(values) ** 0.5
 
 
-def held_out_points(run: RunResults, metric: str) -> list[Point]:
-    """Return a held-out score at each evaluation, with its interval if it has one."""
-    name = f"eval_{metric}"
-    prefix = name.removesuffix("mean")
-    return [
-        Point(line["step"], line[name], line.get(f"{prefix}ci_low"), line.get(f"{prefix}ci_high"))
-        for line in run.lines
-        if is_number(line.get(name))
-    ]
-
-
-def metric_points(run: RunResults, metric: str) -> list[Point]:
-    """Return a metric at the steps at which it was measured. Lengths have a band from shortest to longest."""
-    bounds = [metric.replace("mean", bound) for bound in ("min", "max")] if metric.endswith("mean_length") else ["", ""]
-    return [
-        Point(line["step"], line[metric], line.get(bounds[0]), line.get(bounds[1]))
-        for line in run.lines
-        if is_number(line.get(metric))
-    ]
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def metric_chart(runs: Sequence[RunResults], title: str, note: str, metrics: Sequence[str]) -> Chart:
     """Chart all metrics of a single run, one colour each. If there are several runs, chart each one's first metric."""
     if len(runs) > 1:
-        points = [next(filter(None, (metric_points(run, metric) for metric in metrics)), []) for run in runs]
+        points = [next(filter(None, (metric_points(run.lines, metric) for metric in metrics)), []) for run in runs]
         found = [(i, run.name, points[i]) for i, run in enumerate(runs)]
     else:
         labels = [CLIPPED.get(metric, metric.split("/")[-1].replace("_", " ")) for metric in metrics]
-        found = [(i, labels[i], metric_points(run, metric)) for run in runs for i, metric in enumerate(metrics)]
+        found = [(i, labels[i], metric_points(run.lines, metric)) for run in runs for i, metric in enumerate(metrics)]
         found = [one for one in found if any(point.value for point in one[2])] or found[:1]
     return Chart(title, note, [Series(label, thinned(points), i) for i, label, points in found if points])
 
@@ -202,19 +148,3 @@ def stages_chart(run: RunResults, several: bool) -> Chart:
         below = above
     title = f"Seconds by stage: {run.name}" if several else "Seconds by stage"
     return Chart(title, "of a step; stages stand on each other", series if steps else [])
-
-
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """Average consecutive points and their bands, so that at most `MOST_POINTS` are left."""
-    size = -(-len(points) // MOST_POINTS)
-    if size <= 1:
-        return list(points)
-    return [mean_point(points[start : start + size]) for start in range(0, len(points), size)]
-
-
-def mean_point(points: Sequence[Point]) -> Point:
-    def mean(values: Sequence[Any]) -> float | None:
-        return None if any(value is None for value in values) else float(np.mean(values))
-
-    step, value = float(np.mean([p.step for p in points])), float(np.mean([p.value for p in points]))
-    return Point(step, value, mean([p.low for p in points]), mean([p.high for p in points]))

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_vlm.tools.report.curves import Chart, Point, Series
+from rl_vlm.log.curve import Point, Series
+from rl_vlm.tools.report.curves import Chart
 
 WIDTH, HEIGHT = 400, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24

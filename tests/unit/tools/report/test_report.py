@@ -17,10 +17,11 @@ from scipy import stats
 from launch import cli
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.completions import write_rows
+from rl_vlm.log.curve import Point, Series
 from rl_vlm.log.images import PromptImages, is_kept
 from rl_vlm.log.starts import append_start, command_line, read_starts
 from rl_vlm.tools.report.build import LiveReport, build_page, different_settings, reasons, write_report
-from rl_vlm.tools.report.curves import T_95, Chart, Point, Series, charts_of, stages_chart, thinned, window_points
+from rl_vlm.tools.report.curves import T_95, Chart, charts_of, stages_chart, window_points
 from rl_vlm.tools.report.diversity import diversity_of
 from rl_vlm.tools.report.draw import draw, number, round_numbers
 from rl_vlm.tools.report.read import RunResults, own_names, read_runs, read_windows
@@ -105,11 +106,6 @@ def test_pass_rates_of_an_evaluation_are_those_of_its_summary(tmp_path: Path):
     summary = {"rewards/exact_match/pass@1": 0.25, "rewards/exact_match/pass@2": 0.5, "rewards/exact_match/mean": 0.2}
     run = RunResults("eval", tmp_path, "evaluation", rows=rows, names=["exact_match"], summary=summary)
     assert diversity_of(run, "exact_match").passes[0].rates == {1: 0.25, 2: 0.5}
-
-
-def test_many_points_are_means_of_consecutive_ones():
-    points = [Point(float(i), float(i), float(i), float(i + 2)) for i in range(480)]
-    assert thinned(points)[:2] == [Point(0.5, 0.5, 0.5, 2.5), Point(2.5, 2.5, 2.5, 4.5)]
 
 
 def test_a_chart_in_pixels_and_in_words():

@@ -1,0 +1,36 @@
+"""Reward curves over optimizer steps."""
+
+from pathlib import Path
+
+from PIL import Image
+
+from rl_vlm.log.curve import Point, Series, draw_curve, reward_metrics, reward_series, thinned
+
+LINES = [
+    {"step": 0, "eval_reward": 0.25, "eval_rewards/match/mean": 0.5, "eval_rewards/match/ci_low": 0.25,
+     "eval_rewards/match/ci_high": 0.75},
+    {"step": 1, "reward": 0.5, "rewards/match/mean": 1.0},
+    {"step": 2, "reward": float("nan"), "rewards/match/mean": None},
+]  # fmt: skip
+
+
+def test_a_reward_has_a_series_in_training_and_one_on_held_out_rows():
+    assert reward_metrics(LINES) == [("Reward", "reward"), ("match", "rewards/match/mean")]
+    assert reward_series(LINES, "rewards/match/mean") == [
+        Series("training", [Point(1, 1.0)]),
+        Series("held out", [Point(0, 0.5, 0.25, 0.75)], 1, "dots"),
+    ]
+    assert reward_series(LINES[1:], "reward") == [Series("training", [Point(1, 0.5)])]
+    assert reward_series(LINES[1:], "reward", [Point(1, 0.0)]) == [Series("training", [Point(1, 0.0)])]
+
+
+def test_many_points_are_means_of_consecutive_ones():
+    points = [Point(float(i), float(i), float(i), float(i + 2)) for i in range(480)]
+    assert thinned(points)[:2] == [Point(0.5, 0.5, 0.5, 2.5), Point(2.5, 2.5, 2.5, 4.5)]
+
+
+def test_the_curve_is_a_picture_even_without_lines(tmp_path: Path):
+    for i, lines in enumerate((LINES, [])):
+        draw_curve(lines, tmp_path / f"{i}.png")
+        with Image.open(tmp_path / f"{i}.png") as image:
+            assert image.size == (960, 540)
