@@ -343,7 +343,7 @@ class AlgorithmConfig(Section):
 
 class TrainConfig(Section):
     output_dir: str = "runs/default"
-    """Run directory. The README lists the files written there."""
+    """Run directory. docs/run_directory.md lists the files written there."""
     overwrite_output_dir: bool = False
     """Delete an earlier run in `output_dir` and start a new one, unless `resume_from_checkpoint` resumes it."""
     resume_from_checkpoint: str | None = None

@@ -28,6 +28,15 @@ README = (ROOT / "README.md").read_text()
 MESSAGES = [{"role": "user", "content": "Which digit is this?"}]
 
 
+EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def block(language: str, opening: str) -> str:
     """The code block of a language that starts with `opening`."""
     blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
@@ -109,10 +118,26 @@ def test_the_page_of_families_names_each_and_its_table_holds_what_is_built():
     assert [name for name in TINY_FAMILIES if f"| {name} |" not in page] == []
 
 
-def test_it_names_every_module_and_link():
+def test_the_page_about_the_code_names_every_module():
+    page = (ROOT / "docs/code.md").read_text()
     modules = {path.name for path in (ROOT / "rl_vlm").glob("*.py")} - {"__init__.py"}
     folders = {f"{path.parent.name}/" for path in (ROOT / "rl_vlm").glob("*/__init__.py")}
-    assert [name for name in sorted(modules | folders) if name not in README] == []
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    missing = [link for link in links if not (ROOT / link).exists()]
+    assert [name for name in sorted(modules | folders) if name not in page] == []
+
+
+def test_links_of_pages_lead_somewhere():
+    """Links to files, and to headings of pages."""
+    missing = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *EXAMPLES]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+                missing.append(f"{page.relative_to(ROOT)}: {link}")
     assert missing == []
+
+
+def test_every_page_is_reached():
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    linked = {Path(link).name for link in re.findall(r"\]\(([^)#\s]+\.md)", pages)}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - linked == set()

@@ -124,7 +124,7 @@ def test_pages_have_the_rows_of_the_tables():
         line for line in (ROOT / "docs/memory.md").read_text().splitlines() if "| `--sharding NAME` |" in line
     )
     assert set(re.findall(r"`(\w+)`", option)) == {*SHARDINGS}
-    layout = next(line for line in (ROOT / "README.md").read_text().splitlines() if "`rl_vlm/rollout/`" in line)
+    layout = next(line for line in (ROOT / "docs/code.md").read_text().splitlines() if "`rl_vlm/rollout/`" in line)
     assert re.findall(r"`(\w+)`", layout) == [*ENGINES]
 
 
