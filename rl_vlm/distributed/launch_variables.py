@@ -12,7 +12,6 @@ from typing import Any
 
 from rl_vlm.config import json_text
 from rl_vlm.distributed.shardings import PLAIN, SHARDINGS, Kind, Sharding, kinds
-from rl_vlm.distributed.zero_config import AUTO_SIZES
 from rl_vlm.errors import LaunchError
 
 FSDP_KEYS: dict[str, list[str]] = {
@@ -36,6 +35,8 @@ NOT_SUPPORTED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config (tensor, context or sequence parallelism)",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
+AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""Sizes in `zero_optimization` that depend on the model's width if they are `auto`."""
 DEEPSPEED_OPTIONS = {
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_optimization.stage",
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "zero_optimization.offload_optimizer.device",

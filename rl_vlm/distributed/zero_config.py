@@ -9,15 +9,13 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.launch_variables import AUTO_SIZES, Launch
 from rl_vlm.distributed.shardings import DEEPSPEED, SHARDINGS, Sharding
 from rl_vlm.errors import ConfigError, LaunchError, did_you_mean, shorten
-
-if TYPE_CHECKING:
-    from rl_vlm.distributed.launch_variables import Launch
 
 SET_BY_RUN = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16
@@ -43,8 +41,6 @@ the norm shows whether gradients are finite."""
 
 REDUCE_BUCKET = 5 * 10**8
 """DeepSpeed's default of `reduce_bucket_size`: the number of gradient values that it sends at once."""
-AUTO_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""Sizes that depend on the model's width if they are `auto`."""
 
 
 def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:

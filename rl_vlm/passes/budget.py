@@ -16,11 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_vlm.distributed.collectives import Collectives
-from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder, num_patches, patch_cost
 from rl_vlm.passes.calibration import MEASURED_STEPS, MeasuredPeaks, MicroBatchPeak, MicroBatchPeaks
 from rl_vlm.passes.changes import BudgetChange, BudgetReason, BudgetSetting
-from rl_vlm.passes.large_prompts import problem_of
 from rl_vlm.passes.micro_batches import batch_tokens
 from rl_vlm.stages import Stage
 from rl_vlm.types import MicroBatch, Progress, Prompt
@@ -65,19 +63,14 @@ class TokenBudget:
         planned: PlannedBudget,
         setting: BudgetSetting = "auto",
         record: Callable[[BudgetChange], None] = lambda change: None,
-        min_pixels: int | None = None,
     ) -> None:
-        """`record` records a change in the run directory.
-
-        `min_pixels` is the smallest value of `data.max_pixels`, or None if the setting does not affect the processor.
-        """
+        """`record` records a change in the run directory."""
         self.ranks = ranks
         self.progress = progress
         self.vision = vision
         self.planned = planned
         self.setting: BudgetSetting = setting
         self.record = record
-        self.min_pixels = min_pixels
         self.peaks: MicroBatchPeaks | None = None
         """Peaks of the first steps, which correct the budget. If None, the budget stays as planned."""
         self.tokens = planned.tokens
@@ -87,7 +80,6 @@ class TokenBudget:
         """Recorded changes after the checkpoint that the run resumes from."""
         self.has_run_out = False
         """Whether this process has lowered the budget itself. Replayed changes do not count."""
-        self.has_warned = False
 
     def price(self, prompt: Prompt) -> int:
         """Return the cost of a prompt's images in a micro-batch, in language tokens; 0 if the tower is frozen."""
@@ -99,21 +91,6 @@ class TokenBudget:
     def tokens_of(self, batch: MicroBatch) -> int:
         """Return the tokens of a micro-batch."""
         return batch_tokens(batch, self.price)
-
-    def check(self, prompts: Mapping[str, Prompt]) -> None:
-        """Raise DataError if a prompt alone exceeds the budget that the run starts with.
-
-        Under `auto`, log a warning once instead. `prompts` are keyed by the names of their rows.
-        """
-        if self.has_warned:
-            return
-        message = problem_of(prompts, self)
-        if message is None:
-            return
-        if self.setting != "auto":
-            raise DataError(message)
-        logger.warning("%s A micro-batch with such a prompt may not fit in memory.", message)
-        self.has_warned = True
 
     def replay(self, changes: Sequence[BudgetChange]) -> None:
         """Store the first run's changes, which the resumed run repeats at the same steps."""

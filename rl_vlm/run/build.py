@@ -53,6 +53,7 @@ from rl_vlm.model.vision import idle_sample
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.passes.calibration import MicroBatchPeaks
 from rl_vlm.passes.changes import append_change
+from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.peaks import allocated_bytes
 from rl_vlm.passes.recovery import Recovery
@@ -164,11 +165,12 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     progress = Progress(num_steps)
     budget = TokenBudget(
         ranks, progress, policy.vision, planned, config.memory.micro_batch_tokens,
-        partial(append_change, directory.path), smallest_max_pixels(data.processor),
+        partial(append_change, directory.path),
     )  # fmt: skip
+    large_prompts = LargePrompts(budget, smallest_max_pixels(data.processor))
     with ranks.agree():
         if ranks.is_main:
-            budget.check(data.largest_prompts())
+            large_prompts.check(data.largest_prompts())
     logger.info(batch_line(plan, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
     before = allocated_bytes()
@@ -180,7 +182,9 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
-    collector = Collector(config, ranks, build_loader(config, plan, data, ranks, budget), engine, rewards, log, cost)
+    collector = Collector(
+        config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost
+    )
     opened.callback(collector.close)
     evaluator = build_evaluator(config, ranks, data, engine, rewards, log)
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
@@ -297,11 +301,13 @@ def build_evaluator(
     return Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered, image_folder=folder)
 
 
-def build_loader(config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, budget: TokenBudget) -> PromptLoader:
+def build_loader(
+    config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, large_prompts: LargePrompts
+) -> PromptLoader:
     """Build the loader of this rank's prompts, with its sampler."""
     source = PromptSource(data.usable.rows, data.usable.indices, data.builder)
     sampler = PromptSampler(
         len(source.row_indices), plan.prompts_per_step, config.train.seed, config.data.shuffle_dataset,
         ranks.rank, ranks.world_size, data.usable.shares(),
     )  # fmt: skip
-    return PromptLoader(source, sampler, plan.steps_per_window, config.data, budget.check)
+    return PromptLoader(source, sampler, plan.steps_per_window, config.data, large_prompts.check)

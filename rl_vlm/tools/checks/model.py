@@ -23,7 +23,7 @@ from rl_vlm.model.files import read_json
 from rl_vlm.model.loading import base_of, initial_checkpoint, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import TokenBudget
-from rl_vlm.passes.large_prompts import describe, exceeds
+from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
@@ -135,12 +135,12 @@ def check_budget(
             prompts[row] = build_prompt(usable.rows, row, builder)
     ranks, setting = Ranks(), config.memory.micro_batch_tokens
     planned, _ = start_budget(config, checkpoint, ranks, list(prompts.values())[:NUM_PLANNED])
-    min_pixels = smallest_max_pixels(builder.processor)
-    budget = TokenBudget(ranks, Progress(max_steps=0), policy.vision, planned, setting, min_pixels=min_pixels)
+    budget = TokenBudget(ranks, Progress(max_steps=0), policy.vision, planned, setting)
+    large_prompts = LargePrompts(budget, smallest_max_pixels(builder.processor))
     severity: Severity = "warning" if setting == "auto" else "error"
     for row, prompt in prompts.items():
-        if exceeds(prompt, budget):
-            what = f"{usable.rows.place(row)}: {describe(prompt, budget)}"
+        if large_prompts.exceeds(prompt):
+            what = f"{usable.rows.place(row)}: {large_prompts.describe(prompt)}"
             diagnosis.findings.append(
                 Finding(severity, "prompt beyond the token budget", what, BUDGET, usable.rows.name, row)
             )

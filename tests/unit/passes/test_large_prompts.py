@@ -10,6 +10,7 @@ from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.errors import DataError
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
+from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.types import Progress, Prompt, Sample
 from tests.unit.model.test_vision import make_encoder
 
@@ -39,59 +40,61 @@ class Priced(TokenBudget):
         return 0 if self.vision.is_frozen else self.vision.pixels(prompt) // PIXELS_PER_PATCH // 2
 
 
-def make_budget(tokens: int, is_set: bool = True, is_frozen: bool = False, min_pixels: int | None = 1) -> TokenBudget:
+def large_prompts(
+    tokens: int, is_set: bool = True, is_frozen: bool = False, min_pixels: int | None = 1
+) -> LargePrompts:
     encoder = make_encoder(frozen=is_frozen)
     setting, ranks = tokens if is_set else "auto", SingleRank(torch.device("cpu"))
     vision = Tower(encoder.model, encoder.family)
-    return Priced(ranks, Progress(1), vision, PlannedBudget(tokens), setting, min_pixels=min_pixels)
+    return LargePrompts(Priced(ranks, Progress(1), vision, PlannedBudget(tokens), setting), min_pixels)
 
 
-def message(budget: TokenBudget, *prompts: Prompt) -> str:
+def message(found: LargePrompts, *prompts: Prompt) -> str:
     with pytest.raises(DataError) as error:
-        budget.check({f"rows, row {i}": prompt for i, prompt in enumerate(prompts)})
+        found.check({f"rows, row {i}": prompt for i, prompt in enumerate(prompts)})
     return str(error.value)
 
 
 def test_images_that_exceed_the_budget_are_named_with_settings_that_fit():
     prompt = make_prompt("a", 10, (280, 280))  # 400 patches, 200 tokens in the tower; 100 placeholder tokens
-    make_budget(200).check({"rows, row 0": prompt})
-    assert message(make_budget(199), prompt) == (
+    large_prompts(200).check({"rows, row 0": prompt})
+    assert message(large_prompts(199), prompt) == (
         "rows, row 0: Sample a: its images of 280x280 pixels count as 200 tokens in the vision tower, more than "
         "memory.micro_batch_tokens 199, and a micro-batch cannot hold less. Set memory.micro_batch_tokens to at least "
         "200, or data.max_pixels to at most 78008."
     )
-    assert message(make_budget(100), prompt).endswith("at least 200, or data.max_pixels to at most 39200.")
-    assert message(make_budget(100, min_pixels=39_200), prompt).endswith("or data.max_pixels to at most 39200.")
+    assert message(large_prompts(100), prompt).endswith("at least 200, or data.max_pixels to at most 39200.")
+    assert message(large_prompts(100, min_pixels=39_200), prompt).endswith("or data.max_pixels to at most 39200.")
     for min_pixels in (None, 39_201):  # which the processor would refuse
-        assert message(make_budget(100, min_pixels=min_pixels), prompt).endswith("to at least 200.")
+        assert message(large_prompts(100, min_pixels=min_pixels), prompt).endswith("to at least 200.")
 
 
 def test_images_of_a_frozen_tower_count_by_their_tokens_in_the_prompt():
     prompt = make_prompt("a", 10, (280, 280))
-    make_budget(111, is_frozen=True).check({"rows, row 0": prompt})
+    large_prompts(111, is_frozen=True).check({"rows, row 0": prompt})
     assert (
         "its prompt with images of 280x280 pixels has 110 tokens, which with one of a completion are 111, more than "
         "memory.micro_batch_tokens 110"
-    ) in message(make_budget(110, is_frozen=True), prompt)
+    ) in message(large_prompts(110, is_frozen=True), prompt)
     # 61 - 1 - 10 = 50 tokens are left for what has 100 now
-    assert message(make_budget(61, is_frozen=True), prompt).endswith(
+    assert message(large_prompts(61, is_frozen=True), prompt).endswith(
         "at least 111, or data.max_pixels to at most 39200."
     )
-    assert message(make_budget(11, is_frozen=True), prompt).endswith("to at least 111.")
+    assert message(large_prompts(11, is_frozen=True), prompt).endswith("to at least 111.")
 
 
 def test_a_trained_tower_leaves_the_prompt_to_be_counted_too():
     prompt = make_prompt("a", 300, (280, 280))
-    assert "has 400 tokens, which with one of a completion are 401" in message(make_budget(250), prompt)
+    assert "has 400 tokens, which with one of a completion are 401" in message(large_prompts(250), prompt)
 
 
 def test_several_images_share_what_fits():
     prompt = make_prompt("a", 10, (280, 280), (280, 140))  # 300 tokens in the tower
-    assert message(make_budget(150), prompt).endswith("at least 300, or data.max_pixels to at most 29400.")
+    assert message(large_prompts(150), prompt).endswith("at least 300, or data.max_pixels to at most 29400.")
 
 
 def test_a_long_text_is_named_without_a_limit_for_images():
-    assert message(make_budget(50), make_prompt("a", 60)) == (
+    assert message(large_prompts(50), make_prompt("a", 60)) == (
         "rows, row 0: Sample a: its prompt has 60 tokens, which with one of a completion are 61, more than "
         "memory.micro_batch_tokens 50, and a micro-batch cannot hold less. Set memory.micro_batch_tokens to at least "
         "61."
@@ -100,17 +103,17 @@ def test_a_long_text_is_named_without_a_limit_for_images():
 
 def test_the_largest_is_described_and_others_are_named():
     prompts = [make_prompt(name, tokens) for name, tokens in [("a", 60), ("b", 5), ("c", 70), ("d", 50)]]
-    found = message(make_budget(50), *prompts)
+    found = message(large_prompts(50), *prompts)
     assert found.startswith("rows, row 2: Sample c") and "at least 71" in found
     assert found.endswith("Others exceed it as well: rows, row 0, rows, row 3.")
 
 
 def test_under_auto_the_first_is_warned_of(caplog):
-    budget, prompt = make_budget(50, is_set=False), make_prompt("a", 60)
-    budget.check({"rows, row 1": make_prompt("b", 5)})
+    found, prompt = large_prompts(50, is_set=False), make_prompt("a", 60)
+    found.check({"rows, row 1": make_prompt("b", 5)})
     assert caplog.records == []
-    budget.check({"rows, row 3": prompt})
-    budget.check({"rows, row 4": prompt})
+    found.check({"rows, row 3": prompt})
+    found.check({"rows, row 4": prompt})
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("rows, row 3: Sample a: its prompt has 60 tokens")
     assert line.endswith("A micro-batch with such a prompt may not fit in memory.")
