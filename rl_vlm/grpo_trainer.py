@@ -26,7 +26,7 @@ from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
 from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.data.fingerprint import contents
-from rl_vlm.data.sources import choose_split
+from rl_vlm.data.sources import as_table
 from rl_vlm.distributed.launcher import check_numbers, is_one_of_several
 from rl_vlm.distributed.signals import handled, stop
 from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
@@ -241,7 +241,7 @@ class GRPOTrainer:
             raise ConfigError(f"{label} has several splits, {', '.join(map(str, data))}: give one of them")
         if isinstance(data, list):
             data = [dict(row) if isinstance(row, Mapping) else row for row in data]
-        table = choose_split(data, label, "train", None)
+        table = as_table(data, label)
         if not len(table):
             raise DataError(f"{label} has no rows")
         name = live_name(label, contents(table))

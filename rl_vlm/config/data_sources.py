@@ -51,11 +51,6 @@ def data_sources(data: DataConfig, which: Which) -> list[DataSource]:
     return [entry.model_copy(update=of_section(entry)) for entry in data.entries(which)]
 
 
-def common_split(data: DataConfig, which: Which) -> str:
-    """Return the section's split, for data that do not name one."""
-    return data.dataset_train_split if which == "train" else data.dataset_test_split
-
-
 def is_mixture(data: DataConfig, which: Which) -> bool:
     """Return whether the data are a list of entries."""
     return isinstance(getattr(data, NAMES[which]), list)
@@ -82,7 +77,7 @@ def conflicts_of_sources(data: DataConfig) -> Iterator[str]:
 
 def _split_conflicts(data: DataConfig, which: Which) -> Iterator[str]:
     """Yield a message for each name whose split contradicts a setting."""
-    given, key, common = getattr(data, NAMES[which]), SPLITS[which], common_split(data, which)
+    given, key, common = getattr(data, NAMES[which]), SPLITS[which], getattr(data, SPLITS[which])
     if isinstance(given, str):
         split = split_name(given)[1]
         if split not in (None, common) and common != type(data).model_fields[key].default:

@@ -16,34 +16,33 @@ from PIL.Image import Image
 from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.images import BASE64, looks_like_image
 from rl_vlm.data.layouts import LAYOUT_COLUMNS, LAYOUTS, layouts_of, read_layout
-from rl_vlm.data.sources import Source
-from rl_vlm.data.tables import IMAGE_COLUMNS, Table, is_filled
+from rl_vlm.data.tables import IMAGE_COLUMNS, ArrowRows, ListRows, Table, is_filled
 from rl_vlm.errors import DataError, did_you_mean, shorten
 
 logger = logging.getLogger(__name__)
 
 
-def choose_columns(source: Table, entry: DataSource, is_only: bool) -> Table:
+def choose_columns(source: ListRows | ArrowRows, entry: DataSource, is_only: bool) -> Table:
     """Drop `ignore_columns`, and rename columns as `columns` says. `is_only` means that the run has no other data.
 
     Raises DataError if a column to drop is misspelt, if a column to rename is missing, or if a new name is taken.
     """
-    name = entry.name
     check_ignored(source, entry, is_only)
-    if set(entry.ignore_columns) & set(source.columns):
-        source = source.without(entry.ignore_columns)
+    names = {column: column for column in source.columns if column not in entry.ignore_columns}
     for role, column in entry.columns.items():
-        if column not in source.columns:
+        if column not in names:
             raise DataError(
-                f"{name}: data.columns reads {role} from column {column!r}, which is not there"
-                f"{did_you_mean(column, source.columns)}; the columns are {', '.join(source.columns)}."
+                f"{entry.name}: data.columns reads {role} from column {column!r}, which is not there"
+                f"{did_you_mean(column, names)}; the columns are {', '.join(names)}."
             )
-        if role in source.columns and role not in entry.columns.values():
+        if role in names and role not in entry.columns.values():
             raise DataError(
-                f"{name}: data.columns reads {role} from column {column!r}, and there is a column {role!r} already. "
-                f"Leave that one out with data.ignore_columns: [{role}], or give it another name in data.columns."
+                f"{entry.name}: data.columns reads {role} from column {column!r}, and there is a column {role!r} "
+                f"already. Leave that one out with data.ignore_columns: [{role}], or give it another name in "
+                "data.columns."
             )
-    return source.renamed({column: role for role, column in entry.columns.items()}) if entry.columns else source
+        names[column] = role
+    return source.select(names) if list(names.values()) != source.columns else source
 
 
 def check_ignored(source: Table, entry: DataSource, is_only: bool) -> None:
@@ -98,7 +97,7 @@ def has_solutions(source: Table) -> bool:
     return False
 
 
-def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Collection[str]) -> None:
+def refuse_unread_images(source: Table, config: DataConfig, name: str, used: Collection[str]) -> None:
     """Raise DataError if the model would get no image at all, or if images are in a column that nobody reads.
 
     `used` are the columns that reward functions name. The message names the columns with values that look like images.
@@ -126,7 +125,7 @@ def refuse_unread_images(source: Source, config: DataConfig, name: str, used: Co
         )
 
 
-def first_image(source: Source, column: str) -> tuple[int, Any] | None:
+def first_image(source: Table, column: str) -> tuple[int, Any] | None:
     """Return the row and value of the column's first image, or None if no value looks like an image."""
     return next(((row, value) for row, value in enumerate(source.values(column)) if looks_like_image(value)), None)
 

@@ -1,13 +1,13 @@
 """Conversion of rows to samples: reading the prompt and placing the images.
 
-source ─ load_rows ─► Rows ─ sample(index): parse_row ─► ParsedRow ─ read_image ─► Sample
-                        parse_row: read_prompt, to_messages, image_values, place_images
+load_rows: open_source, choose_columns ─► Rows ─ parse_row ─► ParsedRow ─ read_image ─► Sample
+                        parse_row: read_layout, read_prompt, to_messages, image_values, place_images
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,23 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.config.data_sources import NAMES, SPLITS, Which, common_split, data_sources, is_mixture
+from rl_vlm.config.data_sources import NAMES, SPLITS, Which, data_sources, is_mixture
 from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, read_image
 from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout
 from rl_vlm.data.messages import Message, place_images, to_messages
-from rl_vlm.data.mixture import SOURCE, MixedRows, mixed_ids
 from rl_vlm.data.problems import ANSWERED_PROMPT, EMPTY_PROMPT, UNFILLED_TEMPLATE
-from rl_vlm.data.sources import Source, open_source, unique_ids
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row, Table, is_filled
+from rl_vlm.data.sources import open_source
+from rl_vlm.data.tables import IMAGE_COLUMNS, SOURCE, MixedRows, Row, Table, is_filled
 from rl_vlm.errors import DataError, shorten, text_of
 
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
-SourceOpener = Callable[[str, str, str | None, str | None], tuple[Table, Path]]
-"""`open_source`, or a function with the same arguments."""
 FindGold = Callable[[Row, str], str | None]
 """Takes a row and a text. Returns the column whose gold answer the text gives, or None."""
 ANSWERED_COLUMNS = ("messages", "conversations")
@@ -82,6 +79,8 @@ class Part:
     image_folder: Path
     start: int = 0
     """Index of the first row among the rows of all entries."""
+    num_unread: int = 0
+    """Number of rows after the first ones, if only these were read."""
 
     @property
     def name(self) -> str:
@@ -98,7 +97,7 @@ class Rows:
     """The rows of one split. Iteration decodes one sample after another."""
 
     name: str
-    source: Source
+    source: Table
     sample_ids: list[str]
     parts: list[Part]
     config: DataConfig
@@ -113,9 +112,7 @@ class Rows:
         """Read row `index` and decode its images. Raises DataError with the row's name if it cannot be used."""
         from rl_vlm.types import Sample  # imports torch, which a dry run does not need
 
-        where = self.place(index)
-        with row_errors(where):
-            row = parse_row(self.source[index], self.config, where)
+        row, where = self.parse(index), self.place(index)
         limit, folder = self.config.max_image_pixels, self.part(index).image_folder
         found = [read_image(value, folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
@@ -124,9 +121,7 @@ class Rows:
 
     def check(self, index: int, row: Row) -> ParsedRow:
         """Read `row`, which has this index, and the headers of its images. Raises DataError like `[]`."""
-        where = self.place(index)
-        with row_errors(where):
-            parsed = parse_row(row, self.config, where)
+        parsed, where = self.parse(index, row), self.place(index)
         limit, folder = self.config.max_image_pixels, self.part(index).image_folder
         sizes = [check_image(value, folder, limit, f"{where}, column {name}") for name, value in parsed.images]
         return replace(parsed, num_pixels=sum(min(size, self.config.max_pixels or limit) for size in sizes))
@@ -155,9 +150,11 @@ class Rows:
             ANSWERED_PROMPT,
         )
 
-    def parse(self, index: int) -> ParsedRow:
-        """Read row `index` without its images. Raises DataError if the row cannot be used."""
-        return parse_row(self.source[index], self.config, self.place(index))
+    def parse(self, index: int, row: Row | None = None) -> ParsedRow:
+        """Parse row `index` without its images. Raises DataError if the row cannot be used."""
+        where = self.place(index)
+        with row_errors(where):
+            return parse_row(self.source[index] if row is None else row, self.config, where)
 
     def place(self, index: int) -> str:
         """Return the name of a row for error messages."""
@@ -167,6 +164,11 @@ class Rows:
     def part(self, index: int) -> Part:
         """Return the part of the data that contains row `index`."""
         return self.parts[bisect_right(self.parts, index, key=lambda part: part.start) - 1]
+
+    @property
+    def num_unread(self) -> int:
+        """Number of rows of the split that were not read, since only the first ones were asked for."""
+        return sum(part.num_unread for part in self.parts)
 
     @cached_property
     def columns(self) -> list[str]:
@@ -181,10 +183,9 @@ class Rows:
         return next((value for value in values if value is not None), None)
 
 
-def load_rows(config: DataConfig, split: Which, open_source: SourceOpener = open_source) -> Rows:
-    """Open the training or held-out data without decoding images.
+def load_rows(config: DataConfig, split: Which, max_rows: int | None = None) -> Rows:
+    """Open the training or held-out data without decoding images. `max_rows` is that of `open_source`.
 
-    `open_source` opens each source. A dry run passes its own function.
     Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names a missing
     column, or if a sample id occurs twice.
     """
@@ -194,35 +195,58 @@ def load_rows(config: DataConfig, split: Which, open_source: SourceOpener = open
     parts: list[Part] = []
     for entry in given:
         start = parts[-1].start + len(parts[-1].rows) if parts else 0
-        parts.append(replace(load_part(entry, config, split, open_source), start=start))
+        parts.append(replace(load_part(entry, config, split, max_rows), start=start))
     names, tables = [part.name for part in parts], [part.rows for part in parts]
-    ids = [unique_ids(table, name) for table, name in zip(tables, names, strict=True)]
-    if not is_mixture(config, split):
-        return Rows(names[0], tables[0], ids[0], parts, config)
-    sample_ids = mixed_ids([part.label for part in parts], ids)
-    return Rows(" + ".join(names), MixedRows(names, tables), sample_ids, parts, config)
+    source = MixedRows(names, tables) if is_mixture(config, split) else tables[0]
+    return Rows(" + ".join(names), source, sample_ids(parts), parts, config)
 
 
-def load_part(entry: DataSource, config: DataConfig, split: Which, open_source: SourceOpener) -> Part:
+def load_part(entry: DataSource, config: DataConfig, split: Which, max_rows: int | None) -> Part:
     """Open one entry of the data. Raises DataError like `load_rows`."""
     name, template = entry.name, config.prompt_template
     wanted, asked_by = wanted_split(entry, config, split)
     if entry.image_root is not None and not Path(entry.image_root).is_dir():
         raise DataError(f"{name}: data.image_root {entry.image_root} is no directory; name the folder of its images.")
-    source, folder = open_source(name, wanted, entry.dataset_config, asked_by)
-    if len(source) == 0:
+    opened = open_source(name, wanted, entry.dataset_config, asked_by, max_rows)
+    if len(opened.rows) == 0:
         raise DataError(f"{name} (data.{NAMES[split]}, split {wanted!r}) has no rows.")
     is_only = len(data_sources(config, "train") + data_sources(config, "eval")) == 1
-    source = choose_columns(source, entry, is_only)
+    source = choose_columns(opened.rows, entry, is_only)
     if not any(columns.issubset(source.columns) for columns in prompt_columns(template)):
         read_prompt(source[0], template, f"{name}, row 0")  # raises an error that names the columns
     log_layouts(name, source.columns, with_prompt=template is None)
-    return Part(entry, source, Path(entry.image_root or folder))
+    return Part(entry, source, Path(entry.image_root or opened.image_folder), num_unread=opened.num_unread)
+
+
+def sample_ids(parts: Sequence[Part]) -> list[str]:
+    """Return the ids of all rows. If an id occurs in two parts, all ids are prefixed with the labels of their parts."""
+    ids = [unique_ids(part.rows, part.name) for part in parts]
+    flat = list(chain(*ids))
+    if len(set(flat)) == len(flat):
+        return flat
+    return [f"{part.label}:{sample_id}" for part, own in zip(parts, ids, strict=True) for sample_id in own]
+
+
+def unique_ids(rows: Table, name: str) -> list[str]:
+    """Return each row's `id` as text, or its index if it has no id.
+
+    Raises DataError if an id occurs twice, because both rows would use the same random numbers.
+    """
+    given = rows.values("id") if "id" in rows.columns else [None] * len(rows)
+    ids = [str(index if value is None else value) for index, value in enumerate(given)]
+    first_rows: dict[str, int] = {}
+    for index, sample_id in enumerate(ids):
+        if (first := first_rows.setdefault(sample_id, index)) != index:
+            raise DataError(
+                f"{name}: rows {first} and {index} have the same id {sample_id!r}, so they would share random numbers "
+                "and count as one sample. Make column `id` unique, or leave it out with data.ignore_columns: [id]."
+            )
+    return ids
 
 
 def wanted_split(entry: DataSource, config: DataConfig, split: Which) -> tuple[str, str | None]:
     """Return the split of an entry, and the setting that asks for it or None if data without splits may be opened."""
-    common = common_split(config, split)
+    common = getattr(config, SPLITS[split])
     if entry.split is not None:
         return entry.split, f"split {entry.split!r} of data.{NAMES[split]}"
     is_default = common == DataConfig.model_fields[SPLITS[split]].default

@@ -1,10 +1,15 @@
-"""Rows in memory (`ListRows`) and in Arrow tables (`ArrowRows`), by index, by column and in batches."""
+"""Tables of rows, by index, by column and in batches.
+
+`ListRows` are in memory, `ArrowRows` in an Arrow table. `MixedRows` concatenate several tables.
+"""
 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +18,8 @@ from rl_vlm.errors import DataError
 
 Row = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
+SOURCE = "data_source"
+"""Column with the name of a row's source, if there are several."""
 BATCH = 1000
 
 
@@ -21,7 +28,21 @@ def is_filled(value: Any) -> bool:
     return value is not None and not (isinstance(value, list | tuple) and not value)
 
 
-class ListRows(Sequence[Row]):
+class Table(Sequence[Row]):
+    """Rows that are read by index, by column and in batches."""
+
+    columns: list[str]
+
+    @abstractmethod
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+        """Yield lists of consecutive rows with `columns`, and perhaps others. Nothing is decoded."""
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Yield the column's value in every row, or None. Nothing is decoded."""
+        return (row.get(column) for batch in self.batches(range(len(self)), [column]) for row in batch)
+
+
+class ListRows(Table):
     """Rows in memory. Rows may have different columns."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -34,25 +55,17 @@ class ListRows(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
-    def values(self, column: str) -> Iterator[Any]:
-        """Yield the column's value in every row, or None."""
-        return (row.get(column) for row in self.rows)
-
     def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
-        """Yield lists of consecutive rows. `columns` has no effect: all columns are in memory."""
+        """Yield lists of consecutive rows with all their columns, since they are in memory."""
         for start in range(0, len(indices), BATCH):
             yield [self.rows[index] for index in indices[start : start + BATCH]]
 
-    def without(self, columns: Collection[str]) -> ListRows:
-        """Return the rows without these columns."""
-        return ListRows([{name: value for name, value in row.items() if name not in columns} for row in self.rows])
-
-    def renamed(self, names: Mapping[str, str]) -> ListRows:
-        """Return the rows with columns renamed, old name to new."""
-        return ListRows([{names.get(name, name): value for name, value in row.items()} for row in self.rows])
+    def select(self, names: Mapping[str, str]) -> ListRows:
+        """Return the rows with the columns that `names` has, under new names."""
+        return ListRows([{names[name]: value for name, value in row.items() if name in names} for row in self.rows])
 
 
-class ArrowRows(Sequence[Row]):
+class ArrowRows(Table):
     """A `datasets.Dataset`. A row is decoded when it is read, except image columns, which hold bytes or a path."""
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -76,11 +89,6 @@ class ArrowRows(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:
         return self.features.decode_example(self.tables[index].to_pylist()[0])
 
-    def values(self, column: str) -> Iterator[Any]:
-        """Yield the column's value in every row, or None. Nothing is decoded, and bytes are open files."""
-        for batch in self.batches(range(len(self)), [column]):
-            yield from (row[column] for row in batch)
-
     def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
         """Yield lists of consecutive rows with some of their columns. Nothing is decoded, and bytes are open files."""
         selected = self.tables.select_columns([name for name in self.columns if name in columns])
@@ -92,16 +100,37 @@ class ArrowRows(Sequence[Row]):
                     row[name] = value
             yield [self.encoded_features.decode_example(row) for row in rows]
 
-    def without(self, columns: Collection[str]) -> ArrowRows:
-        """Return the rows without these columns."""
-        return ArrowRows(self.tables.remove_columns([name for name in self.columns if name in columns]), self.name)
-
-    def renamed(self, names: Mapping[str, str]) -> ArrowRows:
-        """Return the rows with columns renamed, old name to new."""
-        return ArrowRows(self.tables.rename_columns(dict(names)), self.name)
+    def select(self, names: Mapping[str, str]) -> ArrowRows:
+        """Return the rows with the columns that `names` has, under new names."""
+        return ArrowRows(self.tables.select_columns(list(names)).rename_columns(dict(names)), self.name)
 
 
-Table = ListRows | ArrowRows
+class MixedRows(Table):
+    """The rows of several tables. If a row has no value in column `data_source`, it gets the name of its table."""
+
+    def __init__(self, names: Sequence[str], tables: Sequence[Table]) -> None:
+        self.names = names
+        self.tables = tables
+        self.starts = [0, *accumulate(map(len, tables))]
+        self.columns = list(dict.fromkeys(chain(*(table.columns for table in tables), [SOURCE])))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        number = bisect_right(self.starts, index) - 1
+        return self.named(number, self.tables[number][index - self.starts[number]])
+
+    def named(self, number: int, row: Row) -> Row:
+        """Add column `data_source` to a row of table `number`, unless it has a value."""
+        return row if row.get(SOURCE) is not None else row | {SOURCE: self.names[number]}
+
+    def batches(self, indices: range, columns: Collection[str]) -> Iterator[list[Row]]:
+        """Yield lists of consecutive rows with `columns` and `data_source`. A list has rows of one table."""
+        for number, (start, table) in enumerate(zip(self.starts, self.tables, strict=False)):
+            own = range(max(indices.start - start, 0), min(indices.stop - start, len(table)))
+            for batch in table.batches(own, {*columns, SOURCE}):
+                yield [self.named(number, row) for row in batch]
 
 
 def keep_encoded(feature: Any) -> Any:

@@ -24,7 +24,8 @@ from rl_vlm.config.engines import engines_where
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.data.columns import refuse_unread_images
-from rl_vlm.data.peek import NotOpened, Peek, peek_rows
+from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.data.sources import NotOpened
 from rl_vlm.errors import CheckpointError, ConfigError, Finding, ModelError, RLVLMError, require_bitsandbytes
 from rl_vlm.evaluation.options import EvaluationOptions, check_by, checkpoint_names, kept_range
 from rl_vlm.functions import load_function
@@ -34,17 +35,20 @@ from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.diagnosis import KIND, REMEDY, Diagnosis
 
+FIRST_ROWS = 64
+"""Number of rows of Parquet and Arrow files that a dry run reads."""
+
 
 def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
     """Check a training run. `plan` gives the number of steps; it is None if the batch sizes have no solution."""
     diagnosis = Diagnosis()
     rewards = check_rewards(config.rewards, diagnosis)
     check_loss(config, diagnosis)
-    peek = check_data(config, "train", rewards, diagnosis)
+    rows = check_data(config, "train", rewards, diagnosis)
     check_data(config, "eval", rewards, diagnosis)
-    if plan is not None and peek is not None:
+    if plan is not None and rows is not None:
         with diagnosis.noting():
-            num_steps = total_optimizer_steps(config, plan, peek.num_rows)
+            num_steps = total_optimizer_steps(config, plan, len(rows) + rows.num_unread)
             diagnosis.checked.append(f"length: {num_steps} optimizer steps")
             if warning := endless_warmup(config.train, num_steps):
                 diagnosis.findings.append(Finding("warning", KIND, warning, REMEDY))
@@ -68,12 +72,12 @@ def check_evaluation(config: RunConfig, checkpoints: Sequence[str], options: Eva
     """Check an evaluation of each checkpoint."""
     diagnosis = Diagnosis()
     rewards = check_rewards(config.rewards, diagnosis)
-    peek = check_data(config, "eval", rewards, diagnosis)
+    rows = check_data(config, "eval", rewards, diagnosis)
     with diagnosis.noting():
         checkpoint_names(checkpoints)
-    if peek is not None:
+    if rows is not None:
         with diagnosis.noting():
-            check_by(options, peek.rows)
+            check_by(options, rows)
     elif options.by:
         diagnosis.not_checked.append(f"--by {', '.join(options.by)}")
     is_kept = options.keep is not None or options.keep_by is not None
@@ -129,7 +133,7 @@ def check_loss(config: RunConfig, diagnosis: Diagnosis) -> None:
 
 def check_data(
     config: RunConfig, split: Literal["train", "eval"], rewards: Sequence[RewardSuite], diagnosis: Diagnosis
-) -> Peek | None:
+) -> Rows | None:
     """Open the data, read the first row of each entry, and check the columns that rewards need.
 
     Returns the rows, or None if they cannot be opened.
@@ -137,13 +141,12 @@ def check_data(
     if not data_sources(config.data, split):
         return None
     try:
-        peek = peek_rows(config.data, split)
-        rows = peek.rows
+        rows = load_rows(config.data, split, FIRST_ROWS)
         golds = answer_columns(rows.columns, [reward for suite in rewards for reward in suite.functions])
         for part in rows.parts:
             if rows.check(part.start, rows.source[part.start]).continues:
                 rows.refuse_answered(part.start, partial(gold_given, golds))
-        if peek.is_whole:
+        if not rows.num_unread:
             refuse_unread_images(rows.source, config.data, rows.name, {c for suite in rewards for c in suite.columns})
     except NotOpened as reason:
         diagnosis.not_checked.append(f"{split} data: {reason}")
@@ -155,8 +158,8 @@ def check_data(
         with diagnosis.noting():
             suite.check_columns(rows.columns)
     read = "the first was" if len(rows.parts) == 1 else "the first of each entry were"
-    diagnosis.checked.append(f"{split} data {rows.name}: {peek.num_rows} rows, of which {read} read")
-    return peek
+    diagnosis.checked.append(f"{split} data {rows.name}: {len(rows) + rows.num_unread} rows, of which {read} read")
+    return rows
 
 
 def check_output_dir(path: Path) -> None:

@@ -37,7 +37,7 @@ def test_rows_by_index_by_column_and_in_batches(rows, monkeypatch):
 
 
 def test_columns_are_left_out_and_renamed_at_once(rows):
-    changed = rows.without(["a", "absent"]).renamed({"b": "image", "image": "b"})
+    changed = rows.select({"b": "image", "image": "b"})
     assert sorted(changed.columns) == ["b", "image"]
     assert changed[0] == {"image": "x", "b": b"one"}
 
