@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
+from rl_vlm.data.sampler import Share
 from rl_vlm.data.samples import FindGold, ParsedRow, Rows, columns_to_check
 from rl_vlm.data.tables import Row
-from rl_vlm.data.weighted import Share
 from rl_vlm.errors import DataError, Finding, Severity
 
 if TYPE_CHECKING:
@@ -150,7 +150,9 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
 
 def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[RowNote]:
     """Yield notes on rows with a problem, a long text, large images, or an assistant message at the prompt's end."""
-    return filter(is_notable, over_rows(rows, share, partial(check_row, rows, find_gold)))
+    for note, _ in over_rows(rows, share, partial(inspect_row, rows, find_gold)):
+        if note.finding or note.continues or note.num_bytes > SHORT_TEXT or note.num_pixels > SMALL_IMAGES:
+            yield note
 
 
 def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Iterator[T]:
@@ -170,19 +172,8 @@ def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Ite
             start += len(batch)
 
 
-def is_notable(note: RowNote) -> bool:
-    """Return whether the note has any content."""
-    is_large = note.num_bytes > SHORT_TEXT or note.num_pixels > SMALL_IMAGES
-    return is_large or note.finding is not None or note.continues
-
-
-def check_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowNote:
-    """Read a row, and its images as far as their headers."""
-    return inspect_row(rows, find_gold, index, row)[0]
-
-
 def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[RowNote, ParsedRow | None]:
-    """Read a row, and its images as far as their headers. Return the parsed row, too, if it can be used."""
+    """Read a row, and its images as far as their headers. Also return the parsed row if it can be used."""
     try:
         parsed = rows.check(index, row)
         if parsed.continues:

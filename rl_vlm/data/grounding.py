@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,22 +27,23 @@ def fill_objects(messages: Any, objects: Any, where: str) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    content = [message.get("content") for message in messages if isinstance(message, dict)]
-    if not any(mark in text for text in texts_in(content) for mark in MARKS):
+    found: list[str] = []
+    map_texts(messages, lambda text: found.append(text) or text)
+    num_marks = {mark: sum(text.count(mark) for text in found) for mark in MARKS}
+    if not any(num_marks.values()):
         return messages
     objects = read_objects(objects, where)
     if objects.get("bbox_type") not in BOX_TYPES:
         raise DataError(f"{where}: objects.bbox_type is {objects['bbox_type']!r}; it should be real or norm1.")
     texts = {mark: written(objects.get(key) or [], key, where) for mark, key in MARKS.items()}
     for mark, values in texts.items():
-        num_marks = sum(text.count(mark) for text in texts_in(content))
-        if num_marks not in (0, len(values)):
+        if num_marks[mark] not in (0, len(values)):
             raise DataError(
-                f"{where}: the messages have {num_marks} marks {mark} and objects.{MARKS[mark]} has {len(values)} "
-                "values. Write one mark per value, or none."
+                f"{where}: the messages have {num_marks[mark]} marks {mark} and objects.{MARKS[mark]} has "
+                f"{len(values)} values. Write one mark per value, or none."
             )
     left = {mark: iter(values) for mark, values in texts.items()}
-    return [fill_message(message, lambda mark: next(left[mark[0]])) for message in messages]
+    return map_texts(messages, lambda text: re.sub("|".join(MARKS), lambda mark: next(left[mark[0]]), text))
 
 
 def read_objects(objects: Any, where: str) -> Row:
@@ -73,25 +74,13 @@ def is_box(value: Any) -> bool:
     return isinstance(value, list) and len(value) in (2, 4) and all(isinstance(number, int | float) for number in value)
 
 
-def texts_in(contents: list[Any]) -> Iterator[str]:
-    """Yield all texts. Contents are strings or lists of blocks."""
-    for content in contents:
-        blocks = content if isinstance(content, list) else [{"text": content}]
-        yield from (block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str))
+def map_texts(messages: list[Any], change: Callable[[str], str]) -> list[Any]:
+    """Return the messages with each text changed. Contents are texts or lists of blocks."""
 
+    def changed(holder: Any, key: str) -> Any:
+        value = holder.get(key) if isinstance(holder, dict) else None
+        if isinstance(value, list):
+            return holder | {key: [changed(block, "text") for block in value]}
+        return holder | {key: change(value)} if isinstance(value, str) else holder
 
-def fill_message(message: Any, value_of: Callable[[re.Match[str]], str]) -> Any:
-    """Return the message with each mark replaced by its value."""
-    if not isinstance(message, dict):
-        return message
-    content = message.get("content")
-    if isinstance(content, list):
-        return message | {"content": [fill_text(block, "text", value_of) for block in content]}
-    return fill_text(message, "content", value_of)
-
-
-def fill_text(holder: Any, key: str, value_of: Callable[[re.Match[str]], str]) -> Any:
-    """Return the dict with each mark in the text at `key` replaced by its value."""
-    if not isinstance(holder, dict) or not isinstance(holder.get(key), str):
-        return holder
-    return holder | {key: re.sub("|".join(MARKS), value_of, holder[key])}
+    return [changed(message, "content") for message in messages]

@@ -13,9 +13,8 @@ from launch import cli
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.check import check_rows
 from rl_vlm.data.fingerprint import data_fingerprint
-from rl_vlm.data.sampler import Draw, PromptSampler
+from rl_vlm.data.sampler import Draw, PromptSampler, Share
 from rl_vlm.data.samples import Rows, load_rows
-from rl_vlm.data.weighted import Share
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import CheckpointError, DataError
 from rl_vlm.reward.suite import RewardSuite
