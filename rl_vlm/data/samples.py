@@ -195,14 +195,14 @@ def load_rows(config: DataConfig, split: Which, max_rows: int | None = None) -> 
     parts: list[Part] = []
     for entry in given:
         start = parts[-1].start + len(parts[-1].rows) if parts else 0
-        parts.append(replace(load_part(entry, config, split, max_rows), start=start))
+        parts.append(load_part(entry, config, split, start, max_rows))
     names, tables = [part.name for part in parts], [part.rows for part in parts]
     source = MixedRows(names, tables) if is_mixture(config, split) else tables[0]
     return Rows(" + ".join(names), source, sample_ids(parts), parts, config)
 
 
-def load_part(entry: DataSource, config: DataConfig, split: Which, max_rows: int | None) -> Part:
-    """Open one entry of the data. Raises DataError like `load_rows`."""
+def load_part(entry: DataSource, config: DataConfig, split: Which, start: int, max_rows: int | None) -> Part:
+    """Open one entry of the data, whose first row has index `start`. Raises DataError like `load_rows`."""
     name, template = entry.name, config.prompt_template
     wanted, asked_by = wanted_split(entry, config, split)
     if entry.image_root is not None and not Path(entry.image_root).is_dir():
@@ -215,7 +215,7 @@ def load_part(entry: DataSource, config: DataConfig, split: Which, max_rows: int
     if not any(columns.issubset(source.columns) for columns in prompt_columns(template)):
         read_prompt(source[0], template, f"{name}, row 0")  # raises an error that names the columns
     log_layouts(name, source.columns, with_prompt=template is None)
-    return Part(entry, source, Path(entry.image_root or opened.image_folder), num_unread=opened.num_unread)
+    return Part(entry, source, Path(entry.image_root or opened.image_folder), start, opened.num_unread)
 
 
 def sample_ids(parts: Sequence[Part]) -> list[str]:

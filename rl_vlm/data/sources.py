@@ -140,13 +140,12 @@ def open_parquet(path: Path, max_rows: int | None) -> Opened:
 
 def open_directory(path: Path, split: str, subset: str | None, asked_by: str | None, max_rows: int | None) -> Opened:
     """Open a directory written by `save_to_disk`, or a directory of data files."""
-    splits = path / "dataset_dict.json"
-    if splits.is_file() or (path / "state.json").is_file():
+    saved, splits = path / "state.json", path / "dataset_dict.json"
+    if saved.is_file() or splits.is_file():
         with reading(path):
-            saved = (
-                {name: path / name for name in json.loads(splits.read_text())["splits"]} if splits.is_file() else path
-            )
-            return open_saved(choose_split(saved, str(path), split, asked_by), path, max_rows)
+            names = json.loads(splits.read_text())["splits"] if splits.is_file() else None
+            found = path if names is None else {name: path / name for name in names}
+            return open_saved(choose_split(found, str(path), split, asked_by), path, max_rows)
     if max_rows is not None:
         raise NotOpened(f"{path} is a directory of files, whose splits `datasets` finds")
     return Opened(load_with_datasets(str(path), subset, split), path)
