@@ -60,7 +60,6 @@ class Trainer:
         self.stages = stages
         self.loss_form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
-        self.engine_checked = not collector.needs_check
         self.nonfinite_groups: list[ScoredGroup] = []
         """Groups of the last step, if its loss or gradient was not finite."""
         self.is_updating = False
@@ -73,8 +72,9 @@ class Trainer:
         self.recovery.start_step()
         with metrics.stage(Stage.STEP):
             window = self.collector.current(self.progress, metrics)  # draw, generate, reward, advantages
+            self.check_engine(window, metrics)
+            self.collector.sleep_engine()
             if window.is_new:
-                self.check_engine(window, metrics)
                 self.collector.prefetch(self.progress)
                 self.add_logprobs(Stage.OLD_LOGPROBS, self.policy, window.later_groups(), metrics)
                 self.add_logprobs(Stage.REF_LOGPROBS, self.reference, window.groups, metrics)
@@ -98,12 +98,11 @@ class Trainer:
             self.reference.start_step()
 
     def check_engine(self, window: Window, metrics: StepMetrics) -> None:
-        """Raise RolloutError if an engine's weights differ from the policy's. Check once, before the first update."""
-        if not self.engine_checked:
+        """Raise RolloutError if an engine's weights differ from the policy's, and a check is due."""
+        if window.is_new and self.collector.check_is_due(self.progress):
             outputs = partial(self.passes.outputs, Stage.CHECK, self.policy)
             with metrics.stage(Stage.CHECK):
-                self.collector.check_engine(window.groups, outputs)
-            self.engine_checked = True
+                self.collector.check_engine(self.progress, window.groups, outputs)
             self.start_step()
 
     def add_logprobs(

@@ -155,6 +155,9 @@ class RolloutConfig(Section):
     weight_sync_steps: int = Field(default=1, ge=1)
     """Optimizer steps between weight updates of vLLM. A due update is sent before the next rollout. An evaluation
     always gets the latest weights."""
+    agreement_steps: int = Field(default=50, ge=0)
+    """Optimizer steps between checks that vLLM and the trainer compute the same log-probs. With 0, only the first
+    rollouts are checked. `vllm.vllm_max_logp_difference` is the limit."""
     max_staleness: int = Field(default=0, ge=0, le=1)
     """Generation windows that sampling may be behind training. With 1, servers sample the next window while the current
     one is trained on, and importance weights correct for the older weights. 0 waits for the latest weights."""
@@ -225,7 +228,7 @@ class VLLMConfig(Section):
     vllm_request_timeout: float = Field(default=240.0, gt=0)
     """Seconds to wait for a response from a server before it counts as lost."""
     vllm_max_logp_difference: float = Field(default=0.1, gt=0)
-    """Maximum mean difference of log-probs between vLLM and the trainer. Above it, a run ends before its first step."""
+    """Maximum mean difference of log-probs between vLLM and the trainer. Above it, a run ends."""
     vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"
     """How servers that the run starts get weights: `nccl` between GPUs, or files in the run directory. `auto` is `nccl`
     if `vllm_server_devices` gives them GPUs of their own. Servers that the run joins have their own setting."""

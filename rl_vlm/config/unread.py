@@ -118,7 +118,7 @@ UNREAD = (
     ),
     Unread(
         "rollout",
-        "weight_sync_steps lora_sync",
+        "weight_sync_steps agreement_steps lora_sync",
         lambda run: not run.rollout.facts.has_own_weights,
         f"on `engine` {' or '.join(OF_POLICY)}, which samples from the trained weights themselves",
         f"set `engine` to {' or '.join(SYNCED)}",

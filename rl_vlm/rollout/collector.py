@@ -30,7 +30,7 @@ from rl_vlm.distributed.signals import wait_for, wait_until_done
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.rollout.agreement import check_agreement
+from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.balance import Cost, balance
 from rl_vlm.rollout.engine import SyncedEngine
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
@@ -101,6 +101,7 @@ class Collector:
         self.rewards = rewards
         self.log = log
         self.cost = cost
+        self.agreement = AgreementCheck(config, ranks, engine)
         self.window: Window | None = None
         self.prefetched: Prefetch | None = None
         self.next_window: NextWindow | None = None
@@ -108,14 +109,17 @@ class Collector:
         self.partial_rollouts = None if limit is None else PartialRollouts(limit)
         self.background = ThreadPoolExecutor(max_workers=1)
 
-    @property
-    def needs_check(self) -> bool:
-        """Return whether the engine samples from a copy of the policy's weights."""
-        return not self.config.rollout.facts.samples_from_policy
+    def check_is_due(self, progress: Progress) -> bool:
+        """Return whether to compare the engine with the policy before this step's passes."""
+        return self.agreement.is_due(progress)
 
-    def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
         """Raise RolloutError on every rank if the engine's log-probs differ from the policy's."""
-        check_agreement(self.config, self.ranks, self.engine, groups, policy_outputs)
+        self.agreement.run(progress, groups, policy_outputs)
+
+    def sleep_engine(self) -> None:
+        """Free the memory that the engine takes on the trainer's device, until it is next used."""
+        self.engine.sleep()
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
         """Return the current window. If all its updates are done, get the next one first."""
@@ -269,7 +273,7 @@ class Collector:
         except BaseException:
             self.window = position["window"]
             self.loader.load_state_dict(position["loader"])
-            self.engine.sent_version = position["sent_version"]
+            self.engine.sent_version = min(position["sent_version"], self.engine.sent_version)
             restore_random_states(position["random"])
             if self.partial_rollouts is not None:
                 self.partial_rollouts.in_flight = position["in_flight"]

@@ -86,6 +86,10 @@ class OpenAIEngine:
         """Raise RolloutError: an endpoint cannot load the policy's weights."""
         raise RolloutError("evaluation.endpoint_url serves weights of its own and cannot take over the policy's")
 
+    def sleep(self) -> bool:
+        """Return True: the model is on another machine."""
+        return True
+
     def close(self) -> None:
         """Do nothing: no resources are held between requests."""
 

@@ -57,6 +57,10 @@ class RolloutEngine(Protocol):
         """Load the policy's weights after `version` updates, and return the number of bytes moved."""
         ...
 
+    def sleep(self) -> bool:
+        """Free memory of the trainer's device until the engine is next used. Return whether its weights are kept."""
+        ...
+
     def close(self) -> None:
         """Free the engine's resources. It cannot generate afterwards."""
         ...
@@ -96,6 +100,11 @@ class SyncedEngine:
             num_bytes = self.engine.sync(self.weights, version)
         self.sent_version = version
         return num_bytes
+
+    def sleep(self) -> None:
+        """Free the engine's memory on the trainer's device. Weights that it does not keep are sent again."""
+        if not self.engine.sleep():
+            self.sent_version = -1
 
     def close(self) -> None:
         self.engine.close()

@@ -141,6 +141,10 @@ class HFEngine:
         """Return the context of one forward with this many vision calls. In lockstep, all ranks run it together."""
         return nullcontext() if self.lockstep is None else self.lockstep.forward(num_vision_calls)
 
+    def sleep(self) -> bool:
+        """Return True: the engine holds only the policy's own weights."""
+        return True
+
     def close(self) -> None:
         """Do nothing: the engine holds only the policy's own weights."""
 

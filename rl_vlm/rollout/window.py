@@ -108,13 +108,16 @@ class Window:
 class WindowSource(Protocol):
     """Gives a trainer its windows. `Collector` generates them."""
 
-    @property
-    def needs_check(self) -> bool:
-        """Return whether the engine that generates the windows has its own copy of the weights."""
+    def check_is_due(self, progress: Progress) -> bool:
+        """Return whether to compare the engine that generates the windows with the policy, before a step's passes."""
         ...
 
-    def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
         """Raise RolloutError if the engine's log-probs differ from the policy's."""
+        ...
+
+    def sleep_engine(self) -> None:
+        """Free the memory that the engine takes on the trainer's device, until it is next used."""
         ...
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:
@@ -133,13 +136,18 @@ class WindowSource(Protocol):
 class GivenWindows:
     """Gives a new window of the same groups at every step. There is no engine."""
 
-    needs_check = False
-
     def __init__(self, groups: Sequence[ScoredGroup] = (), num_iterations: int = 1) -> None:
         self.groups = groups
         self.num_iterations = num_iterations
 
-    def check_engine(self, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+    def check_is_due(self, progress: Progress) -> bool:
+        """Return False."""
+        return False
+
+    def check_engine(self, progress: Progress, groups: Sequence[ScoredGroup], policy_outputs: Outputs) -> None:
+        """Do nothing."""
+
+    def sleep_engine(self) -> None:
         """Do nothing."""
 
     def current(self, progress: Progress, metrics: StepMetrics) -> Window:

@@ -20,6 +20,7 @@ from rl_vlm.algorithm.losses import LossInputs, TokenLoss
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.run.run import train
 from rl_vlm.tools.instruments import INSTRUMENTS
 from rl_vlm.trainer import Trainer
@@ -50,12 +51,7 @@ def with_fault(kind: str) -> Any:
 def with_check() -> Any:
     """Return a patch with which an engine is checked that samples from the policy itself."""
 
-    def start_step(trainer: Trainer) -> None:
-        trainer.engine_checked = trainer.progress.global_step > 0
-        start(trainer)
-
-    start = Trainer.start_step
-    return mock.patch.object(Trainer, "start_step", start_step)
+    return mock.patch.object(AgreementCheck, "is_due", lambda check, progress: progress.global_step == 0)
 
 
 def out_of_memory(kind: str) -> Any:

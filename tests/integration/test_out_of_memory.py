@@ -15,6 +15,7 @@ from rl_vlm.errors import OutOfMemory
 from rl_vlm.log.files import BUDGET
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
+from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.run.run import Run, train
 from tests.helpers import capped_runs, mixed_run, tiny_run
 from tests.helpers.capped_runs import Trained, largest_difference, train_capped
@@ -78,7 +79,7 @@ def test_events_of_the_check_of_an_engine_are_counted(
 ) -> None:
     """The check's forward is the first of the policy, which rollouts with engine hf do not call."""
     run = Run(make_config(tiny_checkpoint, tmp_path, beta=0.0))
-    run.trainer.engine_checked = False
+    monkeypatch.setattr(AgreementCheck, "is_due", lambda check, progress: progress.global_step == 0)
     forward, num_calls = Policy.forward, 0
 
     def fail_first(policy: Policy, *arguments: Any) -> Any:

@@ -84,7 +84,7 @@ def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpo
     ("settings", "expected"),
     [
         ({"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "max_steps": 2}, "evaluation:0 0:0 check:0 1:0 evaluation:2"),
-        ({"save_steps": 2, "max_steps": 3}, "0:0 check:0 1:0 2:2"),
+        ({"save_steps": 2, "max_steps": 3}, "0:0 check:0 1:0 2:2 check:2"),
     ],
 )
 def test_weights_are_sent_before_an_evaluation_and_after_a_checkpoint(

@@ -12,12 +12,13 @@ import torch
 from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
 from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.partial import InFlight, roll_on
 from rl_vlm.rollout.vllm.arguments import engine_arguments
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run.run import train
-from rl_vlm.types import RolloutRequest
+from rl_vlm.types import Progress, RolloutRequest
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
 from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, token_ids
@@ -149,6 +150,26 @@ def test_weights_that_differ_end_a_run_before_its_first_step(tmp_path: Path, mon
     with pytest.raises(RolloutError, match=r"differ between generator and trainer by .*vllm_max_logp_difference"):
         train(config)
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not MetricsLog(tmp_path / "run/metrics.jsonl").read()
+
+
+@pytest.mark.parametrize("variant", ["full", "adapter", "merged"])
+def test_trained_weights_are_checked_after_they_are_sent(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = sharp_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
+    given = {"engine": "vllm", "vllm_max_model_length": 256, "max_steps": 3, "agreement_steps": 1}
+    config = tiny_run.make_config(checkpoint, tmp_path / "run", **given, **VARIANTS[variant])
+    means: list[tuple[int, float]] = []
+    check_gaps = AgreementCheck.check_gaps
+
+    def noted(check: AgreementCheck, gaps: torch.Tensor, progress: Progress) -> None:
+        means.append((progress.policy_version, gaps.mean().item()))
+        check_gaps(check, gaps, progress)
+
+    monkeypatch.setattr(AgreementCheck, "check_gaps", noted)
+    train(config)
+    assert [version for version, _ in means] == [0, 1, 2]
+    assert all(mean <= 1e-3 for _, mean in means)
 
 
 def test_a_model_that_vllm_does_not_run_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def training_engine(
     rank = weights.adapter_rank()
     tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank)
     adapter = Path(initial) if is_adapter(initial) and rank else None
-    return VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter)
+    keeps_weights = not weights.sends_all or config.rollout.weight_sync_steps > 1
+    return VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter, keeps_weights)
 
 
 def training_servers(

@@ -40,14 +40,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's tags of memory that sleep mode frees."""
+
 
 class VLLMEngine:
     """A `RolloutEngine` on `vllm.LLM`."""
 
     def __init__(
-        self, arguments: dict[str, Any], tokens: TokenRules, renderer: PromptRenderer, adapter: Path | None = None
+        self,
+        arguments: dict[str, Any],
+        tokens: TokenRules,
+        renderer: PromptRenderer,
+        adapter: Path | None = None,
+        keeps_weights: bool = True,
     ) -> None:
         """`arguments` are passed to `vllm.LLM`. `adapter` is the initial PEFT adapter.
+
+        If `keeps_weights` is False, sleep mode discards the weights instead of copying them to the host. Every weight
+        must then be sent again before the next call.
 
         Raises ConfigError if vLLM is not installed, or if sleep mode has no GPU. Raises ModelError if vLLM cannot run
         the model.
@@ -55,6 +66,9 @@ class VLLMEngine:
         self.tokens = tokens
         self.renderer = renderer
         self.sleeps = arguments.get("enable_sleep_mode", False)
+        self.sleep_level = 1 if keeps_weights else 2
+        self.asleep: set[str] = set()
+        """vLLM's tags of the memory that is freed."""
         self.is_one_of_several = arguments.get("distributed_executor_backend") == "external_launcher"
         self.is_parallel = self.is_one_of_several and arguments["tensor_parallel_size"] > 1
         self.llm: Any = start_vllm(
@@ -105,7 +119,7 @@ class VLLMEngine:
         everyones, mine = gather(arguments) if self.is_parallel else (arguments(), slice(None))
         prompts = [prompt for prompt, _ in everyones]
         params = [SamplingParams(**sampling) for _, sampling in everyones]
-        self.wake_up()
+        self.wake_up(WEIGHTS, KV_CACHE)
         try:
             outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
         except ValueError as error:
@@ -113,17 +127,17 @@ class VLLMEngine:
         except Stopped:
             self.llm.llm_engine.abort_request(list(self.llm.llm_engine.output_processor.request_states), internal=True)
             raise
-        finally:
-            if self.sleeps:
-                self.llm.sleep(level=1)
         return [
             GenerateResponse(output.prompt_token_ids, [generated_tokens(c) for c in output.outputs])
             for output in outputs[mine]
         ]
 
     def sync(self, source: WeightSource, version: int) -> int:
-        """Load the adapter, or the trained weights, reset the caches, and return the number of bytes moved."""
-        self.wake_up()
+        """Load the adapter, or the trained weights, reset the caches, and return the number of bytes moved.
+
+        The memory of the KV cache stays free meanwhile, for the weights that are gathered.
+        """
+        self.wake_up(WEIGHTS)
         if source.sends_adapter:
             with tempfile.TemporaryDirectory() as directory:
                 num_bytes = source.save_adapter(Path(directory))
@@ -170,10 +184,19 @@ class VLLMEngine:
         self.policy_version = version
         self.llm.update_weight_version(version_label(version))
 
-    def wake_up(self) -> None:
-        """Reallocate the memory that sleep mode freed for training."""
-        if self.sleeps:
-            self.llm.wake_up()
+    def wake_up(self, *tags: str) -> None:
+        """Reallocate the memory that sleep mode freed, by vLLM's tags."""
+        if due := [tag for tag in tags if tag in self.asleep]:
+            self.llm.wake_up(due)
+            self.asleep -= set(due)
+
+    def sleep(self) -> bool:
+        """Free the device's memory for training, if sleep mode is set. Return whether the weights are kept."""
+        if self.sleeps and self.asleep != {WEIGHTS, KV_CACHE}:
+            self.wake_up(WEIGHTS, KV_CACHE)  # vLLM cannot sleep while it is half awake
+            self.llm.sleep(level=self.sleep_level)
+            self.asleep = {WEIGHTS, KV_CACHE}
+        return self.sleep_level == 1 or not self.asleep
 
     def close(self) -> None:
         if self.is_one_of_several:  # a full shutdown, now or at exit, would end the trainer's process group
@@ -199,6 +222,7 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
     register()
     if arguments.get("enable_sleep_mode") and not torch.cuda.is_available():
         raise ConfigError("vllm.vllm_enable_sleep_mode needs a GPU; set it to false")
+    num_threads = torch.get_num_threads()
     try:
         return LLM(**arguments)
     except ValueError as error:
@@ -206,6 +230,9 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
             f"vLLM does not run {arguments['model']} as it is set up: {error}\n"
             "The engine hf runs every supported family."
         ) from error
+    finally:
+        if torch.get_num_threads() != num_threads:  # vLLM sets it to 1, and the trainer prepares images here
+            torch.set_num_threads(num_threads)
 
 
 def before_steps(engine: Any, check: Callable[[], None]) -> None:

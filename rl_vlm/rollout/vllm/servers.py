@@ -261,6 +261,10 @@ class VLLMServers:
         client.post("/update_weights", {"update_info": {"directory": str(self.folder.resolve())}})
         client.post("/finish_weight_update")
 
+    def sleep(self) -> bool:
+        """Return True: servers have their own devices."""
+        return True
+
     def close(self) -> None:
         self.is_closed = True
         self.stop_servers()

@@ -66,6 +66,9 @@ class Script:
     def sync(self, source: Any, version: int) -> int:
         return 0
 
+    def sleep(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
