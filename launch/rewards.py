@@ -65,6 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def list_functions() -> str:
     """Return a line for each built-in, and for each entry point of an installed package."""
+    import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
     from rewards.registry import BUILT_INS, PACKAGES
     from rl_vlm.reward.function import ENTRY_POINT_GROUP
 
@@ -89,6 +90,7 @@ def show_function(name: str) -> str:
 
     Raises RewardError if the function cannot be loaded.
     """
+    import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
     from rewards.calling import OFFERED, parameters
     from rewards.registry import BUILT_INS, TIMEOUTS
     from rl_vlm.reward.function import Reward

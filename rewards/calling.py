@@ -14,7 +14,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from rewards.contract import Answer, Fault, RewardFunction, failed, on_one_line, read_returned
+from rewards.contract import Answer, Fault, RewardFunction, failed, read_returned, text_of
 
 # Arguments that every call offers in addition to data columns. `Call` adds log_extra and log_metric.
 OFFERED = (
@@ -128,11 +128,6 @@ def describe(error: BaseException) -> str:
     places = [f" ({Path(frame.filename).name}:{frame.lineno} in {frame.name})" for frame in frames]
     shown = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"
     return f"{type(error).__name__}: {shown}{''.join(places)}"
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception on one line, or a note if its `__str__` raises."""
-    return on_one_line(str(traceback.TracebackException.from_exception(error)))
 
 
 @functools.cache

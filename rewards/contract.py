@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import TracebackException
 from typing import Any, Literal
 
 RewardFunction = Callable[..., Any]
@@ -142,6 +143,11 @@ def on_one_line(text: str) -> str:
     """Remove escape sequences, control characters and line breaks from a foreign text."""
     without = ESCAPE_SEQUENCE.sub("", text)
     return " ".join("".join(letter if letter.isprintable() else " " for letter in without).split())
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception on one line, or a note if its `__str__` raises."""
+    return on_one_line(str(TracebackException.from_exception(error)))
 
 
 def _shown(value: Any) -> str:

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from rewards.calling import Call, describe, text_of
-from rewards.contract import Answer, Fault, RewardFunction, failed
+from rewards.calling import Call, describe
+from rewards.contract import Answer, Fault, RewardFunction, failed, text_of
 
 LOAD_SECONDS = 300.0
 """Time limit for each start of the process. It does not count towards the function's timeout."""

@@ -2,15 +2,11 @@
 
 import difflib
 import importlib.util
-import re
 import signal
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
-
-ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
-"""A copy of the pattern in `rewards.contract`, which imports nothing of this package."""
 
 
 class RLVLMError(Exception):
@@ -128,15 +124,24 @@ def shorten(text: object, length: int = 300) -> str:
     return whole if len(whole) <= length else whole[: length - 1] + "…"
 
 
-def on_one_line(text: str) -> str:
-    """Remove escape sequences, control characters and line breaks from a text of unknown origin."""
-    without = ESCAPE_SEQUENCE.sub("", text)
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in without).split())
-
-
 def text_of(error: BaseException) -> str:
     """Return the text of an exception on one line. If its `__str__` raises, return a note instead."""
-    return on_one_line(str(traceback.TracebackException.from_exception(error)))
+    refuse_shadow()
+    from rewards.contract import text_of
+
+    return text_of(error)
+
+
+def refuse_shadow() -> None:
+    """Raise RewardError if `import rewards` would find something other than the package next to `rl_vlm`."""
+    ours = Path(__file__).resolve().parents[1] / "rewards" / "__init__.py"
+    spec = importlib.util.find_spec("rewards")
+    found = spec and (spec.origin or list(spec.submodule_search_locations or []))
+    if not isinstance(found, str) or Path(found).resolve() != ours:
+        raise RewardError(
+            f"`import rewards` finds {found} instead of rl-vlm's own {ours}; rename yours, or start from another "
+            "directory (reward functions are named `file.py:function`, so their file may have any name)"
+        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -34,7 +34,7 @@ the stages of a batch, which are one layer, do not import each other."""
 LAYER_OF = {f"rl_vlm.{name}": i for i, layer in enumerate(LAYERS) for name in layer.split()}
 
 ONLY_IN = {
-    "rewards": ("rl_vlm/reward/", "rl_vlm/tools/checks/"),
+    "rewards": ("rl_vlm/errors.py", "rl_vlm/reward/", "rl_vlm/tools/checks/"),
     "accelerate": ("rl_vlm/distributed/",),
     "peft": ("rl_vlm/model/",),
     "trl": (),
@@ -135,6 +135,17 @@ def test_packages_are_imported_in_these_folders(name: str, allowed: tuple[str, .
     files = {found.file for found in ALL if found.file.startswith("rl_vlm/") and package(found) == name}
     assert bool(files) == bool(allowed)
     assert [file for file in files if not file.startswith(allowed)] == []
+
+
+def test_files_check_that_rewards_are_ours_before_they_import_them():
+    """Else a user's own `rewards.py` would run. An import of `rl_vlm.reward` is the check, which is in `errors.py`."""
+    have_it = ("rewards/", "rl_vlm/reward/", "rl_vlm/errors.py")
+    unchecked = []
+    for file in sorted({found.file for found in ALL if not found.file.startswith(have_it)}):
+        in_order = [f for name in (f"{Path(file).parent}/__init__.py", file) for f in ALL if f.file == name]
+        checks = [i for i, found in enumerate(in_order) if component(found.module) == "rl_vlm.reward"]
+        unchecked += [str(found) for found in in_order[: min(checks, default=None)] if package(found) == "rewards"]
+    assert unchecked == []
 
 
 def test_rewards_import_nothing_of_ours_and_nothing_imports_launch():

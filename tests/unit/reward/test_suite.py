@@ -15,8 +15,7 @@ from PIL import Image
 
 from rewards.registry import PACKAGES
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
-from rl_vlm.errors import RewardError
-from rl_vlm.reward import refuse_shadow
+from rl_vlm.errors import RewardError, refuse_shadow, text_of
 from rl_vlm.reward.function import random_states_kept
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, TrainerState
@@ -269,8 +268,9 @@ def test_a_package_that_shadows_ours_is_named_and_not_run(tmp_path, monkeypatch,
     (tmp_path / shadow).write_text("raise RuntimeError('this file must not run')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rewards")
-    with pytest.raises(RewardError, match=f"`import rewards` finds {tmp_path / shadow} instead of rl-vlm's own"):
-        refuse_shadow()
+    for importing in (refuse_shadow, lambda: text_of(ValueError())):
+        with pytest.raises(RewardError, match=f"`import rewards` finds {tmp_path / shadow} instead of rl-vlm's own"):
+            importing()
 
 
 def test_the_example_of_the_documentation(suite):

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rewards.calling import Call, describe, select_arguments, text_of
-from rewards.contract import Answer, Fault
+from rewards.calling import Call, describe, select_arguments
+from rewards.contract import Answer, Fault, text_of
 from rl_vlm import errors
 
 

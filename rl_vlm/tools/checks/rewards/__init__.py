@@ -2,3 +2,5 @@
 
 rows ─ cheats: completions by name ─ measure: scores and times ─ findings: problems ─ report: text or JSON
 """
+
+import rl_vlm.reward  # noqa: F401  checks that the imports of `rewards` find ours
