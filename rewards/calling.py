@@ -72,7 +72,7 @@ class Call:
 
         returned = or_fault(call)
         if inspect.iscoroutine(returned):
-            self.returned = asyncio.run_coroutine_threadsafe(returned, background_loop())
+            self.returned = asyncio.run_coroutine_threadsafe(returned, background_loop("rewards"))
         else:
             self.returned.set_result(returned)
 
@@ -131,10 +131,13 @@ def describe(error: BaseException) -> str:
 
 
 @functools.cache
-def background_loop() -> asyncio.AbstractEventLoop:
-    """Start one event loop for the whole run, in its own thread, since a client belongs to one loop."""
+def background_loop(name: str) -> asyncio.AbstractEventLoop:
+    """Start one event loop of this name for the whole process, in its own thread, since a client belongs to one loop.
+
+    `rewards` runs async reward functions. `http` runs requests of rollouts, so that no function can block them.
+    """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_always, args=[loop], name="rewards", daemon=True).start()
+    threading.Thread(target=_run_always, args=[loop], name=name, daemon=True).start()
     return loop
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from rewards import http
 from rewards.contract import Fault, Score
 from rewards.forms import prompt_in
+from rewards.judges.endpoint import BudgetError, Endpoint, Limits, api_key, endpoint
 from rewards.judges.messages import (
     PROMPT,
     PROMPT_WITHOUT_SOLUTION,
@@ -23,25 +25,9 @@ from rewards.judges.replies import request_key
 from rewards.judges.reply import read_reply
 from rewards.text import Completion, completion_text, final_text, gold_text
 
-if TYPE_CHECKING:
-    from rewards.judges.endpoint import Endpoint, Limits
-
 DEFAULT_BODY = {"temperature": 0}
 
 NO_TEXT = "the judge's answer is no chat completion with a text"
-
-RULES = {
-    "base_url": "the address of a server, such as http://localhost:8000, without a login",
-    "model": "the name of the model there",
-    "prompt": "a template with the field {completion}",
-    "scale": "a finite number above 0, the judge's best score",
-    "extra_body": "settings of the request other than model, messages, stream and n",
-    "concurrency": "1 or more",
-    "requests_per_minute": "above 0",
-    "retries": "0 or more",
-    "timeout": "above 0 seconds",
-    "max_calls": "0 or more",
-}
 
 
 async def judge(
@@ -69,8 +55,6 @@ async def judge(
     The score is None if the template needs a `solution` and the row has none. A failed request, a reply without a
     score, and a spent budget are faults. Raises ValueError if a setting is missing or invalid.
     """
-    from rewards.judges.endpoint import Limits, endpoint
-
     limits = Limits(base_url, api_key_env, concurrency, requests_per_minute, retries, timeout, cache, max_calls)
     body = {"model": model} | (DEFAULT_BODY if extra_body is None else extra_body)
     check_settings(limits, model, prompt, scale, extra_body or {})
@@ -129,8 +113,6 @@ async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: floa
 
     Only replies with a score are cached.
     """
-    from rewards.judges.endpoint import BudgetError, RequestError
-
     kept = server.cache.get(key) if server.cache else None
     if kept is not None:
         return kept
@@ -139,8 +121,8 @@ async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: floa
         reply, is_cut_off = choice["message"]["content"], choice.get("finish_reason") == "length"
     except BudgetError as error:
         return Fault("budget", str(error))
-    except RequestError as error:
-        return Fault("request", str(error))
+    except http.RequestError as error:
+        return Fault("request", server.problem(error))
     except (LookupError, TypeError, AttributeError):
         return Fault("reply", NO_TEXT)
     if not isinstance(reply, str):
@@ -154,23 +136,23 @@ async def reply_to(server: Endpoint, key: str, body: dict[str, Any], scale: floa
 
 def check_settings(limits: Limits, model: str, prompt: str, scale: float, extra_body: dict[str, Any]) -> None:
     """Raise ValueError if a setting is missing or invalid."""
-    from rewards.judges.endpoint import api_key
-
+    url = "the address of a server, such as http://localhost:8000, without a login"
+    own = {"model", "messages", "stream", "n"}
     rules = {
-        "base_url": is_address(limits.base_url),
-        "model": bool(model),
-        "prompt": not prompt or "completion" in fields_of(prompt),
-        "scale": 0 < scale < math.inf,
-        "extra_body": not extra_body.keys() & {"model", "messages", "stream", "n"},
-        "concurrency": limits.concurrency >= 1,
-        "requests_per_minute": limits.requests_per_minute is None or limits.requests_per_minute > 0,
-        "retries": limits.retries >= 0,
-        "timeout": limits.timeout > 0,
-        "max_calls": limits.max_calls is None or limits.max_calls >= 0,
+        "base_url": (is_address(limits.base_url), url),
+        "model": (model, "the name of the model there"),
+        "prompt": (not prompt or "completion" in fields_of(prompt), "a template with the field {completion}"),
+        "scale": (0 < scale < math.inf, "a finite number above 0, the judge's best score"),
+        "extra_body": (not extra_body.keys() & own, "settings of the request other than model, messages, stream and n"),
+        "concurrency": (limits.concurrency >= 1, "1 or more"),
+        "requests_per_minute": (limits.requests_per_minute is None or limits.requests_per_minute > 0, "above 0"),
+        "retries": (limits.retries >= 0, "0 or more"),
+        "timeout": (limits.timeout > 0, "above 0 seconds"),
+        "max_calls": (limits.max_calls is None or limits.max_calls >= 0, "0 or more"),
     }
-    for name, is_kept in rules.items():
+    for name, (is_kept, rule) in rules.items():
         if not is_kept:
-            raise ValueError(f"judge: `{name}` must be {RULES[name]}")
+            raise ValueError(f"judge: `{name}` must be {rule}")
     api_key(limits.api_key_env)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 
@@ -33,26 +32,19 @@ class ReplyCache:
         """Write a reply to a temporary file and rename it, so that no other process reads a part of it."""
         path = self.path(key)
         path.parent.mkdir(exist_ok=True)
-        descriptor, written = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"reply": reply}, file)
-            os.replace(written, path)
-        except BaseException:
-            os.unlink(written)
-            raise
+        with TemporaryDirectory(suffix=".part", dir=self.folder) as folder:
+            written = Path(folder, path.name)
+            written.write_text(json.dumps({"reply": reply}))
+            written.replace(path)
 
     def count_call(self) -> int:
         """Count a request, and return the number of requests so far by all processes and runs of the folder.
 
         The count is the size of the file `calls`. Each process appends a byte, and its offset is then the size for all.
         """
-        descriptor = os.open(self.folder / "calls", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, b".")
-            return os.lseek(descriptor, 0, os.SEEK_CUR)
-        finally:
-            os.close(descriptor)
+        with open(self.folder / "calls", "ab", buffering=0) as file:
+            file.write(b".")
+            return file.tell()
 
 
 def request_key(url: str, body: dict[str, Any]) -> str:

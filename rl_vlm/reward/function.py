@@ -167,7 +167,7 @@ class Reward:
 
         if self.worker is not None:
             answers = asyncio.to_thread(self.worker.call, [batch([group]) for group in groups])
-            waiting = asyncio.run_coroutine_threadsafe(answers, background_loop())
+            waiting = asyncio.run_coroutine_threadsafe(answers, background_loop("rewards"))
             return lambda: join(wait_for(waiting))
         parts = [groups] if self.calls == "window" else [[group] for group in groups]
         calls = [Call(self.function, *batch(part)) for part in stop.checked(parts)]

@@ -26,7 +26,7 @@ def check_settings(name: str, function: RewardFunction, settings: Mapping[str, A
     try:
         returned = function(**columns, **settings)
         if inspect.iscoroutine(returned):
-            asyncio.run_coroutine_threadsafe(returned, background_loop()).result()
+            asyncio.run_coroutine_threadsafe(returned, background_loop("rewards")).result()
     except Exception as error:
         raise RewardError(f"reward function {name!r}: {text_of(error)}") from error
     largest = LARGEST_SCORES[name](settings) if name in LARGEST_SCORES else 1.0

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt
 
-from rl_vlm.config.schema import EvaluationConfig, RunConfig
+import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
+from rewards import http
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import image_urls, pixel_limits
 from rl_vlm.errors import RolloutError, shorten
-from rl_vlm.rollout import http
 from rl_vlm.rollout.sampling import stream_keys
+from rl_vlm.rollout.waiting import run
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling, ServedCompletion
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from rl_vlm.rollout.engine import WeightSource
 
 API_KEY = "OPENAI_API_KEY"
-RETRIED_STATUSES = {408, 409, 429, *range(500, 600)}
-FIRST_PAUSE = 0.5
-"""Seconds before the first retry. Each further retry waits twice as long."""
 LONGEST_PAUSE = 60.0
+"""Maximum seconds before a retry."""
 
 
 class MessageBuilder:
@@ -48,7 +46,10 @@ class OpenAIEngine:
     """A `RolloutEngine` on `evaluation.endpoint_url`, which serves a model named `model.model_name_or_path`."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.client = ChatClient(config.evaluation)
+        self.url = f"{(config.evaluation.endpoint_url or '').rstrip('/')}/chat/completions"
+        self.key = os.environ.get(API_KEY, "")
+        self.timeout = config.evaluation.endpoint_timeout
+        self.max_retries = config.evaluation.endpoint_max_retries
         self.max_concurrency = config.evaluation.endpoint_max_concurrency
         self.model = config.model.model_name_or_path
         self.extensions = extensions(config)
@@ -61,7 +62,7 @@ class OpenAIEngine:
         bodies = [body for request in requests for body in self.bodies(request, sampling)]
         sample_ids = [request.prompt.sample.sample_id for request in requests for _ in range(num)]
         with ThreadPoolExecutor(self.max_concurrency) as pool:  # an error cancels requests that have not begun
-            completions: list[Completion] = list(map(read_completion, pool.map(self.client.post, bodies, sample_ids)))
+            completions: list[Completion] = list(map(read_completion, pool.map(self.post, bodies, sample_ids)))
         return [
             Group(request.group_id, request.prompt, completions[i * num : (i + 1) * num], self.policy_version)
             for i, request in enumerate(requests)
@@ -81,6 +82,32 @@ class OpenAIEngine:
             body |= {"add_generation_prompt": False, "continue_final_message": True}
         for key in stream_keys(sampling.seed, request.group_id, sampling.num_generations).tolist():
             yield body | {"seed": key % 2**31}  # the range that every server takes
+
+    def post(self, body: dict[str, Any], sample_id: str) -> Any:
+        """Post a request and return the answer's JSON. Raises RolloutError if it is refused or every try fails."""
+        try:
+            return run(http.post(self.url, self.key, body, self.timeout, self.max_retries, LONGEST_PAUSE))
+        except http.RequestError as error:
+            raise RolloutError(f"{self.url} {self.explanation(error, sample_id)}") from None
+
+    def explanation(self, error: http.RequestError, sample_id: str) -> str:
+        """Explain why a request failed for good, and how to fix the cause."""
+        told = f"(status {error.status}): {error.shown}"
+        if error.may_help:
+            cause = f": {error.__cause__}" if error.__cause__ and not error.detail else ""
+            return (
+                f"{error}{cause} ({1 + self.max_retries} tries). Is the server running, and is evaluation.endpoint_url "
+                "its address? Finished samples are kept: the same command resumes the evaluation."
+            )
+        if error.status in (401, 403):
+            found = f"the API key in {API_KEY}" if self.key else f"a request without an API key; set {API_KEY}"
+            return f"refuses {found} {told}"
+        if error.status == 404:
+            return (
+                f"is not there, or does not serve {self.model!r} {told}. For most servers evaluation.endpoint_url "
+                "ends in /v1; model.model_name_or_path is the served model's name."
+            )
+        return f"refuses the prompt of sample {sample_id} {told}" if error.status else f"{error} to sample {sample_id}"
 
     def sync(self, source: WeightSource, version: int) -> int:
         """Raise RolloutError: an endpoint cannot load the policy's weights."""
@@ -132,77 +159,3 @@ def read_completion(answer: Any) -> ServedCompletion:
         raise RolloutError(f"the endpoint's answer is no chat completion: {shorten(json.dumps(answer))}") from error
     reason = "length" if choice.get("finish_reason") == "length" else "stop"
     return ServedCompletion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), reason, text, num_tokens)
-
-
-class BadAnswer(Exception):
-    """The endpoint's answer is not JSON."""
-
-
-class ChatClient:
-    """Posts requests to one endpoint, retries failures that may be temporary, and explains the others."""
-
-    def __init__(self, evaluation: EvaluationConfig) -> None:
-        self.url = f"{(evaluation.endpoint_url or '').rstrip('/')}/chat/completions"
-        self.timeout = evaluation.endpoint_timeout
-        self.num_tries = 1 + evaluation.endpoint_max_retries
-        self.key = os.environ.get(API_KEY, "")
-
-    def post(self, body: dict[str, Any], sample_id: str) -> Any:
-        """Post a request and return the answer's JSON. Raises RolloutError if it is refused or every try fails."""
-        retrying = Retrying(
-            retry=retry_if_exception(may_succeed_again), stop=stop_after_attempt(self.num_tries), wait=pause,
-            sleep=time.sleep, reraise=True,
-        )  # fmt: skip
-        try:
-            return retrying(self.send, body)
-        except http.Refused as error:
-            if not may_succeed_again(error):
-                raise RolloutError(self.refusal(error, body["model"], sample_id)) from None
-            problem = f"answers with status {error.status}: {self.message(error)}"
-        except http.Unreachable as error:
-            problem = f"cannot be reached: {error}"
-        except BadAnswer as error:
-            problem = f"answers with something else than JSON: {error}"
-        raise RolloutError(
-            f"{self.url} {problem} ({self.num_tries} tries). Is the server running, and is evaluation.endpoint_url its "
-            "address? Finished samples are kept: the same command resumes the evaluation."
-        )
-
-    def send(self, body: dict[str, Any]) -> Any:
-        """Send one request and parse its answer."""
-        content = http.run(http.send("POST", self.url, self.key, body, self.timeout, use_proxies=True))
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:  # RecursionError: lists are nested too deeply
-            raise BadAnswer(str(error)) from error
-
-    def refusal(self, error: http.Refused, model: str, sample_id: str) -> str:
-        """Explain a status that no retry can change, and how to fix its cause."""
-        message = self.message(error)
-        if error.status in (401, 403):
-            found = f"the API key in {API_KEY}" if self.key else f"a request without an API key; set {API_KEY}"
-            return f"{self.url} refuses {found} (status {error.status}): {message}"
-        if error.status == 404:
-            return (
-                f"{self.url} is not there, or does not serve {model!r} (status 404): {message}. For most servers "
-                "evaluation.endpoint_url ends in /v1; model.model_name_or_path is the served model's name."
-            )
-        return f"{self.url} refuses the prompt of sample {sample_id} (status {error.status}): {message}"
-
-    def message(self, error: http.Refused) -> str:
-        """Return the start of an error's body, with the API key masked."""
-        return shorten(error.body.replace(self.key, "***") if self.key else error.body)
-
-
-def may_succeed_again(error: BaseException) -> bool:
-    """Return whether the same request may succeed later."""
-    if isinstance(error, http.Refused):
-        return error.status in RETRIED_STATUSES
-    return isinstance(error, http.Unreachable | BadAnswer)
-
-
-def pause(state: RetryCallState) -> float:
-    """Return the seconds before the next try: as the server asks, or else twice the last pause."""
-    error = state.outcome.exception() if state.outcome else None
-    asked = error.retry_after if isinstance(error, http.Refused) else None
-    return min(FIRST_PAUSE * 2 ** (state.attempt_number - 1) if asked is None else asked, LONGEST_PAUSE)

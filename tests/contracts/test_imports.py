@@ -34,7 +34,7 @@ the stages of a batch, which are one layer, do not import each other."""
 LAYER_OF = {f"rl_vlm.{name}": i for i, layer in enumerate(LAYERS) for name in layer.split()}
 
 ONLY_IN = {
-    "rewards": ("rl_vlm/errors.py", "rl_vlm/reward/", "rl_vlm/tools/checks/"),
+    "rewards": ("rl_vlm/errors.py", "rl_vlm/reward/", "rl_vlm/rollout/", "rl_vlm/tools/checks/"),
     "accelerate": ("rl_vlm/distributed/",),
     "peft": ("rl_vlm/model/",),
     "trl": (),

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from launch import cli
+from rewards import http
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RolloutError
@@ -43,7 +44,7 @@ def server(server_of_module: RecordingServer, monkeypatch: pytest.MonkeyPatch) -
     server_of_module.key, server_of_module.statuses, server_of_module.most_at_once = "", [], 0
     server_of_module.bodies.clear()
     monkeypatch.delenv(openai.API_KEY, raising=False)
-    monkeypatch.setattr(openai, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.001)
     return server_of_module
 
 

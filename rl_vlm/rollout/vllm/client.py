@@ -8,13 +8,17 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
+from rewards import http
 from rl_vlm.errors import RolloutError, shorten
-from rl_vlm.rollout import http
+from rl_vlm.rollout.waiting import run, watched
 
 HEALTH_SECONDS = 30.0
 """Seconds within which a server must answer a health check."""
 WATCH_SECONDS = 15.0
 """Seconds between health checks during a request."""
+LARGEST_ANSWER = 2**40
+"""Maximum bytes of an answer, which holds all tokens of a batch with their log-probs: none in practice."""
 TOKEN = "RL_VLM_SERVER_TOKEN"
 """Environment variable with the token that trainer and servers share."""
 
@@ -48,7 +52,7 @@ class VLLMClient:
     def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request and return the answer: parsed JSON, text if it is not JSON, or None if it is empty."""
         request = self.content(method, path, self.timeout, body)
-        content = http.run(http.watched(request, self.answer_health_check, WATCH_SECONDS))
+        content = run(watched(request, self.answer_health_check, WATCH_SECONDS))
         try:
             return json.loads(content) if content else None
         except ValueError:
@@ -56,7 +60,7 @@ class VLLMClient:
 
     def check_health(self) -> None:
         """Raise ServerLost if the server does not answer a health check within seconds."""
-        http.run(self.answer_health_check())
+        run(self.answer_health_check())
 
     async def answer_health_check(self) -> None:
         """Send a health check and await the answer. Raises ServerLost if it does not come within seconds."""
@@ -78,12 +82,13 @@ class VLLMClient:
     async def content(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:
         """Send a request and return the answer's content. `timeout` is in seconds."""
         try:
-            return await http.send(method, f"{self.url}{path}", self.token, body, timeout)
-        except http.Unreachable as error:
-            raise ServerLost(f"The vLLM server {self.url} does not answer ({error}).") from None
-        except http.Refused as error:
+            url = f"{self.url}{path}"
+            return await http.send(method, url, self.token, body, timeout, LARGEST_ANSWER, use_proxies=False)
+        except http.RequestError as error:
+            if error.status is None:
+                raise ServerLost(f"The vLLM server {self.url} does not answer ({error.detail or error}).") from None
             if error.status == 401:
                 raise RolloutError(f"The vLLM server {self.url} refuses the token: set {TOKEN} to its own.") from None
             kind = ServerLost if error.status >= 500 else RolloutError
-            message = f"The vLLM server {self.url} answers {error.status} to {path}: {shorten(error.body, 500)}"
+            message = f"The vLLM server {self.url} answers {error.status} to {path}: {shorten(error.detail, 500)}"
             raise kind(message) from None

@@ -10,17 +10,16 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from io import BytesIO
 
 import pytest
 from PIL import Image
 
+from rewards import http
 from rewards.calling import Call
 from rewards.contract import Fault
 from rewards.judges import endpoint
-from rewards.judges.endpoint import LONGEST_PAUSE, Endpoint, Limits, pause, retry_after
+from rewards.judges.endpoint import Endpoint, Limits
 from rewards.judges.judge import judge
 from rewards.judges.messages import delimited
 from rewards.judges.reply import read_reply
@@ -38,7 +37,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.01)
 
 
 def ask(server, completions, images=None, solution=None, **settings) -> list:
@@ -308,26 +307,6 @@ def test_the_server_says_how_long_to_wait(server):
     server.answers = [(429, {"Retry-After": "1"}, "busy")]
     assert ask(server, ["a"]) == [0.8]
     assert server.times[1] - server.times[0] >= 0.95
-
-
-def test_retry_after():
-    later = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
-    assert 80 < (retry_after(later) or 0) <= 90
-    assert [retry_after(header) for header in ("3", "", "soon", "٣", "-1")] == [3.0, None, None, None, None]
-    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-
-
-def test_pauses_double_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.5)
-
-    class State:
-        outcome = None
-
-    def seconds(attempt: int) -> float:
-        State.attempt_number = attempt  # pyright: ignore[reportAttributeAccessIssue]
-        return pause(State())  # pyright: ignore[reportArgumentType]
-
-    assert [seconds(attempt) for attempt in (1, 2, 3, 4, 20)] == [0.5, 1.0, 2.0, 4.0, LONGEST_PAUSE]
 
 
 @pytest.mark.parametrize("reply", ["Very good.", None, ["8"], 8])

@@ -1,3 +1,4 @@
+import asyncio
 import base64
 from io import BytesIO
 from time import sleep
@@ -6,13 +7,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from rewards import http
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import image_urls
 from rl_vlm.errors import RolloutError
-from rl_vlm.rollout import endpoint as openai
-from rl_vlm.rollout import http
-from rl_vlm.rollout.endpoint import ChatClient, MessageBuilder, OpenAIEngine, chat_messages, read_completion
+from rl_vlm.rollout.endpoint import MessageBuilder, OpenAIEngine, chat_messages, read_completion
 from rl_vlm.types import RolloutRequest, Sample, Sampling
+from tests.helpers.judge_server import JudgeServer
+from tests.helpers.serving import in_thread
 
 TEXT = {"type": "text", "text": "Which?"}
 CONFIG = RunConfig.model_validate(
@@ -84,22 +86,32 @@ def test_answers_that_are_none(wrong):
         read_completion(wrong)
 
 
-def status(code: int, retry_after: float | None = None) -> http.Refused:
-    return http.Refused(code, "busy", retry_after)
+def engine(**changes: Any) -> OpenAIEngine:
+    return OpenAIEngine(CONFIG.model_copy(update={"evaluation": CONFIG.evaluation.model_copy(update=changes)}))
+
+
+def status(code: int, retry_after: float | None = None) -> http.RequestError:
+    return http.RequestError(f"answers with status {code}", "busy", code >= 429, code, retry_after)
+
+
+def unreachable(reason: str) -> http.RequestError:
+    return http.RequestError("cannot be reached", reason)
 
 
 def test_pauses_double_up_to_a_minute_and_heed_the_server(monkeypatch):
     pauses: list[float] = []
-    monkeypatch.setattr(openai.time, "sleep", pauses.append)
-    client = ChatClient(CONFIG.evaluation.model_copy(update={"endpoint_max_retries": 4}))
-    failures = iter(
-        [status(500), status(429, 7.0), status(503, 999.0), http.Unreachable("timed out"), http.Unreachable("gone")]
-    )
 
-    def fail(_: dict[str, Any]) -> dict[str, Any]:
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    client = engine(endpoint_max_retries=4)
+    failures = iter([status(500), status(429, 7.0), status(503, 999.0), unreachable("timed out"), unreachable("gone")])
+
+    async def fail(*arguments: Any) -> bytes:
         raise next(failures)
 
-    monkeypatch.setattr(client, "send", fail)
+    monkeypatch.setattr(http, "send", fail)
     with pytest.raises(RolloutError, match=r"http://localhost:1/v1/chat/completions cannot be reached.* \(5 tries\)"):
         client.post({}, "s")
     assert pauses == [0.5, 7.0, 60.0, 4.0]
@@ -107,23 +119,35 @@ def test_pauses_double_up_to_a_minute_and_heed_the_server(monkeypatch):
 
 @pytest.mark.parametrize("content", [b"<html>", b"[" * 100_000])
 def test_a_malformed_answer_is_named_after_the_last_try(content, monkeypatch):
-    client = ChatClient(CONFIG.evaluation.model_copy(update={"endpoint_max_retries": 1}))
-    monkeypatch.setattr(openai.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(http, "send", lambda *arguments, **settings: None)
-    monkeypatch.setattr(http, "run", lambda request: content)
+    client = engine(endpoint_max_retries=1)
+
+    async def send(*arguments: Any) -> bytes:
+        return content
+
+    monkeypatch.setattr(http, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http, "send", send)
     with pytest.raises(RolloutError, match=r"answers with something else than JSON: .* \(2 tries\)"):
         client.post({}, "s")
 
 
 def test_a_prompt_that_is_refused_is_named(monkeypatch):
-    client = ChatClient(CONFIG.evaluation)
+    client = engine()
 
-    def refuse(_: dict[str, Any]) -> dict[str, Any]:
+    async def refuse(*arguments: Any) -> bytes:
         raise status(400)
 
-    monkeypatch.setattr(client, "send", refuse)
+    monkeypatch.setattr(http, "send", refuse)
     with pytest.raises(RolloutError, match=r"refuses the prompt of sample row-7 \(status 400\): busy"):
         client.post({"model": "m"}, "row-7")
+
+
+def test_an_answer_has_a_bound_in_bytes():
+    with in_thread(JudgeServer()) as server:
+        server.answers = [(200, {}, b" " * (8 * 2**20 + 1))]
+        client = engine(endpoint_url=f"{server.url}/v1")
+        with pytest.raises(RolloutError, match="answers with more than 8 MiB to sample row-7"):
+            client.post({"model": "m"}, "row-7")
+        assert len(server.bodies) == 1
 
 
 def test_the_policy_cannot_be_sent_to_an_endpoint():
@@ -141,7 +165,7 @@ def test_after_an_error_no_further_request_is_begun(monkeypatch):
         sleep(0.05)
         raise RolloutError("refused")
 
-    monkeypatch.setattr(engine.client, "post", refuse)
+    monkeypatch.setattr(engine, "post", refuse)
     requests = [RolloutRequest(f"g{i}", MessageBuilder().build(sample(("user", [TEXT])))) for i in range(50)]
     with pytest.raises(RolloutError, match="refused"):
         engine.generate(requests, Sampling(1, 8, 0.0, seed=0))

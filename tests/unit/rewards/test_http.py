@@ -4,11 +4,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rl_vlm.rollout import http
+from rewards import http
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,7 +38,7 @@ def url() -> Iterator[str]:
 
 
 def get(address: str, timeout: float = 5.0) -> bytes:
-    return http.run(http.send("GET", address, "token", timeout=timeout))
+    return asyncio.run(http.send("GET", address, "token", None, timeout))
 
 
 def test_the_content_of_an_answer(url: str):
@@ -45,13 +47,13 @@ def test_the_content_of_an_answer(url: str):
 
 @pytest.mark.parametrize("status", [302, 404, 500])
 def test_what_is_no_success_is_refused(url: str, status: int):
-    with pytest.raises(http.Refused) as refusal:
+    with pytest.raises(http.RequestError) as refusal:
         get(f"{url}/{status}")
-    assert (refusal.value.status, refusal.value.body, refusal.value.retry_after) == (status, "half and half", 7.0)
+    assert (refusal.value.status, refusal.value.detail, refusal.value.retry_after) == (status, "half and half", 7.0)
 
 
 def test_a_slow_body_counts_as_well(url: str):
-    with pytest.raises(http.Unreachable, match=r"timed out after 0\.3 s"):
+    with pytest.raises(http.RequestError, match=r"timed out after 0\.3 s"):
         get(f"{url}/200/2", timeout=0.3)
 
 
@@ -59,22 +61,28 @@ def test_a_slow_body_counts_as_well(url: str):
     ("address", "reason"), [("http://127.0.0.1:9/", "Connection refused"), ("http://host:8000x/", "Invalid port")]
 )
 def test_an_address_that_is_none(address: str, reason: str):
-    with pytest.raises(http.Unreachable, match=reason):
+    with pytest.raises(http.RequestError, match=reason):
         get(address)
 
 
-def test_a_watch_that_fails_ends_the_request():
-    cancelled = threading.Event()
+def test_retry_after():
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
+    assert 80 < (http.retry_after(later) or 0) <= 90
+    assert [http.retry_after(header) for header in ("3", "", "soon", "٣", "-1")] == [3.0, None, None, None, None]
+    assert http.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
 
-    async def request() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            cancelled.set()
 
-    async def watch() -> None:
-        raise ValueError("not well")
+def test_pauses_double_up_to_a_bound_or_are_those_that_the_server_asks_for(monkeypatch):
+    asked, pauses = iter([None] * 6 + [7.0, 0.0, 999.0]), []
 
-    with pytest.raises(ValueError, match="not well"):
-        http.run(http.watched(request(), watch, seconds=0.01))
-    assert cancelled.is_set()
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def fail(*arguments: object) -> bytes:
+        raise http.RequestError("answers with status 429", retry_after=next(asked, None))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(http, "send", fail)
+    with pytest.raises(http.RequestError):
+        asyncio.run(http.post("http://host", "", {}, 1.0, retries=20, longest_pause=120.0))
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 7.0, 0.0, *[120.0] * 12]
