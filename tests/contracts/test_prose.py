@@ -1,7 +1,7 @@
 """Plain English: docstrings of functions begin with a verb, few sentences are inverted, and pages have short sentences.
 
 The verb is in its base form: "Return", not "Returns" or "The rows of". Words that often mark an inverted sentence are
-counted, and each module may have a few. The sentences of a page in Markdown have under 20 words on average.
+counted, and each module and page may have a few. The sentences of a page in Markdown have under 20 words on average.
 """
 
 import ast
@@ -24,12 +24,15 @@ NO_VERBS = set(
 INVERTING = re.compile(r"\b(what|that of|those of|beside|behind|of its own)\b", re.IGNORECASE)
 """Words that often mark an inverted sentence."""
 LINES_PER_WORD = 60
+SENTENCES_PER_WORD = 12
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
+OLD = ROOT / "docs/LOG.md"
+"""Entries of the log are not written again, so its words are not counted."""
 WORDS_PER_SENTENCE = 20
 
 
@@ -131,3 +134,10 @@ def test_the_sentences_of_a_page():
 def test_pages_have_short_sentences(page: Path):
     lengths = [len(words) for words in sentences(page.read_text())]
     assert sum(lengths) < WORDS_PER_SENTENCE * len(lengths)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != OLD], ids=lambda page: str(page.relative_to(ROOT)))
+def test_few_sentences_of_pages_are_inverted(page: Path):
+    text = page.read_text()
+    found = [word for block in paragraphs(text) for word in INVERTING.findall(block)]
+    assert len(found) <= max(2, len(sentences(text)) // SENTENCES_PER_WORD), found
