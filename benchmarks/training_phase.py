@@ -12,18 +12,16 @@ from torch import Tensor
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.sampler import Draw
-from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
-from rl_vlm.passes.budget import PlannedBudget, TokenBudget
-from rl_vlm.passes.passes import Passes
-from rl_vlm.passes.recovery import Recovery
-from rl_vlm.rollout.window import DrawnGroup, GivenWindows, Window
+from rl_vlm.passes.budget import PlannedBudget
+from rl_vlm.plan.tracing.step import given_trainer
+from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.trainer import Trainer
-from rl_vlm.types import MicroBatch, Progress, ScoredGroup
+from rl_vlm.types import MicroBatch, ScoredGroup
 
 
 def make_trainer(checkpoint: Path, model: dict[str, Any], memory: dict[str, Any]) -> Trainer:
@@ -38,13 +36,9 @@ def trainer_of(config: RunConfig, policy: Policy, patch_price: float = 0.0) -> T
     ranks = Ranks()
     strategy = select_strategy(ranks, config)
     strategy.place(policy)
-    optimizer = Optimizer(strategy, policy, config.train, num_steps=1000)
     assert config.memory.micro_batch_tokens != "auto"
-    progress = Progress(max_steps=1000)
     planned = PlannedBudget(config.memory.micro_batch_tokens, patch_price)
-    recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, planned))
-    passes = Passes(config, ranks, policy, None, optimizer, recovery)
-    return Trainer(config, ranks, policy, None, optimizer, GivenWindows(), progress, passes)
+    return given_trainer(config, ranks, strategy, policy, None, (), planned, num_steps=1000)
 
 
 def forward_backward(trainer: Trainer, groups: Sequence[ScoredGroup]) -> tuple[Tensor, Objective]:

@@ -13,14 +13,12 @@ from rl_vlm.algorithm.objective import Objective
 from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.collectives import Collectives, SingleRank
 from rl_vlm.distributed.ddp import DDP
-from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
-from rl_vlm.passes.passes import Passes
-from rl_vlm.passes.recovery import Recovery
-from rl_vlm.rollout.window import DrawnGroup, GivenWindows, Window
+from rl_vlm.plan.tracing.step import given_trainer
+from rl_vlm.rollout.window import DrawnGroup, Window
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 from tests.helpers.tiny_run import make_config
@@ -30,9 +28,9 @@ WHOLE = 8192
 """A token budget that holds all groups of a test."""
 
 
-def make_budget(policy: Policy, tokens: int = WHOLE, ranks: Collectives | None = None) -> TokenBudget:
+def make_budget(policy: Policy, tokens: int = WHOLE) -> TokenBudget:
     """A budget of one rank."""
-    return TokenBudget(ranks or SingleRank(CPU), Progress(1), policy.vision, PlannedBudget(tokens))
+    return TokenBudget(SingleRank(CPU), Progress(1), policy.vision, PlannedBudget(tokens))
 
 
 def make_trainer(
@@ -46,11 +44,8 @@ def make_trainer(
     """A trainer that is given its groups, on one rank, with the policy's weights on the host."""
     config = make_config("unused", Path("unused"), **{"micro_batch_tokens": WHOLE, **settings})
     ranks = ranks or SingleRank(CPU)
-    optimizer = Optimizer(cast(Any, strategy or DDP(ranks, 0.0)), policy.train(), config.train, num_steps=1)
-    progress = Progress(1)
-    budget = make_budget(policy, cast(int, config.memory.micro_batch_tokens), ranks)
-    passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget))
-    return Trainer(config, ranks, policy, reference, optimizer, GivenWindows(groups), progress, passes)
+    planned = PlannedBudget(cast(int, config.memory.micro_batch_tokens))
+    return given_trainer(config, ranks, cast(Any, strategy or DDP(ranks, 0.0)), policy, reference, groups, planned)
 
 
 def accumulate(trainer: Trainer, groups: Sequence[ScoredGroup]) -> Tensor:

@@ -14,6 +14,7 @@ from rl_vlm.distributed.collectives import Collectives, SingleRank
 from rl_vlm.distributed.ddp import DDP
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.progress import SignOfLife
+from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, load_reference
@@ -23,7 +24,7 @@ from rl_vlm.passes.peaks import Block, PeakCounter, Peaks, StagePeaks
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.tracing.fake import fake_tensors, make_fake
 from rl_vlm.rollout.window import GivenWindows
-from rl_vlm.stages import Listener, Stage, Stages
+from rl_vlm.stages import NO_ONE, Listener, Stage, Stages
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import Progress, ScoredGroup
 
@@ -83,14 +84,30 @@ class TracedSteps:
         ranks = ranks or SingleRank(CPU)
         self.peaks = StagePeaks(Peaks(counter))
         stages = Stages(SignOfLife(), self.peaks, *listeners)
-        optimizer = Optimizer(DDP(ranks, config.train.max_grad_norm), policy.train(), config.train, num_steps)
-        progress = Progress(num_steps)
-        recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, PlannedBudget(tokens)), stages)
-        passes = Passes(config, ranks, policy, reference, optimizer, recovery)
-        windows = GivenWindows(groups, config.algorithm.num_iterations)
-        self.trainer = Trainer(config, ranks, policy, reference, optimizer, windows, progress, passes, stages)
+        planned, strategy = PlannedBudget(tokens), DDP(ranks, config.train.max_grad_norm)
+        self.trainer = given_trainer(config, ranks, strategy, policy, reference, groups, planned, num_steps, stages)
 
     def take(self) -> Mapping[Stage, Block]:
         """Take an optimizer step. Returns its bytes by stage."""
         self.trainer.step()
         return self.peaks.take()
+
+
+def given_trainer(
+    config: RunConfig,
+    ranks: Collectives,
+    strategy: Strategy,
+    policy: Policy,
+    reference: Reference | None,
+    groups: Sequence[ScoredGroup],
+    planned: PlannedBudget,
+    num_steps: int = 1,
+    stages: Stages = NO_ONE,
+) -> Trainer:
+    """Build a trainer whose steps train on `groups`, without an engine. `strategy` has placed the policy."""
+    optimizer = Optimizer(strategy, policy.train(), config.train, num_steps)
+    progress = Progress(num_steps)
+    recovery = Recovery(ranks, TokenBudget(ranks, progress, policy.vision, planned), stages)
+    passes = Passes(config, ranks, policy, reference, optimizer, recovery)
+    windows = GivenWindows(groups, config.algorithm.num_iterations)
+    return Trainer(config, ranks, policy, reference, optimizer, windows, progress, passes, stages)
