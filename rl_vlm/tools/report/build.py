@@ -22,6 +22,7 @@ from rl_vlm.errors import shorten, text_of
 from rl_vlm.log.directory import REPORT
 from rl_vlm.log.files import output
 from rl_vlm.log.terminal import is_first_process
+from rl_vlm.model.policy import Policy
 from rl_vlm.run.instrument import Instrument
 from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
@@ -48,6 +49,9 @@ class LiveReport(Instrument):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.level = logging.WARNING
+        self.next = 0.0
+
+    def attach(self, policy: Policy) -> None:
         self.next = time.monotonic() + SHORTEST_PAUSE / 4
 
     def after_step(self, is_last: bool) -> None:

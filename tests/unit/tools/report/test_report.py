@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -20,6 +21,7 @@ from rl_vlm.log.completions import write_rows
 from rl_vlm.log.curve import Point, Series
 from rl_vlm.log.images import PromptImages, is_kept
 from rl_vlm.log.starts import append_start, command_line, read_starts
+from rl_vlm.model.policy import Policy
 from rl_vlm.tools.report.build import LiveReport, build_page, different_settings, reasons, write_report
 from rl_vlm.tools.report.curves import T_95, Chart, charts_of, stages_chart, window_points
 from rl_vlm.tools.report.diversity import diversity_of
@@ -455,7 +457,8 @@ def test_a_report_is_not_due_right_after_another(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("rl_vlm.tools.report.build.write_folder_report", lambda *_: not built.append(1))
     clock = iter([0.0, 14.0, 15.0, 20.0, 269.0, 270.0, 270.0])  # a build of 5 s is followed by 250 s without one
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    report = LiveReport(tmp_path)
+    report = LiveReport(tmp_path)  # before the models are loaded, which takes no seconds of this clock
+    report.attach(mock.Mock(spec=Policy))
     for expected in (0, 1, 1, 2):
         report.refresh()
         assert len(built) == expected
