@@ -182,7 +182,7 @@ def planned_job(config: RunConfig, options: argparse.Namespace) -> Job:
     """Return the job that the options describe. Raises ConfigError if a value is out of range."""
     num_hosts = options.nodes + options.rollout_nodes
     if min(options.nodes, options.gpus) < 1 or options.rollout_nodes < 0:
-        raise ConfigError("--nodes and --gpus are numbers from 1, and --rollout-nodes is one from 0")
+        raise ConfigError("--nodes and --gpus must be at least 1, and --rollout-nodes at least 0")
     if options.hosts is not None and options.slurm:
         raise ConfigError("--hosts: Slurm chooses the machines; leave it out")
     if options.time is not None and not options.slurm:
@@ -211,7 +211,9 @@ def check_hosts(hosts: Sequence[str], number: int) -> None:
     if twice := [host for host in hosts if hosts.count(host) > 1]:
         raise ConfigError(f"--hosts names {twice[0]} twice; each machine has one entry")
     if number > 1 and (local := [host for host in hosts if host in LOCAL_HOSTS or host.startswith("127.")]):
-        raise ConfigError(f"--hosts: {local[0]} is another machine on each of them; give a name that all can reach")
+        raise ConfigError(
+            f"--hosts: {local[0]} names a different machine on each of them; give a name that all can reach"
+        )
 
 
 def is_host(text: str) -> bool:
@@ -234,7 +236,7 @@ def check_time(text: str, warning: int) -> None:
         raise ConfigError(f"--time {text!r} is no time limit of Slurm: write hours:minutes:seconds, or days-hours")
     if warning > LONGEST_WARNING:
         raise ConfigError(
-            f"`stop_grace_seconds` asks for a signal {warning} s before the time limit, and Slurm sends it at most "
+            f"`stop_grace_seconds` asks for a signal {warning} s before the time limit, but Slurm sends it at most "
             f"{LONGEST_WARNING} s before: set it lower"
         )
     numbers = {name: int(value or 0) for name, value in found.groupdict().items()}
@@ -243,8 +245,8 @@ def check_time(text: str, warning: int) -> None:
     seconds = 3600 * hours + 60 * minutes + numbers["seconds"] + numbers["s"]
     if seconds <= warning:
         raise ConfigError(
-            f"--time {text} is {seconds} s, and the run is told to save {warning} s before the end: give it more, or "
-            "set `stop_grace_seconds` lower"
+            f"--time {text} is {seconds} s, but Slurm signals the run to save {warning} s before the end: set it "
+            "higher, or set `stop_grace_seconds` lower"
         )
 
 
@@ -259,7 +261,7 @@ def check(job: Job) -> None:
             f"`vllm_tensor_parallel_size` {size} is more than the {cluster.gpus} GPUs of a machine with servers"
         )
     if cluster.num_sampling and job.num_servers() > LAST_PORT - SERVER_PORT:
-        raise ConfigError(f"--gpus {cluster.gpus}: there are not as many ports from {SERVER_PORT} on")
+        raise ConfigError(f"--gpus {cluster.gpus}: its servers need more ports than there are from {SERVER_PORT} on")
     path, *overrides = map("".join, replace(job, cluster=cluster).trainer_words())
     config = load_config(path, overrides)
     check_trainable(config)

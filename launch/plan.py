@@ -84,7 +84,7 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     nodes = asked.get("nodes", 1) if options.nodes is None else options.nodes
     gpus = asked.get("gpus", 1) if options.gpus is None else options.gpus
     if gpus < 1 or nodes < 1:
-        raise ConfigError("--gpus and --nodes are numbers from 1")
+        raise ConfigError("--gpus and --nodes must be at least 1")
     card = local_card() if options.gpu_memory is None else parse_card(options.gpu_memory)
     sharding = SHARDINGS[options.sharding] if options.sharding else asked.get("sharding", UNSHARDED)
     return Hardware(card, gpus, nodes, sharding)

@@ -153,17 +153,17 @@ def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfi
     Raises ConfigError if an option is out of range, or if the rows are not given.
     """
     if options.n < 1 or options.completions < 0:
-        raise ConfigError("-n is a number from 1, and --completions from 0")
+        raise ConfigError("-n must be at least 1, and --completions at least 0")
     if Path(options.target).suffix in (".yaml", ".yml"):
         run = load_config(
             options.target, options.overrides, {"data.dataset_name": options.data} if options.data else {}
         )
         data, rewards = run.data, run.rewards
     elif options.completions or options.overrides:
-        raise ConfigError("settings and --completions are those of a run: name its YAML file instead of a function")
+        raise ConfigError("settings and --completions apply to a run: give its YAML file instead of a function")
     else:
         run, data = None, DataConfig(dataset_name=options.data)
         rewards = RewardsConfig(reward_funcs=[options.target])
     if data.dataset_name is None:
-        raise ConfigError("--data is needed: the rows whose gold answers are scored")
+        raise ConfigError("--data is needed: give the rows whose gold answers are scored")
     return data, rewards, run

@@ -72,7 +72,7 @@ def load_callable(name: str, built_ins: Mapping[str, Function] = {}, group: str 
     needed = [p.name for p in inspect.signature(found).parameters.values() if p.default is p.empty and p.kind in NAMED]
     if needed:
         raise LoadError(
-            f"the class {found.__name__!r} is constructed without arguments, and needs {listed(needed)}; give them "
+            f"the class {found.__name__!r} is constructed without arguments, but needs {listed(needed)}; give them "
             f"defaults, or name an instance, such as `my_function = {found.__name__}(…)` in the same file"
         )
     with _load_errors(f"the class {found.__name__!r} cannot be constructed"):
@@ -83,7 +83,7 @@ def _load_live(name: str) -> Function:
     if name not in LIVE:
         raise LoadError(
             f"{name} was an object in the memory of a Python session and is not in this process: run the Python code "
-            "again that gave it to GRPOTrainer, or write it to a file and name `file.py:function`, or the file of rows"
+            "again that gives it to GRPOTrainer. Or write it to a file, and name `file.py:function` or the file of rows"
         )
     return LIVE[name]
 
@@ -96,7 +96,7 @@ def _load_named(name: str, built_ins: Mapping[str, Function], group: str | None)
         raise LoadError(
             f"no built-in or installed function is called {name!r}{did_you_mean(name, [*built_ins, *plugins])}; "
             f"built-in: {listed(built_ins)}; entry points of the group {group}: {listed(plugins)}; "
-            "a function of your own is named `file.py:function` or `module:function`"
+            "name your own function as `file.py:function` or `module:function`"
         )
     with _load_errors(f"the entry point {plugins[name].value!r} cannot be imported"):
         return plugins[name].load()

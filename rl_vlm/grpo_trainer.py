@@ -81,7 +81,7 @@ class GRPOTrainer:
         }
         arguments = {name: value for name, value in given.items() if value is not None}
         if twice := arguments.keys() & settings.keys():
-            raise ConfigError(f"`{min(twice)}` is given twice, also as an argument of GRPOTrainer; leave one out")
+            raise ConfigError(f"`{min(twice)}` is given in args and as an argument of GRPOTrainer; leave one out")
         for name in {"loss_type", "algorithm.loss_type"} & settings.keys():
             if callable(loss := settings[name]):
                 settings[name] = self._named(loss, label_of(loss))
@@ -180,7 +180,7 @@ class GRPOTrainer:
         """
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise ConfigError(
-                "a worker process runs this script again, since it calls GRPOTrainer when it is imported: put the "
+                "a worker process imports this script, which calls GRPOTrainer again: put the "
                 'calls under `if __name__ == "__main__":`'
             )
         if not RUNNING.acquire(blocking=False):
@@ -226,8 +226,8 @@ class GRPOTrainer:
             return dict(reward)
         if hasattr(reward, "save_pretrained"):
             raise ConfigError(
-                f"reward_funcs has a {type(reward).__name__}: a model is used by the built-in function reward_model; "
-                "docs/built_in_rewards.md describes it"
+                f"reward_funcs has a {type(reward).__name__}, which is no function: use the built-in function "
+                "reward_model, which docs/built_in_rewards.md describes"
             )
         return self._named_reward(reward, label_of(reward)) if callable(reward) else reward
 
@@ -269,8 +269,8 @@ def refuse_overrides(trainer: type) -> None:
     own = {name: getattr(trainer, name) for name in NOT_CALLED if hasattr(trainer, name)}
     if own:
         raise ConfigError(
-            f"{trainer.__name__} has {listed(own)}, which TRL's trainer calls and this one never does: rename what is "
-            "not meant as an override. docs/python.md#subclasses says what replaces them"
+            f"{trainer.__name__} has {listed(own)}, which only TRL's trainer calls: rename methods that are not meant "
+            "as overrides. docs/python.md#subclasses lists the replacements of overrides"
         )
 
 
@@ -288,8 +288,8 @@ def check_workers(config: RunConfig, objects: Mapping[str, Function]) -> None:
             continue
         if problem := problem_of_pickling(objects[spec.function]):
             raise ConfigError(
-                f"rewards.reward_funcs: {spec.function} has a timeout, so that it runs in a process of its own, and "
-                f"cannot be sent there: {problem}. Write it to a file and name `file.py:function`, or leave `timeout` "
+                f"rewards.reward_funcs: {spec.function} has a timeout, so it runs in another process, but it cannot be "
+                f"sent there: {problem}. Write it to a file and name `file.py:function`, or leave `timeout` "
                 "out."
             )
 

@@ -61,7 +61,7 @@ def check_space(directory: Path, num_bytes: int, what: str = "a checkpoint") -> 
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise CheckpointError(
-            f"{what} takes {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: make room, or choose a "
+            f"{what} needs {num_bytes / 2**30:.2f} GiB, but {free / 2**30:.2f} GiB are free: make room, or choose a "
             "directory on another disk"
         )
 
@@ -74,8 +74,8 @@ def commit(unfinished: Path, written: Iterable[str]) -> Path:
     files = sorted(unfinished / name for name in set(written))
     if absent := [path.name for path in files if not path.is_file()]:
         raise CheckpointError(
-            f"{absent[0]} of another process is not in {unfinished}: all processes need the same train.output_dir, on "
-            "a file system that they share"
+            f"process 0 does not see {absent[0]} of another process in {unfinished}: set train.output_dir to a "
+            "directory on a file system that all processes share"
         )
     manifest = {
         str(path.relative_to(unfinished)): {"size": path.stat().st_size, "sha256": digest}
@@ -170,8 +170,8 @@ def check(checkpoint: Path) -> Path:
     changed = [name for (name, digest), other in zip(files.items(), found, strict=True) if digest != other]
     if changed:
         raise CheckpointError(
-            f"{checkpoint}: the contents of {', '.join(changed)} are not those that were written (other SHA-256 than "
-            f"in {MANIFEST}). The disk may be failing. Resume from an earlier checkpoint."
+            f"{checkpoint}: {', '.join(changed)} changed after the checkpoint was written (other SHA-256 than in "
+            f"{MANIFEST}). The disk may be failing. Resume from an earlier checkpoint."
         )
     return checkpoint
 

@@ -148,7 +148,7 @@ def check_fsdp(environment: Mapping[str, str]) -> None:
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
         raise LaunchError(
-            f"fsdp_config.fsdp_version is {version}, and rl-vlm shards with FSDP2: set fsdp_version to 2, as in "
+            f"fsdp_config.fsdp_version is {version}, but rl-vlm shards with FSDP2: set fsdp_version to 2, as in "
             "launch/accelerate/fsdp2.yaml"
         )
     reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true")

@@ -38,14 +38,14 @@ def check_numbers(environment: Mapping[str, str] = os.environ) -> None:
         if not is_number or (name == "MASTER_PORT" and int(text) > LAST_PORT):
             up_to = f" to {LAST_PORT}" if name == "MASTER_PORT" else ""
             raise LaunchError(
-                f"the launch variable {name} is {text!r}: it is a whole number from {LEAST[name]}{up_to}. "
+                f"the launch variable {name} is {text!r}: it must be a whole number from {LEAST[name]}{up_to}. "
                 f"{HOW_TO_LAUNCH}"
             )
     for name, count in COUNT_OF.items():
         if name in numbers and count in numbers and int(numbers[name]) >= int(numbers[count]):
             raise LaunchError(
-                f"the launch variable {name} is {numbers[name]}, and {count} is {numbers[count]}: processes are "
-                f"numbered from 0. {HOW_TO_LAUNCH}"
+                f"the launch variable {name} is {numbers[name]}, but must be below {count}, which is {numbers[count]}. "
+                f"{HOW_TO_LAUNCH}"
             )
 
 
@@ -58,7 +58,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> None:
     if missing and not is_alone:
         values = ", ".join(f"{name}={environment[name]}" for name in given)
         raise LaunchError(
-            f"the launch variables do not fit together: {values} without {', '.join(missing)}. {HOW_TO_LAUNCH}"
+            f"the launch variables are incomplete: {values} without {', '.join(missing)}. {HOW_TO_LAUNCH}"
         )
 
 

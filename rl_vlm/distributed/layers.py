@@ -34,13 +34,13 @@ def layers_of(policy: Any, classes: Sequence[str] = ()) -> list[nn.Module]:
         raise LaunchError(
             f"fsdp_config.fsdp_transformer_layer_cls_to_wrap names {listed(unknown)}, which the model does not have. "
             f"It has layers of {listed({type(layer).__name__ for layers in lists for layer in layers})}. Without the "
-            f"key, those that the model names are used: {listed(policy.transformer._no_split_modules or ())}"
+            f"key, FSDP2 shards the model's _no_split_modules: {listed(policy.transformer._no_split_modules or ())}"
         )
     if not found:
         raise LaunchError(
-            f"{type(policy.transformer).__name__} cannot be sharded layer by layer: it names no classes of layers that "
-            f"it has (_no_split_modules: {listed(names)}). With FSDP2, name them in "
-            "fsdp_config.fsdp_transformer_layer_cls_to_wrap; with ZeRO, use stage 2"
+            f"{type(policy.transformer).__name__} cannot be sharded layer by layer: it has no layer of the classes in "
+            f"its _no_split_modules ({listed(names)}). With FSDP2, set fsdp_config.fsdp_transformer_layer_cls_to_wrap "
+            "to the classes of its layers. With ZeRO, use stage 2"
         )
     return found[::-1]
 

@@ -73,11 +73,12 @@ def load_optimizer(optimizer: Optimizer, directory: Path) -> None:
     if unknown := states.keys() - optimizer.trainable.keys():
         raise CheckpointError(
             f"{directory} has optimizer states of {len(unknown)} weights that this run does not train, such as "
-            f"{min(unknown)}"
+            f"{min(unknown)}. Train the weights of the run that wrote it"
         )
     if states and (missing := optimizer.trainable.keys() - states.keys()):
         raise CheckpointError(
-            f"{directory} has no optimizer state of {len(missing)} weights that this run trains, such as {min(missing)}"
+            f"{directory} has no optimizer state of {len(missing)} weights that this run trains, such as "
+            f"{min(missing)}. Train the weights of the run that wrote it"
         )
     loaded: dict[nn.Parameter, dict[str, Tensor]] = {p: states[name] for name, p in optimizer.trainable.items()}
     optimizer.strategy.load_optimizer_state(loaded)

@@ -203,8 +203,8 @@ def check_launch(seen: int) -> None:
     if launched != str(seen):
         raise LaunchError(
             f"the launcher was asked for {launched} processes, but this one sees {seen} and would train alone. "
-            "On CPUs use: accelerate launch --config_file launch/accelerate/cpu.yaml, or another file of that folder "
-            "with ACCELERATE_USE_CPU=true before the command, and never --cpu"
+            "On CPUs, use `accelerate launch --config_file launch/accelerate/cpu.yaml`, without --cpu. For another "
+            "file of that folder, set ACCELERATE_USE_CPU=true before the command"
         )
 
 
@@ -213,6 +213,6 @@ def check_devices(num_devices: int) -> None:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < num_devices < processes:
         raise LaunchError(
-            f"the launcher started {processes} processes on this machine, which has {num_devices} devices: give it "
-            f"--num_processes {num_devices}, or the number of devices of all machines together"
+            f"the launcher started {processes} processes on this machine, which has {num_devices} devices: set "
+            f"--num_processes to {num_devices}, or to the number of devices of all machines"
         )

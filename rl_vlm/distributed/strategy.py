@@ -100,7 +100,7 @@ def check_evaluation_launch(launch: Launch, dtype: str) -> None:
     check_precision(launch.mixed_precision, dtype)
     if launch.facts.shards_state:
         raise LaunchError(
-            "the launcher asks for DeepSpeed or FSDP, and an evaluation does not shard the model: use "
+            "the launcher asks for DeepSpeed or FSDP, but an evaluation does not shard the model: use "
             "launch/accelerate/ddp.yaml. To spread a model over several devices, serve it, or set rollout.engine to "
             "vllm and vllm_tensor_parallel_size."
         )
@@ -110,6 +110,6 @@ def check_precision(mixed_precision: str, dtype: str) -> None:
     """Raise LaunchError if the launcher's mixed precision contradicts `model.dtype`."""
     if mixed_precision not in ("no", {"bfloat16": "bf16", "float32": "no"}[dtype]):
         raise LaunchError(
-            f"the launcher asks for mixed_precision {mixed_precision}, and model.dtype is {dtype}: set mixed_precision "
-            'to "no", which leaves the precision to model.dtype (float32 or bfloat16)'
+            f"the launcher asks for mixed_precision {mixed_precision}, but model.dtype is {dtype}: set mixed_precision "
+            'to "no", and choose the precision with model.dtype (float32 or bfloat16)'
         )

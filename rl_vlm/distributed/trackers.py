@@ -38,7 +38,10 @@ class Trackers:
         names: list[Any] = [*log.report_to]
         installed = [str(tracker) for tracker in get_available_trackers()]
         if not set(names) <= set(installed):
-            raise ConfigError(f"log.report_to: {names} are asked for, and the packages of {installed} are installed")
+            raise ConfigError(
+                f"log.report_to is {names}, but only the packages of {installed} are installed: install the others, or "
+                "leave them out"
+            )
         self.accelerator: Any = Accelerator(
             cpu=not torch.accelerator.is_available(), log_with=names or None, project_dir=output_dir
         )

@@ -99,7 +99,7 @@ def check_batches(asked: Mapping[str, Any], config: RunConfig, world_size: int) 
     for name, value in run_values.items():
         if asked.get(name) not in ("auto", None, value):
             raise LaunchError(
-                f"the DeepSpeed config sets {name} to {asked[name]}, and the run to {value}: set {name} to auto. "
+                f"the DeepSpeed config sets {name} to {asked[name]}, but the run has {value}: set {name} to auto. "
                 "Batches are counted in completions, as in TRL; clipping is train.max_grad_norm."
             )
 
@@ -111,7 +111,7 @@ def check_precision(asked: Mapping[str, Any], dtype: str) -> None:
         enabled = section.get("enabled", "auto")
         if enabled not in ("auto", wanted):
             raise LaunchError(
-                f"the DeepSpeed config sets {name}.enabled to {enabled}, and model.dtype is {dtype}: set "
+                f"the DeepSpeed config sets {name}.enabled to {enabled}, but model.dtype is {dtype}: set "
                 f"{name}.enabled to auto, or remove the section"
             )
         for key, value in section.items():  # weights, gradients or moments of 16 bits
@@ -125,7 +125,7 @@ def check_zero(zero: Mapping[str, Any]) -> None:
     stage = zero.get("stage")
     if stage not in (1, 2, 3):
         raise LaunchError(
-            f"ZeRO stage {stage} is not supported: 1, 2 and 3 are. Without sharding, use launch/accelerate/ddp.yaml"
+            f"ZeRO stage {stage} is not supported: use 1, 2 or 3. Without sharding, use launch/accelerate/ddp.yaml"
         )
     check_zero_keys(zero)
     refused = [name for name in ZERO_REFUSED if not asks_for_nothing(zero.get(name))]
@@ -160,15 +160,15 @@ def check_offload(zero: Mapping[str, Any]) -> None:
             raise LaunchError(f'zero_optimization.{name} is {section!r}: write a section, {{"device": "cpu"}}')
         device = section.get("device", "none")
         if device not in ("none", "cpu"):
-            raise LaunchError(f"zero_optimization.{name}.device {device} is not supported: cpu and none are")
+            raise LaunchError(f"zero_optimization.{name}.device {device} is not supported: use cpu or none")
     if sections["offload_param"].get("device") == "cpu" and zero["stage"] < 3:
         raise LaunchError(
-            f"zero_optimization.offload_param needs stage 3, and the stage is {zero['stage']}: before stage 3 every "
+            f"zero_optimization.offload_param needs stage 3, but the stage is {zero['stage']}: before stage 3 every "
             "device holds all weights"
         )
     optimizer = sections["offload_optimizer"]
     if optimizer.get("super_offload") or optimizer.get("ratio", 1) != 1:
-        raise LaunchError("zero_optimization.offload_optimizer keeps all optimizer state: remove ratio, super_offload")
+        raise LaunchError("zero_optimization.offload_optimizer offloads the whole state: remove ratio, super_offload")
 
 
 def zero_config(asked: Mapping[str, Any], config: RunConfig, hidden_size: int, has_gpu: bool) -> dict[str, Any]:

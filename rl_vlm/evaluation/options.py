@@ -55,14 +55,14 @@ def success_range(
         raise ConfigError(f"--keep-by {name}: no reward function has that name; there are {', '.join(rewards.names)}")
     if name is None and len(largest) > 1:
         raise ConfigError(
-            f"--keep: the reward functions {', '.join(largest)} have the same weight; name the one that decides what "
-            "counts as a success with --keep-by"
+            f"--keep: the reward functions {', '.join(largest)} have the same weight; choose the one that decides "
+            "whether a completion succeeds with --keep-by"
         )
     if not any(low <= count / num_generations <= high for count in range(num_generations + 1)):
         rates = ", ".join(str(Fraction(count, num_generations)) for count in range(num_generations + 1))
         raise ConfigError(
-            f"--keep {low:g}..{high:g}: with rollout.num_generations_eval {num_generations} a success rate is one of "
-            f"{rates}; sample more completions per prompt"
+            f"--keep {low:g}..{high:g}: no success rate is in this range. With rollout.num_generations_eval "
+            f"{num_generations}, a success rate is one of {rates}; sample more completions per prompt"
         )
     function = name or largest[0]
     return SuccessRange(low, high, function, rewards.solved_from[function])
@@ -96,5 +96,5 @@ def checkpoint_names(checkpoints: Sequence[str]) -> dict[str, str]:
     names = lasts if len(set(lasts)) == len(lasts) else [str(Path(checkpoint)) for checkpoint in checkpoints]
     named = {re.sub(r"[^\w.-]+", "_", name): checkpoint for name, checkpoint in zip(names, checkpoints, strict=True)}
     if len(named) < len(checkpoints):
-        raise ConfigError(f"--checkpoint: {', '.join(checkpoints)}: a checkpoint is named twice; leave one out")
+        raise ConfigError(f"--checkpoint names a checkpoint twice: {', '.join(checkpoints)}; leave one out")
     return named

@@ -74,7 +74,7 @@ class RunDirectory:
             if (is_directory or path.name in FILES) and path.is_dir() != is_directory:
                 found, expected = ("file", "directory") if is_directory else ("directory", "file")
                 raise ConfigError(
-                    f"train.output_dir: {path} is a {found}, and a run has a {expected} of that name: move it away, or "
+                    f"train.output_dir: {path} is a {found}, but a run writes a {expected} there: move it away, or "
                     "choose another train.output_dir"
                 )
 
@@ -84,8 +84,8 @@ class RunDirectory:
             return
         if resumed and resumed.parent.resolve() != self.path.resolve():
             raise ConfigError(
-                f"train.output_dir {self.path} holds a run of its own, and train.resume_from_checkpoint {resumed} "
-                "is another's; choose a new train.output_dir"
+                f"train.output_dir {self.path} holds another run than train.resume_from_checkpoint {resumed}: choose a "
+                "new train.output_dir"
             )
         refuse_earlier_run(self.path, config.train)
 
@@ -143,7 +143,7 @@ def checkpoint_of_run(run: Path) -> Path:
         return run / Path(read_json(run / SUMMARY)["checkpoint"]).name
     found = store.complete(run)
     if not found:
-        raise CheckpointError(f"{run} has no complete checkpoint yet; train.save_steps says when one is written")
+        raise CheckpointError(f"{run} has no complete checkpoint yet; train.save_steps sets when it writes one")
     return found[-1]
 
 

@@ -199,7 +199,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         )
     family = FAMILIES[config.model_type]
     if not family.is_available:
-        raise ModelError(f"{family.model_type} needs transformers {family.since}; {version('transformers')} is here")
+        raise ModelError(f"{family.model_type} needs transformers {family.since}, found {version('transformers')}")
     return family
 
 

@@ -91,7 +91,7 @@ def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
     if context is not None and completion >= context:
         raise ConfigError(
             f"rollout.max_completion_length {completion} leaves no room for a prompt: the model takes {context} tokens "
-            "of a prompt with its completion (the max_position_embeddings of its config); set it lower"
+            "of prompt and completion together (max_position_embeddings in its config). Set it lower"
         )
     return None if context is None else context - completion
 
@@ -261,9 +261,9 @@ def why_not_shared(model: PreTrainedModel) -> str | None:
         return "model.attn_implementation is not sdpa"
     unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
     if unknown:
-        return f"the checkpoint has {', '.join(sorted(unknown))} layers, which nobody has checked"
+        return f"the checkpoint has {', '.join(sorted(unknown))} layers, for which sharing is not tested"
     if cannot_share_states(model):
-        return "the installed transformers computes layers with a state in a new way, which nobody has checked"
+        return "the installed transformers computes layers with a state in a new way, which is not tested"
     return None
 
 

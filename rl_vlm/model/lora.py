@@ -54,8 +54,8 @@ def refuse_frozen_adapter(transformer: nn.Module, vision_prefixes: tuple[str, ..
     if within:
         raise ConfigError(
             f"model.freeze_vision_tower cannot be used with an adapter inside the vision tower ({len(within)} layers, "
-            f"such as {within[0]}): set it to false to train these layers. Or keep the adapter out of the tower: leave "
-            "lora_exclude_modules out for a new one, or merge that of a checkpoint into its base model first"
+            f"such as {within[0]}): set it to false to train these layers. To keep a new adapter out of the tower, "
+            "leave lora_exclude_modules out. If the adapter is in the checkpoint, merge it into its base model first"
         )
 
 
@@ -71,8 +71,8 @@ def check_adapter_settings(adapter: Any, config: ModelConfig, source: str) -> No
     for name, value in own.items():
         if config.use_peft and comparable(getattr(config, name)) != comparable(value):
             raise ConfigError(
-                f"model.{name} is {getattr(config, name)}, and the adapter {source} has {value}: set it to that, or "
-                "use_peft to false, without LoRA settings, to take the adapter as it is"
+                f"model.{name} is {getattr(config, name)}, but the adapter {source} has {value}: set it to that. Or "
+                "set use_peft to false and leave LoRA settings out, to use the adapter unchanged"
             )
 
 

@@ -69,9 +69,9 @@ def refuse_quantized(source: str, config: ModelConfig) -> None:
     quantization: Any = getattr(checkpoint_config(source, config), "quantization_config", None)
     if quantization:
         raise ModelError(
-            f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), and rl-vlm starts "
-            "from weights of 16 or 32 bits: name the checkpoint that it was made from. model.load_in_4bit quantizes "
-            "that while loading"
+            f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), but rl-vlm needs "
+            "weights of 16 or 32 bits: name the checkpoint that was quantized. model.load_in_4bit quantizes it while "
+            "loading"
         )
 
 

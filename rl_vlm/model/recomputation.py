@@ -43,8 +43,8 @@ def require_layers(model: nn.Module, family: Family, part: Part) -> None:
     if part not in parts:
         others = f"set {parts[0]}, or " if parts else ""
         raise ConfigError(
-            f"memory.gradient_checkpointing: {part} has no effect: in transformers' {family.model_type} that part has "
-            f"no layers that can recompute their activations; {others}leave it out"
+            f"memory.gradient_checkpointing: {part} has no effect: no layer of that part in transformers' "
+            f"{family.model_type} can recompute its activations; {others}leave it out"
         )
 
 

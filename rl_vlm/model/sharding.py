@@ -21,7 +21,7 @@ def refuse_initialisation(config: ModelConfig, strategy: str) -> None:
     """
     if config.use_peft and config.init_lora_weights in NEEDS_WEIGHTS:
         raise ConfigError(
-            f"model.init_lora_weights: {config.init_lora_weights} is computed from the base weights, and with "
+            f"model.init_lora_weights: {config.init_lora_weights} is computed from the base weights, but with "
             f"{strategy} only one process loads them: use true, gaussian or orthogonal, or train with DDP or ZeRO-2"
         )
 
@@ -41,8 +41,8 @@ def refuse_unlike_weights(policy: Policy, ranks: Ranks) -> None:
     names = ranks.gather([sorted(name for name, _ in policy.named_parameters())])
     if unlike := {name for others in names for name in set(names[0]) ^ set(others)}:
         raise ModelError(
-            f"the checkpoint's config.json ties weights that differ in the checkpoint ({listed(unlike)}), so that only "
-            "the process that reads it knows them: set tie_word_embeddings to false in config.json, or use ddp.yaml"
+            f"the checkpoint's config.json ties weights that differ in the checkpoint ({listed(unlike)}). Only the "
+            "process that reads it has both: set tie_word_embeddings to false in config.json, or use ddp.yaml"
         )
 
 

@@ -58,8 +58,8 @@ def trained_names(model: PreTrainedModel, family: Family, wanted: list[str] | st
         if names & trained and (others := names - trained):
             other = min(others)
             raise ConfigError(
-                f"model.trainable_modules selects {min(names & trained)} and not {other}, and the model ties them, so "
-                f"that they are one weight: add {other.split('.')[-2]!r} to train both, or select neither"
+                f"model.trainable_modules selects {min(names & trained)} but not {other}. The model ties them, so they "
+                f"are one weight: add {other.split('.')[-2]!r} to train both, or select neither"
             )
     return trained
 

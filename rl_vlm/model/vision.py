@@ -228,8 +228,8 @@ def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequenc
     for prompt, num in zip(prompts, placeholders, strict=True):
         if num % tile:
             raise ModelError(
-                f"The tokens of sample {prompt.sample.sample_id} have {num} image placeholders, and images become "
-                f"{tile} features per tile."
+                f"The tokens of sample {prompt.sample.sample_id} have {num} image placeholders, which is "
+                f"no multiple of the {tile} features per tile."
             )
     parts = embeddings.split([num // tile for num in placeholders])
     deepstack = (
@@ -256,7 +256,7 @@ def check_counts(embeddings: Tensor | Sequence[Tensor], prompts: Sequence[Prompt
     for owner, num, num_features in counts:
         if num != num_features:
             raise ModelError(
-                f"The tokens of {owner} have {num} image placeholders and the images became {num_features} features. "
+                f"The tokens of {owner} have {num} image placeholders, but the images became {num_features} features. "
                 "Pairing them anyway would show the model other pixels than the row's."
             )
 

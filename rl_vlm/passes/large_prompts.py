@@ -64,12 +64,12 @@ class LargePrompts:
             what = f"its images of {sizes} pixels count as {price} tokens in the vision tower"
         else:
             images = f" with images of {sizes} pixels" if sizes else ""
-            what = f"its prompt{images} has {len(prompt.token_ids)} tokens, which with one of a completion are {needed}"
+            what = f"its prompt{images} and one token of a completion have {needed} tokens"
         pixels = self.fitting_pixels(prompt)
         lower = f", or data.max_pixels to at most {pixels}" if pixels else ""
         return (
             f"Sample {prompt.sample.sample_id}: {what}, more than memory.micro_batch_tokens "
-            f"{self.budget.planned.tokens}, and a micro-batch cannot hold less. Set memory.micro_batch_tokens to at "
+            f"{self.budget.planned.tokens}. A micro-batch cannot be smaller. Set memory.micro_batch_tokens to at "
             f"least {needed}{lower}."
         )
 

@@ -111,7 +111,7 @@ class Reward:
                 )
         for column in self.applies_to.keys() - columns:
             raise RewardError(
-                f"reward function {self.name!r} has applies_to: {column}, and the data has no such column"
+                f"reward function {self.name!r} has applies_to: {column}, but the data has no such column"
                 f"{did_you_mean(column, columns)}; it has: {listed(columns)}"
             )
 

@@ -32,7 +32,7 @@ def check_settings(name: str, function: RewardFunction, settings: Mapping[str, A
     largest = LARGEST_SCORES[name](settings) if name in LARGEST_SCORES else 1.0
     if solved_from > max(largest, 1.0):
         raise RewardError(
-            f"reward function {name!r} has solved_from {solved_from:g}, and its largest score is {largest:g}: no "
+            f"reward function {name!r} has solved_from {solved_from:g}, but its largest score is {largest:g}: no "
             f"completion would count as solved; set solved_from to {largest:g} or less"
         )
 

@@ -165,8 +165,8 @@ def check_names(names: Sequence[str]) -> None:
             raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
         if is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name:
             raise RewardError(
-                f"a reward function cannot be called {name!r}: names with a slash and those of the run's own columns "
-                "and counts are taken; give it another `name`"
+                f"a reward function cannot be called {name!r}: the name has a slash, or the run uses it for a column "
+                "or a count; give it another `name`"
             )
 
 

@@ -77,8 +77,8 @@ def check_in_flight(in_flight: Sequence[InFlight], rollout: RolloutConfig) -> No
     longest = max((group.request.num_paused_tokens for group in in_flight if not group.finished), default=0)
     if (in_flight and rollout.max_rollout_tokens is None) or longest >= rollout.max_completion_length:
         raise CheckpointError(
-            f"the checkpoint holds groups in flight, with paused completions of up to {longest} tokens, and this run "
-            f"has rollout.max_rollout_tokens {rollout.max_rollout_tokens} and rollout.max_completion_length "
+            f"the checkpoint holds paused completions of up to {longest} tokens, which this run cannot continue with "
+            f"rollout.max_rollout_tokens {rollout.max_rollout_tokens} and rollout.max_completion_length "
             f"{rollout.max_completion_length}; resume with the settings of the checkpoint's run"
         )
 

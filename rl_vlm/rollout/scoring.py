@@ -94,7 +94,7 @@ def check_faults(
     faults = "\n".join(reversed(first_of_kind.values()))
     with ranks.agree():
         raise RewardError(
-            f"{found}:\n{faults}\nMend the function or the data, and resume with train.resume_from_checkpoint=auto."
+            f"{found}:\n{faults}\nFix the function or the data, and resume with train.resume_from_checkpoint=auto."
         )
 
 

@@ -259,7 +259,7 @@ def load_models(
     """Load the policy and, if the KL term needs one, the reference; place both on the ranks' devices."""
     resumed = saved.path if saved else None
     if config.memory.activation_offloading and ranks.device.type == "cpu":
-        raise ConfigError("memory.activation_offloading: activations are in host memory on a CPU; leave it out")
+        raise ConfigError("memory.activation_offloading has no effect without a GPU; leave it out")
     idle_prompt = data.builder.build(idle_sample()) if strategy.is_sharded else None
     logger.info(loading_line(config, ranks.device))
     if strategy.equal_calls:

@@ -141,8 +141,8 @@ class SavedRun:
         )
         raise CheckpointError(
             f"{self.path} was written by {self.state['world_size']} processes, with {prompts} prompts per optimizer "
-            f"step and {steps} steps per generation window. The settings and this run's number of processes, "
-            f"{world_size}, make {plan.prompts_per_step} and {plan.steps_per_window}. {way_out}."
+            f"step and {steps} steps per generation window. This run has {world_size} processes, and its "
+            f"settings make {plan.prompts_per_step} and {plan.steps_per_window}. {way_out}."
         )
 
     def check_fingerprints(self, present: Mapping[str, str]) -> None:

@@ -200,7 +200,7 @@ def test_image_over_the_cap(tiny_checkpoint, tmp_path):
     ("budget", "frozen", "message", "max_pixels"),
     [
         (100, False, "images of 40x50 pixels count as 160 tokens in the vision tower, more than .* 100, .* 1200", 1200),
-        (45, True, "has 49 tokens, which with one of a completion are 50, more than .* 45, .* 1600", 1600),
+        (45, True, "and one token of a completion have 50 tokens, more than .* 45, .* 1600", 1600),
     ],
 )
 def test_a_prompt_beyond_the_token_budget_is_an_error_at_the_start(

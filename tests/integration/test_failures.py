@@ -206,7 +206,7 @@ def test_a_file_in_place_of_a_directory_is_refused_before_anything_is_deleted(
     kept = tmp_path / "summary.json"
     kept.touch()
     (tmp_path / name).mkdir() if is_directory else (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=rf"{tmp_path / name} is a (file|directory), and a run has a"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name} is a (file|directory), but a run writes a"):
         Run(make_config(tiny_checkpoint, tmp_path, overwrite_output_dir=True))
     assert kept.exists()
 

@@ -161,7 +161,7 @@ def test_sizes_per_device_must_make_the_same_batch(
         train(resumed(make_config(tiny_checkpoint, tmp_path / "run", **per_device)))
     assert str(refusal.value).endswith(
         "checkpoint-3 was written by 2 processes, with 8 prompts per optimizer step and 2 steps per generation window. "
-        "The settings and this run's number of processes, 1, make 4 and 2. Set train.gradient_accumulation_steps: 2, "
+        "This run has 1 processes, and its settings make 4 and 2. Set train.gradient_accumulation_steps: 2, "
         "train.steps_per_generation: 4 to keep the batch."
     )
     mended = {**per_device, "gradient_accumulation_steps": 2, "steps_per_generation": 4}

@@ -145,9 +145,9 @@ def test_nothing_listens_outside_of_loopback(served: Served) -> None:
 
 def test_a_server_with_other_settings_is_refused(served: Served, tmp_path: Path) -> None:
     side = Side.of(served.checkpoint)
-    with pytest.raises(RolloutError, match=r"runs with dtype = float32, and this run needs bfloat16.*rl-vlm serve"):
+    with pytest.raises(RolloutError, match=r"runs with dtype = float32, but this run needs bfloat16.*rl-vlm serve"):
         served.engine(side, tmp_path, dtype="bfloat16")
-    with pytest.raises(RolloutError, match="model_type = qwen2_5_vl, and this run needs llava"):
+    with pytest.raises(RolloutError, match="model_type = qwen2_5_vl, but this run needs llava"):
         served.engine(side, tmp_path, model_type="llava")
 
 
@@ -166,7 +166,7 @@ def test_weights_of_another_run_are_noticed(served: Served, tmp_path: Path) -> N
     ours, theirs = (served.engine(side, tmp_path / run, run=f"{run}/") for run in ("ours", "theirs"))
     ours.sync(source, 3)
     theirs.sync(source, 3)
-    with pytest.raises(RolloutError, match=r"weights of version theirs/3, and the last that were sent are ours/3"):
+    with pytest.raises(RolloutError, match=r"weights of version theirs/3, but the run last sent version ours/3"):
         ours.generate(side.requests, sampling(seed=0))
 
 

@@ -91,7 +91,7 @@ def test_entry_point(monkeypatch):
     ("name", "message"),
     [
         ("exact_mach", r"called 'exact_mach' \(did you mean 'exact_match'\?\); built-in: .*choice.*, exact_match, "),
-        ("my_reward.py", r"a function of your own is named `file\.py:function` or `module:function`"),
+        ("my_reward.py", r"name your own function as `file\.py:function` or `module:function`"),
         ("my_reward.py:short_anser", r"my_reward\.py has no function 'short_anser' \(did you mean 'short_answer'\?\)"),
         ("my_reward.py:nothing", r"my_reward\.py has no function 'nothing'; it defines: short_answer$"),
         ("my_reward.py:THRESHOLD", r"my_reward\.py has a int, not a function, called 'THRESHOLD'"),
@@ -144,7 +144,7 @@ def test_a_class_is_constructed_and_anything_else_is_as_it_was(folder):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Scaled", r"'Scaled' is constructed without arguments, and needs scale; .* `my_function = Scaled\(…\)`"),
+        ("Scaled", r"'Scaled' is constructed without arguments, but needs scale; .* `my_function = Scaled\(…\)`"),
         ("Broken", "'Broken' cannot be constructed: OSError: no model"),
         ("Unprintable", r"'Unprintable' cannot be constructed: Unprintable: <exception str\(\) failed>"),
         ("Leaves", "'Leaves' cannot be constructed: SystemExit: 3"),

@@ -98,8 +98,8 @@ def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:
     size = config.vllm.vllm_tensor_parallel_size
     if num_ranks % size:
         raise ConfigError(
-            f"vllm.vllm_tensor_parallel_size {size} with rollout.engine: vllm spreads a model over the run's "
-            f"processes, and their number, {num_ranks}, is no multiple of it"
+            f"vllm.vllm_tensor_parallel_size {size} does not divide the run's {num_ranks} processes, which share "
+            "models with rollout.engine: vllm"
         )
     return {"distributed_executor_backend": "external_launcher"} if num_ranks > 1 else {}
 

@@ -88,7 +88,7 @@ class VLLMClient:
             if error.status is None:
                 raise ServerLost(f"The vLLM server {self.url} does not answer ({error.detail or error}).") from None
             if error.status == 401:
-                raise RolloutError(f"The vLLM server {self.url} refuses the token: set {TOKEN} to its own.") from None
+                raise RolloutError(f"The vLLM server {self.url} refuses the token: set {TOKEN} as there.") from None
             kind = ServerLost if error.status >= 500 else RolloutError
             message = f"The vLLM server {self.url} answers {error.status} to {path}: {shorten(error.detail, 500)}"
             raise kind(message) from None

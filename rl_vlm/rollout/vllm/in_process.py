@@ -145,7 +145,7 @@ class VLLMEngine:
         else:
             num_bytes = self.load_weights(source)
         if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM keeps what it computed with older weights: its prefix cache is in use.")
+            raise RolloutError("vLLM cannot clear its prefix cache of older weights, because it is in use.")
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
         self.set_version(version)

@@ -34,9 +34,9 @@ class Preemptions:
         self.last |= totals
         if count and not self.has_warned:
             logger.warning(
-                "vLLM's KV cache is full: in this rollout it evicted sequences %d times, to compute them again, which "
-                "takes time. Raise vllm.vllm_gpu_memory_utilization, or lower rollout.max_num_seqs. The metric %s "
-                "counts later ones.", count, METRIC,
+                "vLLM's KV cache is full: vLLM evicted sequences %d times in this rollout and computed them again, "
+                "which takes time. Raise vllm.vllm_gpu_memory_utilization, or lower rollout.max_num_seqs. The metric "
+                "%s counts later ones.", count, METRIC,
             )  # fmt: skip
             self.has_warned = True
         return count

@@ -160,7 +160,7 @@ def check_versions(request: GenerateRequest, response: GenerateResponse, expecte
     if found != {expected}:
         raise RolloutError(
             f"Sample {request.sample.sample_id} was sampled by weights of version {', '.join(sorted(found))}, "
-            f"and the last that were sent are {expected}: another run may use the same server."
+            f"but the run last sent version {expected}: another run may use the same server."
         )
 
 

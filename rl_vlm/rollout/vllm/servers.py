@@ -247,7 +247,7 @@ class VLLMServers:
         client.post("/update_weight_version", {"new_version": label})
         found = client.get("/weight_info")["weight_version"]
         if found != label:
-            raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, and was sent {label}.")
+            raise RolloutError(f"The vLLM server {client.url} has weights of version {found}, but was sent {label}.")
 
     def send_adapter(self, client: VLLMClient) -> None:
         """Unload the old adapter and load the new one. vLLM would read an adapter loaded in place at every request."""
@@ -276,7 +276,7 @@ def check_setup(client: VLLMClient, expected: dict[str, Any]) -> dict[str, Any]:
     for name, value in expected.items():
         if setup[name] != value:
             raise RolloutError(
-                f"The vLLM server {client.url} runs with {name} = {setup[name]}, and this run needs {value}. Start it "
+                f"The vLLM server {client.url} runs with {name} = {setup[name]}, but this run needs {value}. Start it "
                 "with the run's own settings: rl-vlm serve CONFIG."
             )
     return setup

@@ -65,7 +65,7 @@ def export(path: Path, merge: bool = False, to: Path | None = None, dtype: str |
 def form_of(source: Source, merge: bool, dtype: str | None) -> Form:
     """Return the form of the export. Raises ConfigError for an option that has no effect on this checkpoint."""
     if merge and not source.is_adapter:
-        raise ConfigError(f"--merge: {source.checkpoint} is no adapter, it has all weights already; leave it out")
+        raise ConfigError(f"--merge: {source.checkpoint} is not an adapter and has all weights already; leave it out")
     if source.is_adapter and not merge and dtype:
         raise ConfigError(f"--dtype {dtype}: an adapter stays in float32; leave it out, or add --merge for a model")
     return "merged" if merge else "adapter" if source.is_adapter else "model"
@@ -75,7 +75,7 @@ def refuse_other_content(directory: Path) -> None:
     """Raise ConfigError unless the directory is absent, empty or an earlier export."""
     is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
     if not is_free and not (directory / MARK).is_file():
-        raise ConfigError(f"{directory} exists and is no earlier export (no {MARK}): choose another with --to")
+        raise ConfigError(f"{directory} exists and is not an earlier export (no {MARK}): choose another with --to")
 
 
 def write_files(directory: Path, exported: Export) -> None:

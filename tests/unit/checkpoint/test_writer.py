@@ -68,7 +68,7 @@ def test_a_failure_behind_training_is_raised_once_and_leaves_earlier_ones(writer
 
 def test_a_disk_without_space_is_found_before_anything_is_written(writer, tmp_path):
     too_much = MadeUpFiles(lambda directory: None, num_bytes=2**60)
-    with pytest.raises(CheckpointError, match=r"takes 1073741824.00 GiB, and .* GiB are free"):
+    with pytest.raises(CheckpointError, match=r"needs 1073741824.00 GiB, but .* GiB are free"):
         writer.write(3, lambda: too_much, lambda: None)
     assert names(tmp_path) == []
 

@@ -214,7 +214,7 @@ def test_the_launcher_s_precision_must_be_that_of_the_run(dtype: str, accepted: 
             check_precision(mixed_precision, dtype)
         else:
             with pytest.raises(
-                LaunchError, match=f"mixed_precision {mixed_precision}, and model.dtype is {dtype}: set"
+                LaunchError, match=f"mixed_precision {mixed_precision}, but model.dtype is {dtype}: set"
             ):
                 check_precision(mixed_precision, dtype)
 
@@ -224,7 +224,7 @@ def test_an_evaluation_does_not_shard_and_has_the_run_s_precision():
     for launch, message in (
         (Launch("deepspeed"), "use launch/accelerate/ddp.yaml"),
         (Launch("fsdp2"), "use launch/accelerate/ddp.yaml"),
-        (Launch("ddp", "bf16"), "mixed_precision bf16, and model.dtype is float32"),
+        (Launch("ddp", "bf16"), "mixed_precision bf16, but model.dtype is float32"),
     ):
         with pytest.raises(LaunchError, match=message):
             check_evaluation_launch(launch, "float32")
@@ -296,23 +296,23 @@ def test_launch_variables_that_fit_together(variables: dict[str, str]):
         (without("RANK"), "without RANK"),
     ],
 )
-def test_launch_variables_that_do_not_fit_together(variables: dict[str, str], message: str):
+def test_launch_variables_that_are_incomplete(variables: dict[str, str], message: str):
     check_numbers(variables)
-    with pytest.raises(LaunchError, match=rf"do not fit together: .*{re.escape(message)}"):
+    with pytest.raises(LaunchError, match=rf"the launch variables are incomplete: .*{re.escape(message)}"):
         check_variables(variables)
 
 
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        *(({name: text}, f"{name} is {text!r}: it is a whole number") for name in ("RANK", "WORLD_SIZE")
+        *(({name: text}, f"{name} is {text!r}: it must be a whole number") for name in ("RANK", "WORLD_SIZE")
           for text in ("", "x", "-1", "1.0", "²", "9" * 5000)),
-        *((without(MASTER_PORT=text), f"MASTER_PORT is {text!r}: it is a whole number from 0 to 65535")
+        *((without(MASTER_PORT=text), f"MASTER_PORT is {text!r}: it must be a whole number from 0 to 65535")
           for text in ("x", "-1", "99999")),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it is a whole number from 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0': it must be a whole number from 1"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
-        (without(RANK="2"), "RANK is 2, and WORLD_SIZE is 2: processes are numbered from 0"),
-        (without(LOCAL_RANK="5"), "LOCAL_RANK is 5, and LOCAL_WORLD_SIZE is 2"),
+        (without(RANK="2"), "RANK is 2, but must be below WORLD_SIZE, which is 2"),
+        (without(LOCAL_RANK="5"), "LOCAL_RANK is 5, but must be below LOCAL_WORLD_SIZE, which is 2"),
     ],
 )  # fmt: skip
 def test_launch_variables_that_are_no_numbers(variables: dict[str, str], message: str):
@@ -354,7 +354,7 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
     check_devices(8)
     check_devices(0)  # processes on CPUs
     with pytest.raises(
-        LaunchError, match=r"started 8 processes on this machine, which has 2 devices: .*--num_processes 2"
+        LaunchError, match=r"started 8 processes on this machine, which has 2 devices: .*--num_processes to 2"
     ):
         check_devices(2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

@@ -180,7 +180,7 @@ def test_explicit_values_must_be_those_of_the_run(
     check(zero | equal, **changed)
     ((name, value),) = other.items()
     shown = value["enabled"] if isinstance(value, dict) else value
-    with pytest.raises(LaunchError, match=rf"sets {name}(\.enabled)? to {shown}, and .*: set\s+{name}.* to auto"):
+    with pytest.raises(LaunchError, match=rf"sets {name}(\.enabled)? to {shown}, but .*: set\s+{name}.* to auto"):
         check(zero | other, **changed)
 
 
@@ -224,7 +224,7 @@ def test_sections_that_are_not_used_are_refused_by_name(section: dict[str, Any],
             "offload_param.device nvme is not supported",
         ),
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device nvme is not supported"),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3, and the stage is 2"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3, but the stage is 2"),
         ({"stage": 2, "cpu_offload": True}, "cpu_offload is not supported"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "remove ratio"),
         ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights is not supported: remove it"),

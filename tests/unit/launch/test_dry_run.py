@@ -169,7 +169,7 @@ def test_a_built_in_with_a_setting_that_it_cannot_use(capsys, function, settings
 def test_a_score_that_a_built_in_cannot_reach(capsys, function, settings, largest):
     entry = {"function": function, "kwargs": settings, "solved_from": 3}
     found = problem(capsys, f"reward_funcs={json.dumps([entry])}")
-    assert f"solved_from 3, and its largest score is {largest}: no completion would count as solved" in found
+    assert f"solved_from 3, but its largest score is {largest}: no completion would count as solved" in found
 
 
 def test_scores_that_built_ins_can_reach(capsys):
@@ -265,7 +265,7 @@ def test_checkpoints_to_evaluate(capsys):
         (["--keep-by", "likes"], "--keep-by likes has no effect without --keep"),
         (
             ["--checkpoint", "model", "--checkpoint", "model/"],
-            "model, model/: a checkpoint is named twice",
+            "--checkpoint names a checkpoint twice: model, model/",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def test_deepspeed_configs_that_a_run_refuses(zero, message, has_deepspeed, tmp_
         ({"deepspeed_config": [1]}, r"deepspeed_config is \[1\]: write it as a section"),
         ({"deepspeed_config": {1: 2, "zero_stage": 7}}, "ZeRO stage 7 is not supported"),
         ({"distributed_type": "FSDP", "fsdp_config": [3]}, r"fsdp_config is \[3\]: write it as a section"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "fsdp_version is 1, and rl-vlm shards with"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "fsdp_version is 1, but rl-vlm shards with"),
         ({"distributed_type": "FSDP"}, "fsdp_version is 1"),
         ({"distributed_type": ["DEEPSPEED"]}, "distributed_type"),
     ],

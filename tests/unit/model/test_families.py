@@ -19,7 +19,7 @@ def test_a_family_that_this_version_of_transformers_gets_wrong_is_refused(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(families, "version", lambda package: "5.18.2")
-    with pytest.raises(ModelError, match=f"{model_type} needs transformers 5.19; 5.18.2 is here"):
+    with pytest.raises(ModelError, match=f"{model_type} needs transformers 5.19, found 5.18.2"):
         family_of(config(model_type))
     assert family_of(config("qwen2_5_vl")).is_available
     monkeypatch.setattr(families, "version", lambda package: "5.19.0")

@@ -182,7 +182,7 @@ def test_more_features_than_placeholders_are_an_error_that_names_both_counts(as_
 def test_images_that_were_swapped_between_prompts_are_an_error():
     a, b = make_prompt("a", [2]), make_prompt("b", [3])
     a.mm_inputs["pixel_values"], b.mm_inputs["pixel_values"] = b.mm_inputs["pixel_values"], a.mm_inputs["pixel_values"]
-    with pytest.raises(ModelError, match="tokens of sample a have 2 image placeholders and the images became 3"):
+    with pytest.raises(ModelError, match="tokens of sample a have 2 image placeholders, but the images became 3"):
         make_encoder().encode([a, b])
 
 

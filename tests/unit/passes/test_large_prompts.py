@@ -60,7 +60,7 @@ def test_images_that_exceed_the_budget_are_named_with_settings_that_fit():
     large_prompts(200).check({"rows, row 0": prompt})
     assert message(large_prompts(199), prompt) == (
         "rows, row 0: Sample a: its images of 280x280 pixels count as 200 tokens in the vision tower, more than "
-        "memory.micro_batch_tokens 199, and a micro-batch cannot hold less. Set memory.micro_batch_tokens to at least "
+        "memory.micro_batch_tokens 199. A micro-batch cannot be smaller. Set memory.micro_batch_tokens to at least "
         "200, or data.max_pixels to at most 78008."
     )
     assert message(large_prompts(100), prompt).endswith("at least 200, or data.max_pixels to at most 39200.")
@@ -73,7 +73,7 @@ def test_images_of_a_frozen_tower_count_by_their_tokens_in_the_prompt():
     prompt = make_prompt("a", 10, (280, 280))
     large_prompts(111, is_frozen=True).check({"rows, row 0": prompt})
     assert (
-        "its prompt with images of 280x280 pixels has 110 tokens, which with one of a completion are 111, more than "
+        "its prompt with images of 280x280 pixels and one token of a completion have 111 tokens, more than "
         "memory.micro_batch_tokens 110"
     ) in message(large_prompts(110, is_frozen=True), prompt)
     # 61 - 1 - 10 = 50 tokens are left for what has 100 now
@@ -85,7 +85,7 @@ def test_images_of_a_frozen_tower_count_by_their_tokens_in_the_prompt():
 
 def test_a_trained_tower_leaves_the_prompt_to_be_counted_too():
     prompt = make_prompt("a", 300, (280, 280))
-    assert "has 400 tokens, which with one of a completion are 401" in message(large_prompts(250), prompt)
+    assert "and one token of a completion have 401 tokens" in message(large_prompts(250), prompt)
 
 
 def test_several_images_share_what_fits():
@@ -95,9 +95,8 @@ def test_several_images_share_what_fits():
 
 def test_a_long_text_is_named_without_a_limit_for_images():
     assert message(large_prompts(50), make_prompt("a", 60)) == (
-        "rows, row 0: Sample a: its prompt has 60 tokens, which with one of a completion are 61, more than "
-        "memory.micro_batch_tokens 50, and a micro-batch cannot hold less. Set memory.micro_batch_tokens to at least "
-        "61."
+        "rows, row 0: Sample a: its prompt and one token of a completion have 61 tokens, more than "
+        "memory.micro_batch_tokens 50. A micro-batch cannot be smaller. Set memory.micro_batch_tokens to at least 61."
     )
 
 
@@ -115,5 +114,5 @@ def test_under_auto_the_first_is_warned_of(caplog):
     found.check({"rows, row 3": prompt})
     found.check({"rows, row 4": prompt})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("rows, row 3: Sample a: its prompt has 60 tokens")
+    assert line.startswith("rows, row 3: Sample a: its prompt and one token of a completion have 61 tokens")
     assert line.endswith("A micro-batch with such a prompt may not fit in memory.")

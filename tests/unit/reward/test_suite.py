@@ -543,7 +543,7 @@ def f(completions, log_extra):
     assert rounded(rewards.score(groups[1:2], STATE)) == [[[None, 1.0]] * 2], "it is not called at all"
     rewards.check_columns(["data_source", "solution"])
     with pytest.raises(
-        RewardError, match=r"applies_to: data_source, and the data has no such column \(did you mean 'dat"
+        RewardError, match=r"applies_to: data_source, but the data has no such column \(did you mean 'dat"
     ):
         rewards.check_columns(["data_sources", "solution"])
 

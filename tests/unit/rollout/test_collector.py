@@ -242,7 +242,7 @@ def test_the_standard_deviation_of_a_batch_spans_the_ranks():
 
 
 NAN = "number/nan: returned nan; masked completions of samples: "
-MEND = "Mend the function or the data, and resume with train.resume_from_checkpoint=auto."
+MEND = "Fix the function or the data, and resume with train.resume_from_checkpoint=auto."
 
 
 def test_a_window_without_a_reward_is_an_error_that_names_the_fault_and_leaves_the_rows_undrawn(tmp_path):

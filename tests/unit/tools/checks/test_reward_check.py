@@ -275,8 +275,8 @@ def test_the_report_in_words_names_findings_with_rows(capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (["check", "exact_match"], "--data is needed"),
-        (["check", "exact_match", "--data", "rows.jsonl", "-n", "0"], "-n is a number from 1"),
-        (["check", "exact_match", "--data", "rows.jsonl", "--completions", "2"], "name its YAML file"),
+        (["check", "exact_match", "--data", "rows.jsonl", "-n", "0"], "-n must be at least 1"),
+        (["check", "exact_match", "--data", "rows.jsonl", "--completions", "2"], "give its YAML file"),
         (["check", "exact_mach", "--data", "rows.jsonl"], "did you mean 'exact_match'"),
         (["check", "exact_match", "--data", "none.jsonl"], "none.jsonl cannot be read"),
         (["show", "exact_mach"], "did you mean 'exact_match'"),

@@ -168,9 +168,9 @@ def test_what_cannot_be_exported_ends_with_status_2(tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
     write_checkpoint(run, 1)
     assert cli.main(["export", str(run), "--merge"]) == 2
-    assert "checkpoint-1 is no adapter, it has all weights already" in capsys.readouterr().err
+    assert "checkpoint-1 is not an adapter and has all weights already" in capsys.readouterr().err
     assert cli.main(["export", str(run), "--to", str(run)]) == 2
-    assert "exists and is no earlier export (no export.json)" in capsys.readouterr().err
+    assert "exists and is not an earlier export (no export.json)" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path):
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path):
     weights = bytearray((found / "adapter_model.safetensors").read_bytes())
     weights[-1] ^= 1
     (found / "adapter_model.safetensors").write_bytes(weights)
-    with pytest.raises(CheckpointError, match=r"the contents of adapter_model.safetensors are not those"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: adapter_model.safetensors"):
         write.export(found)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-2"]
 
@@ -204,7 +204,7 @@ def test_a_full_disk_is_named_with_sizes(tmp_path: Path, monkeypatch: pytest.Mon
     found = write_checkpoint(tmp_path, 2, adapter=ADAPTER, use_peft=True, lora_r=4)
     usage = shutil.disk_usage(tmp_path)._replace(free=2**24)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"the export takes 0\.06 GiB, and 0\.02 GiB are free: make room"):
+    with pytest.raises(CheckpointError, match=r"the export needs 0\.06 GiB, but 0\.02 GiB are free: make room"):
         write.export(found)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 
