@@ -1,14 +1,20 @@
 """The main job as users run it: `configs/digits.yaml` learns, and only from what its rewards say of its images."""
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
-from examples.digits.digits import held_out_rows
+from examples.digits.digits import held_out_rows, teach_format, train_rows
 from launch import cli
+from rl_vlm.tiny.build import build_tiny
+from tests.tiny.hybrid import HYBRID
 
 pytestmark = pytest.mark.ci
 
@@ -68,12 +74,43 @@ def test_lora_takes_a_half_trained_model_on(quickstart, tmp_path):
     assert summary["eval_after"][ACCURACY] >= 0.85
 
 
+def permuted_answers() -> list[dict]:
+    """The training rows with the gold answers of other rows."""
+    rows = train_rows()
+    order = np.random.default_rng(0).permutation(len(rows))
+    return [{**row, "solution": rows[other]["solution"]} for row, other in zip(rows, order, strict=True)]
+
+
+def shuffled_pixels() -> list[dict]:
+    """The training rows with every pixel taken from the same place of another image, a different one for each pixel."""
+    rows = train_rows()
+    pixels = np.stack([np.asarray(row["image"]) for row in rows]).reshape(len(rows), -1)
+    pixels = np.random.default_rng(0).permuted(pixels, axis=0).reshape(len(rows), 8, 8)
+    return [{**row, "image": Image.fromarray(image)} for row, image in zip(rows, pixels, strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", ["permuted_answers", "shuffled_pixels"])
 def test_nothing_is_learned_where_images_say_nothing(rows, tmp_path):
-    dataset = f"dataset_name=tests.helpers.digits_controls:{rows}"
+    dataset = f"dataset_name=tests.integration.test_digits:{rows}"
     summary = run("configs/digits.yaml", tmp_path / rows, dataset, "disable_tqdm=true")
     assert summary["eval_after"][ACCURACY] <= 0.2
+
+
+def hybrid_config(tokenizer: Any, hidden_size: int) -> Any:
+    """Return a config whose heads have 64 values, the fewest that vLLM computes on CPUs."""
+    built: Any = HYBRID["qwen3_5"].config(tokenizer, hidden_size)
+    built.text_config.linear_key_head_dim = built.text_config.linear_value_head_dim = 64
+    return built
+
+
+def starting_model(directory: Path, seed: int) -> None:
+    """Write a tiny Qwen3.5, whose layers carry a state, that answers `<answer>d</answer>` with a random digit."""
+    build_tiny(
+        "qwen3_5", directory, families={"qwen3_5": replace(HYBRID["qwen3_5"], config=hybrid_config)}, hidden_size=128,
+        whole_tokens=("<answer>", "</answer>"), initializer_range=0.1, seed=seed,
+    )  # fmt: skip
+    teach_format(directory, seed)
 
 
 @pytest.mark.slow
@@ -82,7 +119,7 @@ def test_layers_with_a_state_learn_from_shared_rows(engine: tuple[str, ...], tmp
     """vLLM computes linear attention on CPUs in bfloat16 only."""
     if engine and find_spec("vllm") is None:
         pytest.skip("needs vllm")
-    model = "model_name_or_path=tests.helpers.digits_hybrid:starting_model"
+    model = "model_name_or_path=tests.integration.test_digits:starting_model"
     summary = run("configs/digits.yaml", tmp_path, model, "disable_tqdm=true", *engine)
     assert summary["eval_before"][ACCURACY] <= 0.15
     assert summary["eval_after"][ACCURACY] >= 0.90

@@ -17,7 +17,7 @@ from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.examine import examine
 from rl_vlm.tools.checks.machine import checkpoint_bytes
 from tests.helpers import tiny_run
-from tests.helpers.planted_rows import KINDS, MAX_PIXELS, MAX_TOKENS, REWARD, write_planted
+from tests.integration.planted_rows import KINDS, MAX_PIXELS, MAX_TOKENS, REWARD, write_planted
 
 LEARNABLE = f"{__name__}:readable"
 

@@ -259,7 +259,7 @@ def test_a_rank_ends_with_its_launcher(tiny_checkpoint, tmp_path):
 
 @pytest.mark.ci
 def test_processes_that_end_right_after_a_collective_do_not_abort():
-    command = [sys.executable, "-m", "tests.helpers.leave_at_once", "10"]
+    command = [sys.executable, "-m", "tests.integration.leave_at_once", "10"]
     result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -267,7 +267,7 @@ def test_processes_that_end_right_after_a_collective_do_not_abort():
 @pytest.mark.ci
 def test_a_signal_before_two_processes_are_joined_ends_both_and_is_named():
     """Without a launcher that would end the other."""
-    command = [sys.executable, "-m", "tests.helpers.leave_at_once", "1", "signalled"]
+    command = [sys.executable, "-m", "tests.integration.leave_at_once", "1", "signalled"]
     result = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
     )

@@ -2,15 +2,33 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples.grounding.scenes import held_out_rows
 from launch import cli
 
 pytestmark = pytest.mark.ci
 
 IOU = "rewards/iou/mean"
-SHUFFLED = "eval_dataset_name=tests.helpers.grounding_controls:"
+SHUFFLED = "eval_dataset_name=tests.integration.test_grounding_example:"
+
+
+def shuffled_images() -> list[dict[str, Any]]:
+    """Return the held-out rows, each with the image of the next one."""
+    return moved("image")
+
+
+def shuffled_questions() -> list[dict[str, Any]]:
+    """Return the held-out rows, each with the question of the next one."""
+    return moved("prompt")
+
+
+def moved(column: str) -> list[dict[str, Any]]:
+    """Return the held-out rows with the values of one column moved by one row."""
+    rows = held_out_rows()
+    return [{**row, column: other[column]} for row, other in zip(rows, rows[1:] + rows[:1], strict=True)]
 
 
 def run(output_dir: Path, *overrides: str) -> dict:

@@ -75,7 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }
         for name, sections in CASES.items()
     }
-    command = [sys.executable, "-m", "tests.helpers.host_syncs", json.dumps(cases)]
+    command = [sys.executable, "-m", "tests.integration.host_syncs", json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -25,10 +25,10 @@ def injected(run: Path, rank: int) -> list[dict[str, Any]]:
 def test_no_weight_changes_in_a_step_with_a_nan(engine, tiny_checkpoint, tmp_path):
     run, config = tmp_path / "run", tmp_path / "run.yaml"
     settings = {"max_steps": NUM_STEPS, "save_steps": 0, "prompts_per_step": 4, "micro_batch_tokens": 95,
-                "reward_funcs": ["tests.helpers.injected_nan:token_sum_or_nan"], "learning_rate": 1e-3}  # fmt: skip
+                "reward_funcs": ["tests.integration.injected_nan:token_sum_or_nan"], "learning_rate": 1e-3}  # fmt: skip
     config.write_text(to_yaml(make_config(tiny_checkpoint, run, **settings)))
     file = str(launcher_file(engine, tmp_path))
-    done = launch("--config_file", file, "-m", "tests.helpers.injected_nan", str(config), timeout=900)
+    done = launch("--config_file", file, "-m", "tests.integration.injected_nan", str(config), timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     skipped, returned = [], []
     for line, *ranks in zip(metric_lines(run), injected(run, 0), injected(run, 1), strict=True):

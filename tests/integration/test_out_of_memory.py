@@ -17,11 +17,12 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.run.run import Run, train
-from tests.helpers import capped_runs, mixed_run, tiny_run
-from tests.helpers.capped_runs import Trained, largest_difference, train_capped
+from tests.helpers import mixed_run, tiny_run
 from tests.helpers.resuming import resumed
 from tests.helpers.sharded_runs import Runs, differences, distance, sampled
 from tests.helpers.tiny_run import completions, metric_lines, weights
+from tests.integration import capped_runs
+from tests.integration.capped_runs import Trained, largest_difference, train_capped
 
 NUM_STEPS = 4
 # A checkpoint that a thread still writes would count as memory, so that peaks would depend on the speed of the disk.

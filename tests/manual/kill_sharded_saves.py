@@ -21,8 +21,8 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
 from tests.helpers import mixed_run, tiny_run
-from tests.helpers.killed_save import ON_ALL_RANKS, POINTS
 from tests.helpers.two_processes import launch
+from tests.manual.killed_save import ON_ALL_RANKS, POINTS
 
 KILLS = [(0, point) for point in POINTS] + [(1, point) for point in ON_ALL_RANKS]
 
@@ -75,7 +75,7 @@ def main() -> int:
     output_dir = Path(killed.train.output_dir)
     for kill, (rank, point) in zip(range(options.kills), itertools.cycle(KILLS), strict=False):
         newest = store.find("auto", output_dir)
-        status = start(killed, options.sharding, "tests.helpers.killed_save", str(rank), point, "1")
+        status = start(killed, options.sharding, "tests.manual.killed_save", str(rank), point, "1")
         saved = [path.name for path in store.complete(output_dir)]
         left = [path.name for path in output_dir.glob("unfinished-*")]
         print(

@@ -1,4 +1,4 @@
-"""A training run of which one rank is killed within a save: `-m tests.helpers.killed_save CONFIG RANK POINT SAVES`.
+"""A training run of which one rank is killed within a save: `-m tests.manual.killed_save CONFIG RANK POINT SAVES`.
 
 The first SAVES saves of the process are complete, and the next one ends at POINT on rank RANK.
 """

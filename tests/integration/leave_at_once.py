@@ -1,7 +1,7 @@
 """Pairs of processes that end right after a collective, or of which one is told to stop before they are joined.
 
-    python -m tests.helpers.leave_at_once NUM_PAIRS
-    python -m tests.helpers.leave_at_once NUM_PAIRS signalled
+    python -m tests.integration.leave_at_once NUM_PAIRS
+    python -m tests.integration.leave_at_once NUM_PAIRS signalled
 
 Exits with 1 if one of them ends with another status than 0, or 143 after the signal.
 

@@ -1,4 +1,4 @@
-"""A training run with a NaN in every second step: `-m tests.helpers.injected_nan CONFIG`.
+"""A training run with a NaN in every second step: `-m tests.integration.injected_nan CONFIG`.
 
 The step's number alone decides where: what becomes NaN, on which rank, in which micro-batch, at which position. Each
 rank writes a line per step, with what it injected and whether its weights changed, to OUTPUT_DIR/injected_RANK.jsonl.
@@ -133,6 +133,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.helpers import injected_nan  # the module from which the run takes its reward function
+    from tests.integration import injected_nan  # the module from which the run takes its reward function
 
     cli.end_process_after(injected_nan.main)
