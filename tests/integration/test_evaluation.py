@@ -219,7 +219,7 @@ def test_a_reward_that_fails_on_a_row_leaves_the_rest(tiny_checkpoint, tmp_path,
     assert cli.main(["eval", str(tmp_path / "run.yaml")]) == 0
     printed = capsys.readouterr().out
     assert "fails_on_one_row 1.0000" in printed
-    assert "because a reward function failed: fails_on_one_row/exception 3." in printed
+    assert "fails_on_one_row/exception 3." in printed
     rows = evaluation_rows(tmp_path)
     assert [row["row"] for row in rows if row["fails_on_one_row"] is None] == [2, 2, 2]
     assert [row["row"] for row in rows if row["token_sum"] is None] == []
@@ -281,8 +281,8 @@ def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (EvaluationOptions(by=["sauce"]), "--by sauce: the data's columns of text and numbers are id, solution"),
-        (EvaluationOptions(keep=(0.1, 0.9)), "a success rate is one of 0, 1; sample more"),
+        (EvaluationOptions(by=["sauce"]), "--by sauce: .* id, solution"),
+        (EvaluationOptions(keep=(0.1, 0.9)), "--keep 0.1..0.9: .*rollout.num_generations_eval 1"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused_before_the_model_is_loaded(options, message, tmp_path):

@@ -72,7 +72,7 @@ def test_a_lambda_a_function_with_a_timeout_and_a_model_that_a_function_writes(t
     made.train()
     (line,) = [line for line in metric_lines(tmp_path) if line["step"] == 1]
     assert line["rewards/constant/mean"] == 0.5 and 0 <= line["rewards/<lambda>/mean"] <= 1
-    with pytest.raises(RewardError, match="was an object in the memory of a Python session"):
+    with pytest.raises(RewardError, match=r"python:<lambda>#\w+"):
         train(load_config(tmp_path / "config.yaml", ["output_dir=" + str(tmp_path / "other")]))
 
 
@@ -84,7 +84,7 @@ def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog)
     caplog.set_level(logging.WARNING)
     changed = trainer(tiny_checkpoint, tmp_path, reward_funcs=SUMS[89], max_steps=4)
     assert changed.train(resume_from_checkpoint=tmp_path / "checkpoint-3")["optimizer_steps"] == 4
-    assert "resumed with a changed setting: rewards.reward_funcs ['python:<lambda>#" in caplog.text
+    assert "rewards.reward_funcs ['python:<lambda>#" in caplog.text
     with pytest.raises(CheckpointError, match=r"the training data has changed.*have changed: data\.dataset_name"):
         trainer(tiny_checkpoint, tmp_path, max_steps=5, train_dataset=tiny_run.rows()[1:]).train(True)
 

@@ -53,7 +53,7 @@ def test_a_report_that_fails_does_not_end_the_run(tiny_checkpoint: Path, tmp_pat
 
     monkeypatch.setattr("rl_vlm.tools.report.build.build_page", fail)
     train(make_config(tiny_checkpoint, tmp_path, report=True, max_steps=1), INSTRUMENTS)
-    assert "the report was not written: too large" in caplog.text
+    assert "too large" in caplog.text
     assert (tmp_path / "summary.json").is_file()
 
 

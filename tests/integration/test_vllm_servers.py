@@ -182,7 +182,7 @@ def test_a_server_with_older_weights_is_given_up(served: Served, tmp_path: Path)
 def test_a_prompt_that_is_too_long_is_refused(served: Served, tmp_path: Path) -> None:
     side = Side.of(served.checkpoint)
     prompt = make_prompt(served.checkpoint, [noise_image(32, 24, seed=0)], text="no " * 250)
-    with pytest.raises(DataError, match=r"are more than vLLM's 256. Raise vllm.vllm_max_model_length"):
+    with pytest.raises(DataError, match=r"Sample s: .*vllm.vllm_max_model_length"):
         served.engine(side, tmp_path).generate([RolloutRequest("g", prompt)], sampling(seed=0))
 
 

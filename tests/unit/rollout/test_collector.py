@@ -270,7 +270,7 @@ def test_a_window_is_that_of_all_ranks():
     errors = on_two_ranks(*(Script(a="x x", b="x x", c=c) for c in ("x x", "x -")))
     for error in errors:
         assert isinstance(error, RewardError)
-        assert str(error).startswith("none of the 12 completions of a generation window has a reward:\nnumber/nan: ")
+        assert str(error).startswith("none of the 12 completions ")
 
 
 def test_groups_with_variance_are_dealt_to_all_ranks():
