@@ -1,7 +1,7 @@
 """The model and the group that benchmarks measure: a small Qwen2.5-VL with random weights.
 
 It has 41 million parameters. On a prompt of 1,000 image and 40 text tokens and a completion of 200, its FLOPs divide
-among vision tower, language layers and LM head as those of Qwen2.5-VL-3B do (`proportions`). Head dimensions of 80 and
+among vision tower, language layers and LM head as those of Qwen2.5-VL-3B do. Head dimensions of 80 and
 128, full attention in one vision layer of eight, and the MLPs' ratios are the 3B's too.
 
                  vision   language   head
@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from benchmarks.flops import Flops, Workload, causal_pairs, head_flops, language_flops, vision_flops
+from benchmarks.flops import Workload
 from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.model.loading import load_policy
@@ -135,18 +135,6 @@ def model_config(shape: Shape, tokenizer: Any = None) -> Any:
             for name, token in zip(names, SPECIAL_TOKENS, strict=True)
         }
     return config_class(text_config=text, vision_config=vision, tie_word_embeddings=tied, **ids)
-
-
-def proportions(shape: Shape, work: Workload) -> Flops:
-    """Compute the share of each part in one forward of one padded row, as on the dense path."""
-    config = model_config(shape)
-    row = work.prompt_tokens + work.completion_tokens
-    flops = Flops(
-        vision_flops(config.vision_config, work.image_grid),
-        language_flops(config.text_config, row, causal_pairs(row)),
-        head_flops(config.text_config, work.completion_tokens),
-    )
-    return Flops(flops.vision / flops.total, flops.language / flops.total, flops.head / flops.total)
 
 
 def build_checkpoint(shape: Shape, directory: Path, seed: int = 0) -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 from rewards.adapters import Adapted, adapt
 from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
 from rewards.contract import Answer, Fault, RewardFunction, join, spread
-from rewards.forms import OTHER, Form, form_of, made_up_completion
+from rewards.forms import OTHER, Form, completion_in, form_of, made_up_completion, prompt_in
 from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
 from rewards.stand_ins import stand_ins
 from rewards.worker import Worker
@@ -26,7 +26,6 @@ from rl_vlm.config.schema import RewardSpec
 from rl_vlm.distributed.signals import stop, wait_for, wait_until_done
 from rl_vlm.errors import RewardError, did_you_mean, listed
 from rl_vlm.functions import LIVE, LoadError, label_of, live, load_callable
-from rl_vlm.reward.arguments import arguments
 from rl_vlm.reward.made_up import made_up_group, state_outside
 from rl_vlm.reward.settings import check_settings
 
@@ -179,6 +178,25 @@ class Reward:
             return [call.answer() for call in calls]
 
         return lambda: join(wait_for_calls())
+
+
+def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None) -> dict[str, list[Any]]:
+    """Build the arguments of TRL's protocol: one list per argument, with one entry per completion.
+
+    The entry is None if a row lacks the column. Prompts and completions have the given form, or their row's form if it
+    is None.
+    """
+    rows = [(group.prompt, completion) for group in groups for completion in group.completions]
+    samples = [prompt.sample for prompt, _ in rows]
+    return {
+        **{column: [sample.columns.get(column) for sample in samples] for column in columns},
+        "prompts": [prompt_in(form, sample.prompt) for sample in samples],
+        "completions": [completion_in(form or form_of(p.sample.prompt), completion.text) for p, completion in rows],
+        "completion_ids": [completion.token_ids.tolist() for _, completion in rows],
+        "images": [sample.images for sample in samples],
+        "image_sizes": [[image.size for image in sample.images] for sample in samples],
+        "model_image_sizes": [prompt.image_sizes for prompt, _ in rows],
+    }
 
 
 def require_packages(name: str) -> None:

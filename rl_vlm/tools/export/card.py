@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from rl_vlm.config import yaml_text
 from rl_vlm.config.data_sources import split_name
 from rl_vlm.config.function_names import names_function
-from rl_vlm.log.private import for_everyone
+from rl_vlm.config.secrets import without_secrets
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json
 from rl_vlm.rollout.vllm.arguments import allowed_lora_rank
@@ -24,6 +25,7 @@ Form = Literal["model", "adapter", "merged"]
 """All weights of the model, the adapter alone, or the base model with the adapter merged into it."""
 
 TEMPLATE = "card.md.jinja"
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\",;|\]})]+/)*([^\s/'\",;|\]})]+)/?")
 SETTINGS = """
     model.freeze_vision_tower model.trainable_modules model.lora_r model.lora_alpha model.use_rslora model.load_in_4bit
     algorithm.loss_type algorithm.loss_weights algorithm.beta algorithm.epsilon algorithm.num_iterations
@@ -173,3 +175,8 @@ def cell(value: Any) -> str:
     """Return a value as text for one cell of a table."""
     text = value if isinstance(value, str) else yaml_text.one_line(value)
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def for_everyone(text: str) -> str:
+    """Return text without secrets, with absolute paths cut to their last part."""
+    return ABSOLUTE_PATH.sub(r"\1", without_secrets(text))

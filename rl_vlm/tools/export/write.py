@@ -22,12 +22,13 @@ import torch
 from safetensors import SafetensorError
 
 from rl_vlm.checkpoint import store
-from rl_vlm.config.schema import DataConfig
+from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.prompts import load_processor
-from rl_vlm.errors import CheckpointError, ConfigError
+from rl_vlm.errors import CheckpointError, ConfigError, ModelError, shorten
 from rl_vlm.model.blocks import persistent_buffers, untied
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json
-from rl_vlm.model.merging import load_plain_model
+from rl_vlm.model.loading import load_adapter, load_transformer
+from rl_vlm.model.quantization import refuse_quantized
 from rl_vlm.tools.export.card import Export, Form, model_card
 from rl_vlm.tools.export.source import ADAPTER_WEIGHTS, Source, find_source
 
@@ -124,3 +125,23 @@ def named_errors(directory: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {directory}: {error}; nothing was exported") from error
+
+
+def load_plain_model(checkpoint: Path, base: str | None, config: ModelConfig) -> Any:
+    """Load a checkpoint in float32. If `base` is given, the checkpoint is an adapter and is merged into `base`.
+
+    The base is never loaded in 4 bits. Raises ModelError if it cannot be loaded, or if the merged weights are not
+    finite.
+    """
+    config = config.model_copy(update={"load_in_4bit": False})
+    if base is None:
+        return load_transformer(str(checkpoint), config)
+    try:
+        refuse_quantized(base, config)
+        model = load_transformer(base, config)
+    except OSError as error:
+        raise ModelError(f"the base model {base} of {checkpoint} cannot be loaded: {shorten(error)}") from error
+    try:
+        return load_adapter(model, str(checkpoint)).merge_and_unload(safe_merge=True)
+    except ValueError as error:  # from safe_merge
+        raise ModelError(f"the adapter {checkpoint} cannot be merged into {base}: {shorten(error)}") from error

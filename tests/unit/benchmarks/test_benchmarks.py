@@ -28,6 +28,7 @@ from benchmarks.communication import CountTraffic
 from benchmarks.counting import counted_flops
 from benchmarks.flops import (
     FORWARD_ONLY,
+    Flops,
     Passes,
     Training,
     Workload,
@@ -40,7 +41,7 @@ from benchmarks.flops import (
     shared_flops,
     vision_flops,
 )
-from benchmarks.shapes import QWEN2_5_VL_3B, SMALL, TOY, TOY_HYBRID, model_config, proportions
+from benchmarks.shapes import QWEN2_5_VL_3B, SMALL, TOY, TOY_HYBRID, Shape, model_config
 from benchmarks.sides import Setup, Side, differences, floor_side, own_side
 from rl_vlm.passes.micro_batches import make_micro_batches
 
@@ -110,6 +111,18 @@ def test_ceilings_of_the_real_model():
     assert flop_ceiling(config, Workload(), Training()) == pytest.approx(4.61, abs=0.01)
     assert flop_ceiling(config, Workload(num_generations=16), Training()) == pytest.approx(6.21, abs=0.01)
     assert flop_ceiling(config, Workload(num_generations=16), lora) == pytest.approx(7.10, abs=0.01)
+
+
+def proportions(shape: Shape, work: Workload) -> Flops:
+    """Compute the share of each part in one forward of one padded row, as on the dense path."""
+    config = model_config(shape)
+    row = work.prompt_tokens + work.completion_tokens
+    flops = Flops(
+        vision_flops(config.vision_config, work.image_grid),
+        language_flops(config.text_config, row, causal_pairs(row)),
+        head_flops(config.text_config, work.completion_tokens),
+    )
+    return Flops(flops.vision / flops.total, flops.language / flops.total, flops.head / flops.total)
 
 
 def test_the_small_shape_has_the_real_models_proportions():

@@ -16,9 +16,8 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
-from rl_vlm.log.private import for_everyone
 from rl_vlm.tools.export import write
-from rl_vlm.tools.export.card import Export, model_card
+from rl_vlm.tools.export.card import Export, for_everyone, model_card
 from rl_vlm.tools.export.source import Source, find_source
 from rl_vlm.tools.export.write import form_of, refuse_other_content
 from rl_vlm.tools.report.read import RunResults
