@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check lock
+.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check gpu lock check-lock
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
@@ -38,13 +38,34 @@ check: $(INSTALLED)  ## Lint, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-lock: $(INSTALLED)  ## Recompile requirements/dev.txt
-	$(BIN)/uv pip compile --universal --python-version 3.11 --custom-compile-command "make lock" \
-		--override requirements/overrides.txt pyproject.toml --extra dev --extra quickstart --extra bitsandbytes --extra rewards requirements/dev.in --output-file requirements/dev.txt
+gpu: .venv-gpu/.installed  ## Set up .venv-gpu for GPUs, with vLLM and DeepSpeed
+
+COMPILE := uv pip compile --quiet --universal --python-version 3.11 --custom-compile-command "make lock" \
+	pyproject.toml --extra bitsandbytes --extra rewards --extra trl --extra quickstart
+COMPILE_DEV := $(COMPILE) --extra dev --override requirements/overrides.txt requirements/dev.in
+COMPILE_GPU := $(COMPILE) --extra deepspeed --extra vllm requirements/gpu.in
+
+lock: $(INSTALLED)  ## Recompile requirements/dev.txt and requirements/gpu.txt
+	$(BIN)/$(COMPILE_DEV) --output-file requirements/dev.txt
+	$(BIN)/$(COMPILE_GPU) --output-file requirements/gpu.txt
+
+check-lock: $(INSTALLED)  ## Fail if the compiled requirements do not fit pyproject.toml and the .in files
+	mkdir -p build && cp requirements/dev.txt requirements/gpu.txt build
+	$(BIN)/$(COMPILE_DEV) --output-file build/dev.txt
+	$(BIN)/$(COMPILE_GPU) --output-file build/gpu.txt
+	diff requirements/dev.txt build/dev.txt
+	diff requirements/gpu.txt build/gpu.txt
 
 $(INSTALLED): requirements/dev.txt requirements/overrides.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt --requirement requirements/dev.txt
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+.venv-gpu/.installed: requirements/gpu.txt pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet uv
+	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --requirement requirements/gpu.txt
+	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --no-deps --editable .
 	touch $@
