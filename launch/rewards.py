@@ -74,7 +74,7 @@ def list_functions() -> str:
         if topic != (topic := function.__module__.split(".")[1]):
             lines.append(f"{topic}:")
         missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
-        note = f" (needs {', '.join(missing)}: pip install 'rl-vlm[rewards]')" if missing else ""
+        note = f" (needs {', '.join(missing)}: pip install -e '.[rewards]')" if missing else ""
         lines.append(f"  {name:22}{first_line(function)}{note}")
     plugins = entry_points(group=ENTRY_POINT_GROUP)
     lines += ["installed:", *(f"  {plugin.name:22}{plugin.value}" for plugin in plugins)] if plugins else []

@@ -79,7 +79,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "point_in_box": ("json_repair", "scipy"),
     "rouge_l": ("rapidfuzz",),
 }
-"""Modules of packages in the extra `rl-vlm[rewards]` that a function imports when it is called."""
+"""Modules of packages in the extra `rewards` that a function imports when it is called."""
 
 TIMEOUTS: dict[str, float] = {"json_schema": 30.0, "maths": 60.0}
 """Default timeouts, in seconds, of functions that run in a worker process."""

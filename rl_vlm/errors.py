@@ -114,7 +114,7 @@ def require_bitsandbytes(setting: str) -> None:
     """Raise ConfigError if bitsandbytes is not installed, which `setting` needs."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"{setting} needs bitsandbytes, which is not installed: pip install 'rl-vlm[bitsandbytes]', or leave it out"
+            f"{setting} needs bitsandbytes, which is not installed: pip install -e '.[bitsandbytes]', or leave it out"
         )
 
 

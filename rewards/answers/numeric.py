@@ -14,7 +14,7 @@ from rewards.contract import Fault, Score
 from rewards.text import Completion, answer_text, completion_text, gold_text
 
 LONGEST_NUMBER = 100
-NEEDS_PINT = "pip install 'rl-vlm[rewards]', or set convert_units to false"
+NEEDS_PINT = "pip install -e '.[rewards]', or set convert_units to false"
 
 # Digits are spelled [0-9]: \d and float() accept digits of every script. A word that scales the number is not a unit.
 QUANTITY = re.compile(

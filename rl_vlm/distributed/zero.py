@@ -207,12 +207,12 @@ def import_deepspeed() -> None:
         from packaging.version import Version
     except Exception as error:  # also those of DeepSpeed's own checks of the machine
         raise LaunchError(
-            f"the launcher asks for DeepSpeed, which cannot be imported ({error}): pip install 'rl-vlm[deepspeed]'"
+            f"the launcher asks for DeepSpeed, which cannot be imported ({error}): pip install -e '.[deepspeed]'"
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST_VERSION):
         raise LaunchError(
             f"DeepSpeed {deepspeed.__version__} is too old, rl-vlm needs {OLDEST_VERSION} or newer: "
-            "pip install --upgrade 'rl-vlm[deepspeed]'"
+            "pip install --upgrade -e '.[deepspeed]'"
         )
     if Version(deepspeed.__version__) >= Version(FIRST_UNTESTED):
         logger.warning("DeepSpeed %s is newer than what rl-vlm is tested with, 0.19", deepspeed.__version__)

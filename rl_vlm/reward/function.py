@@ -203,9 +203,9 @@ def require_packages(name: str) -> None:
     """Raise RewardError if a built-in or a TRL function needs a package that is not installed."""
     missing = [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]
     if missing:
-        raise RewardError(f"reward function {name!r} needs {listed(missing)}: pip install 'rl-vlm[rewards]'")
+        raise RewardError(f"reward function {name!r} needs {listed(missing)}: pip install -e '.[rewards]'")
     if name.startswith("trl.") and find_spec("trl") is None:
-        raise RewardError(f"reward function {name!r} is one of TRL: pip install 'rl-vlm[trl]'")
+        raise RewardError(f"reward function {name!r} is one of TRL: pip install -e '.[trl]'")
 
 
 def load_reward(name: str, kwargs: Sequence[str]) -> Adapted:

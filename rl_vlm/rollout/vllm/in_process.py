@@ -217,7 +217,7 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"rollout.engine: vllm needs the package vllm, which cannot be imported ({error}). "
-            "Install it with rl-vlm[vllm], or use the engine hf."
+            "Set up GPUs with `make gpu`, or use the engine hf."
         ) from error
     register()
     if arguments.get("enable_sleep_mode") and not torch.cuda.is_available():

@@ -91,7 +91,7 @@ def start_servers(
     Raises ConfigError if vLLM is not installed, RolloutError if a port is taken.
     """
     if find_spec("vllm") is None:
-        raise ConfigError("vLLM servers need the package vllm: install rl-vlm[vllm], or use rollout.engine: hf")
+        raise ConfigError("vLLM servers need the package vllm: set up GPUs with `make gpu`, or use rollout.engine: hf")
     devices = settings.vllm_server_devices or [None] * settings.vllm_num_servers
     return [
         ServerProcess(arguments, token, logs / f"{i}.log", host, device, port and port + i)

@@ -137,5 +137,5 @@ def test_optimizers_that_need_whole_weights_are_refused_on_shards(launcher: str,
 
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rl-vlm\[bitsandbytes\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[bitsandbytes\]'"):
         check_optim("adamw_8bit", "ddp", shards_state=False)

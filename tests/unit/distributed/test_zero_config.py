@@ -257,7 +257,7 @@ def test_values_that_ask_for_something(value: Any):
 
 def test_a_deepspeed_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(LaunchError, match=r"cannot be imported .*: pip install 'rl-vlm\[deepspeed\]'"):
+    with pytest.raises(LaunchError, match=r"cannot be imported .*: pip install -e '\.\[deepspeed\]'"):
         import_deepspeed()
 
 

@@ -47,7 +47,7 @@ def comments(text: str, start: str) -> list[str]:
 def test_without_bitsandbytes_the_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert cli.main(["train", "run.yaml", "--dry-run", "use_peft=true", "load_in_4bit=true"]) == 2
-    assert "pip install 'rl-vlm[bitsandbytes]'" in capsys.readouterr().err
+    assert "pip install -e '.[bitsandbytes]'" in capsys.readouterr().err
 
 
 def test_what_is_checked_and_what_is_not(capsys):
@@ -200,7 +200,7 @@ def test_data_without_images(capsys):
 
 def test_an_optimizer_whose_package_is_missing(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'rl-vlm[bitsandbytes]'" in problem(capsys, "optim=adamw_8bit")
+    assert "pip install -e '.[bitsandbytes]'" in problem(capsys, "optim=adamw_8bit")
 
 
 def test_fewer_rows_than_a_window(capsys):

@@ -32,7 +32,7 @@ def test_without_bitsandbytes_the_extra_is_named(checkpoint: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     config = ModelConfig(model_name_or_path=str(checkpoint), **QLORA)
     with pytest.raises(
-        ConfigError, match=r"model.load_in_4bit needs bitsandbytes.*pip install 'rl-vlm\[bitsandbytes\]'"
+        ConfigError, match=r"model.load_in_4bit needs bitsandbytes.*pip install -e '\.\[bitsandbytes\]'"
     ):
         load_model(str(checkpoint), None, config)
 

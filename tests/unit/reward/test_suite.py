@@ -593,7 +593,7 @@ def test_a_missing_extra_is_named(name, package, monkeypatch):
     monkeypatch.setattr("rl_vlm.reward.function.find_spec", lambda asked: None if asked == package else asked)
     monkeypatch.setitem(PACKAGES, "numeric", ("nowhere",))
     extra = "trl" if package == "trl" else "rewards"
-    with pytest.raises(RewardError, match=rf"pip install 'rl-vlm\[{extra}\]'"):
+    with pytest.raises(RewardError, match=rf"pip install -e '\.\[{extra}\]'"):
         RewardSuite(RewardsConfig(reward_funcs=[name]))
 
 

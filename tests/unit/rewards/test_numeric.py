@@ -166,6 +166,6 @@ def test_the_tolerance_is_in_the_unit_of_the_solution():
 def test_without_pint_a_solution_with_a_unit_is_a_fault(monkeypatch):
     monkeypatch.setattr("rewards.answers.numeric._has_pint", lambda: False)
     first, *others = numeric(["7 km"] * 4, ["7 km", "7", "50%", "$7"])
-    assert isinstance(first, Fault) and first.kind == "load" and "rl-vlm[rewards]" in first.message
+    assert isinstance(first, Fault) and first.kind == "load" and "-e '.[rewards]'" in first.message
     assert others == [1.0, 0.0, 0.0]
     assert numeric(["7 km", "7 m"], ["7 km"] * 2, convert_units=False) == [1.0, 0.0]

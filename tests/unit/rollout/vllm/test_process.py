@@ -48,7 +48,7 @@ def test_servers_get_their_devices_and_ports_in_turn(monkeypatch):
 
 def test_vllm_is_missed_by_name(monkeypatch):
     monkeypatch.setattr(vllm_process, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"need the package vllm: install rl-vlm\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"need the package vllm: set up GPUs with `make gpu`"):
         start_servers({}, VLLMConfig(), "token", Path("logs"), HOST)
 
 

@@ -299,7 +299,7 @@ def test_list_names_every_built_in_with_its_first_line(capsys: pytest.CaptureFix
 def test_list_names_missing_packages(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.rewards.find_spec", lambda name: None)
     cli.main(["rewards", "list"])
-    assert "(needs rapidfuzz: pip install 'rl-vlm[rewards]')" in capsys.readouterr().out
+    assert "(needs rapidfuzz: pip install -e '.[rewards]')" in capsys.readouterr().out
 
 
 def test_show_prints_the_page_of_a_built_in_and_the_columns_of_a_function(capsys: pytest.CaptureFixture[str]) -> None:
