@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.help import LOCAL_HOSTS
-from rl_vlm.config.conflicts import READ_BY_STARTED_SERVERS
+from rl_vlm.config.engines import READ_BY_STARTED_SERVERS
 from rl_vlm.config.schema import RunConfig, VLLMConfig
 
 OPEN_TO_OTHERS = (

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
 from urllib.parse import urlsplit
+
+from rl_vlm.config.secrets import without_secrets
 
 
 def why_no_address(url: str) -> str | None:
@@ -19,3 +23,8 @@ def why_no_address(url: str) -> str | None:
     if "@" in parts.netloc:
         return "leave the login before @ out: requests are sent without it, and it would be in every log"
     return None
+
+
+def wrong_addresses(urls: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the URLs that cannot be addresses, without secrets, and the reasons."""
+    return [{"url": without_secrets(url), "why": why} for url in urls if (why := why_no_address(url))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,52 +55,65 @@ def is_mixture(data: DataConfig, which: Which) -> bool:
     return isinstance(getattr(data, NAMES[which]), list)
 
 
-def conflicts_of_sources(data: DataConfig) -> Iterator[str]:
-    """Yield a message for each conflict between entries of the data, or between entries and settings."""
-    listed: list[DataSource] = []
-    for which in ("train", "eval"):
-        raw, given = getattr(data, NAMES[which]), data.entries(which)
-        if raw == []:
-            yield f"`{NAMES[which]}` is an empty list; name data, or write null"
-        yield from _split_conflicts(data, which)
-        yield from _entry_conflicts(given, NAMES[which])
-        listed += given
-    if any(entry.weight is not None for entry in data.entries("eval")):
-        yield "`eval_dataset_name` has a `weight`: of held-out data every row is evaluated once; leave it out"
-    for holder in (data, *listed):
-        yield from _column_conflicts(holder)
-    for name in OWN_SETTINGS:
-        if getattr(data, name) and listed and all(getattr(entry, name) for entry in listed):
-            yield f"`{name}` has no effect: every entry of the data has its own; leave it out"
+def all_entries(data: DataConfig) -> list[DataSource]:
+    """Return the entries of the training and the held-out data."""
+    return [*data.entries("train"), *data.entries("eval")]
 
 
-def _split_conflicts(data: DataConfig, which: Which) -> Iterator[str]:
-    """Yield a message for each name whose split contradicts a setting."""
-    given, key, common = getattr(data, NAMES[which]), SPLITS[which], getattr(data, SPLITS[which])
-    if isinstance(given, str):
-        split = split_name(given)[1]
-        if split not in (None, common) and common != type(data).model_fields[key].default:
-            yield f"`{NAMES[which]}` {given} ends with another split than `{key}` {common}; keep one of them"
-    for entry in given if isinstance(given, list) else []:
-        name, own = (entry, None) if isinstance(entry, str) else (entry.name, entry.split)
-        if own is not None and split_name(name)[1] not in (None, own):
-            yield f"`{NAMES[which]}` has an entry {name} that ends with another split than its `split` {own}; keep one"
+def reads_no_split(data: DataConfig, which: Which) -> bool:
+    """Return whether data is given but ignores the section's split: each entry is a file or has its own split."""
+    given = data.entries(which)
+    return bool(given) and all(
+        is_file(entry.name) or (entry.split is not None and is_mixture(data, which)) for entry in given
+    )
 
 
-def _entry_conflicts(given: list[DataSource], key: str) -> Iterator[str]:
-    """Yield a message if only some entries have a weight, and if an entry occurs twice."""
-    weights = [entry.weight for entry in given]
-    if None in weights and any(weights):
-        yield f"`{key}` has entries with and without `weight`; give every entry one, or none"
-    same = [(entry.name, entry.dataset_config, entry.split) for entry in given]
-    if repeated := sorted({place[0] for place in same if same.count(place) > 1}):
-        yield f"`{key}` has {repeated[0]} several times; name it once, with a `weight` to draw it more often"
+def reads_no_config(entry: DataSource) -> bool:
+    """Return whether an entry ignores the section's `dataset_config`."""
+    return entry.dataset_config is not None or is_file(entry.name) or ":" in entry.name
 
 
-def _column_conflicts(holder: DataConfig | DataSource) -> Iterator[str]:
-    """Yield a message for columns that are named twice."""
-    columns = list(holder.columns.values())
-    if repeated := sorted({name for name in columns if columns.count(name) > 1}):
-        yield f"`columns` reads {repeated[0]} as several columns; name it once"
-    if ignored := sorted(set(columns) & set(holder.ignore_columns)):
-        yield f"`columns` and `ignore_columns` both name {', '.join(ignored)}; keep one of them"
+def has_other_split(data: DataConfig, which: Which) -> bool:
+    """Return whether the data are one name that ends with another split than the section's."""
+    given = getattr(data, NAMES[which])
+    return isinstance(given, str) and split_name(given)[1] not in (None, getattr(data, SPLITS[which]))
+
+
+def with_two_splits(data: DataConfig, which: Which) -> list[dict[str, Any]]:
+    """Return name and split of the entries whose names end with another split."""
+    given = getattr(data, NAMES[which])
+    mappings = [entry for entry in given if not isinstance(entry, str)] if isinstance(given, list) else []
+    return [
+        {"name": entry.name, "split": entry.split}
+        for entry in mappings
+        if entry.split is not None and split_name(entry.name)[1] not in (None, entry.split)
+    ]
+
+
+def has_some_weights(data: DataConfig, which: Which) -> bool:
+    """Return whether some entries have a weight, and others none."""
+    return len({entry.weight is None for entry in data.entries(which)}) > 1
+
+
+def repeated_entry(data: DataConfig, which: Which) -> list[dict[str, Any]]:
+    """Return the name of the first entry that occurs several times."""
+    same = [(entry.name, entry.dataset_config, entry.split) for entry in data.entries(which)]
+    return [{"name": name} for name in sorted({place[0] for place in same if same.count(place) > 1})[:1]]
+
+
+def all_entries_have(data: DataConfig, name: str) -> bool:
+    """Return whether there are entries, and all of them have their own value of a setting."""
+    entries = all_entries(data)
+    return bool(entries) and all(getattr(entry, name) for entry in entries)
+
+
+def repeated_columns(data: DataConfig) -> list[dict[str, Any]]:
+    """Return the first column that the section, or an entry, reads under several names."""
+    columns = [list(holder.columns.values()) for holder in (data, *all_entries(data))]
+    return [{"name": min(twice)} for read in columns if (twice := {name for name in read if read.count(name) > 1})]
+
+
+def ignored_columns(data: DataConfig) -> list[dict[str, Any]]:
+    """Return the columns that the section, or an entry, both renames and ignores."""
+    both = [{*holder.columns.values()} & {*holder.ignore_columns} for holder in (data, *all_entries(data))]
+    return [{"columns": ", ".join(sorted(columns))} for columns in both if columns]

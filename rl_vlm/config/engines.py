@@ -62,6 +62,12 @@ VLLM_ON_SERVERS = VLLM | {
     "vllm_server_base_url", "vllm_num_servers", "vllm_server_devices", "vllm_server_timeout", "vllm_request_timeout",
     "vllm_weight_transfer",
 }  # fmt: skip
+VLLM_SETTINGS = VLLM_IN_PROCESS | VLLM_ON_SERVERS
+READ_BY_STARTED_SERVERS = (
+    "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
+    "vllm_enforce_eager", "vllm_num_servers", "vllm_server_devices",
+)  # fmt: skip
+"""Settings that a server reads when it starts. A run that joins the server ignores them."""
 
 ENGINES: dict[str, Engine] = {
     "hf": Engine(

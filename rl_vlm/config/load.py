@@ -19,7 +19,8 @@ from pydantic_core import ErrorDetails
 
 from rl_vlm.config import trl_fields, yaml_text
 from rl_vlm.config.elsewhere import NESTED, instead_of
-from rl_vlm.config.engines import engine_named, engines_where
+from rl_vlm.config.engines import engine_named
+from rl_vlm.config.rules import FOR_EVALUATION, FOR_TRAINING, broken
 from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec, RunConfig
 from rl_vlm.config.secrets import STARS, starred_places, without_secrets
 from rl_vlm.config.trl_defaults import has_trackers, is_flat, missing_defaults, trl_defaults, without_defaults
@@ -136,38 +137,14 @@ def _log_defaults(path: str, taken: Mapping[str, Any], notes: Iterable[str]) -> 
 
 def check_trainable(config: RunConfig) -> None:
     """Raise ConfigError if `config` lacks a setting that only training needs, or has one that training cannot use."""
-    missing = []
-    if config.data.dataset_name is None:
-        missing.append("`data.dataset_name`, the training data, is not set")
-    if not config.rewards.reward_funcs:
-        missing.append("`rewards.reward_funcs` is empty: training needs at least one reward function")
-    elif not any(config.rewards.reward_weights or [spec.weight for spec in config.rewards.specs]):
-        missing.append("every reward function has weight 0, so that no reward differs from another: give one a weight")
-    if config.rollout.num_generations < 2:
-        missing.append("`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt")
-    rollout = config.rollout
-    if not rollout.facts.has_untruncated_logprobs and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
-        others = " or ".join(engines_where(lambda engine: engine.has_untruncated_logprobs))
-        missing.append(
-            f"`rollout.engine` is {rollout.engine}: with `top_p`, `top_k` or `min_p` {rollout.facts.title} returns "
-            "log-probs of what these leave, and training needs them as they were before; unset them, or use the engine "
-            f"{others}"
-        )
-    if config.evaluation.endpoint_url is not None:
-        missing.append("`evaluation.endpoint_url` is for `rl-vlm eval`: a run evaluates what it trains; leave it out")
-    if missing:
-        raise ConfigError("\n".join(missing))
+    if problems := list(broken(config, FOR_TRAINING)):
+        raise ConfigError("\n".join(problems))
 
 
 def check_evaluable(config: RunConfig) -> None:
     """Raise ConfigError if `config` lacks a setting that an evaluation needs."""
-    missing = []
-    if config.data.eval_dataset_name is None:
-        missing.append("`data.eval_dataset_name`, the held-out data, is not set")
-    if not config.rewards.reward_funcs:
-        missing.append("`rewards.reward_funcs` is empty: evaluation needs at least one reward function")
-    if missing:
-        raise ConfigError("\n".join(missing))
+    if problems := list(broken(config, FOR_EVALUATION)):
+        raise ConfigError("\n".join(problems))
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from rl_vlm.config.conflicts import conflicts_of
 from rl_vlm.config.data_sources import Which, with_split
 from rl_vlm.config.engines import ENGINES, Engine, EngineName
 from rl_vlm.config.function_names import names_function
+from rl_vlm.config.rules import CONFLICTS, UNREAD, broken
 
 BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
@@ -487,8 +487,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "RunConfig":
-        if conflicts := list(conflicts_of(self)):
-            raise ValueError("\n".join(conflicts))
+        if problems := list(broken(self, UNREAD + CONFLICTS)):
+            raise ValueError("\n".join(problems))
         return self
 
 

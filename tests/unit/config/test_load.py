@@ -7,8 +7,8 @@ import pytest
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.load import FULL_NAMES, check_evaluable, check_trainable, load_config
+from rl_vlm.config.rules import UNREAD
 from rl_vlm.config.schema import SETTINGS, RewardSpec
-from rl_vlm.config.unread import UNREAD
 from rl_vlm.errors import ConfigError
 
 
@@ -271,6 +271,7 @@ def test_malformed_overrides(write):
             "not the policy that is trained; set `engine` to hf",
         ),
         ("lr_scheduler_kwargs: {num_cycles: 2}", "has num_cycles; valid for `lr_scheduler_type` linear: none"),
+        ("lr_scheduler_kwargs: {min_lr: x}", "has min_lr; valid for `lr_scheduler_type` linear: none"),
         (
             "{lr_scheduler_type: polynomial, lr_scheduler_kwargs: {pwoer: 2}}",
             "has pwoer; valid for `lr_scheduler_type` polynomial: lr_end, power",
