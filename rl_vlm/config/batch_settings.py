@@ -8,7 +8,6 @@ Example: 6 prompts per step cannot be shared among 4 processes. The nearest vali
 processes.
 """
 
-import math
 from collections.abc import Iterator
 from itertools import combinations, islice
 from typing import NamedTuple
@@ -21,6 +20,15 @@ DEFAULTS = {"per_device_train_batch_size": TRL_PER_DEVICE_BATCH_SIZE, "gradient_
 
 OPTIONAL = ("steps_per_generation", "gradient_accumulation_steps", "per_device_train_batch_size")
 """Settings that can be left out, in the order in which a suggestion gives them up."""
+
+TRIED = (
+    "prompts_per_step", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "world_size",
+    "steps_per_generation",
+)  # fmt: skip
+"""Settings for which a suggestion tries other values, in the order of the message."""
+
+MOST_TRIED = 4096
+"""Neighbours of a value that are tried below it, and above it."""
 
 
 class BatchSettings(NamedTuple):
@@ -56,11 +64,11 @@ def solve(settings: BatchSettings) -> Solution:
     if isinstance(solution, Solution):
         return solution
     changes = " or ".join(_describe(change) for change in nearest_valid(settings))
-    raise ConfigError(f"{solution}; nearest valid: {changes}")
+    raise ConfigError(f"{solution}; nearest valid: {changes}" if changes else solution)
 
 
 def nearest_valid(settings: BatchSettings) -> list[Change]:
-    """Return changes that give a solution to settings without one.
+    """Return changes that give a solution to settings without one. There are none if all values are far away.
 
     Each change sets one setting to its nearest valid value below or above. If that is not enough, it also leaves out as
     few settings of `OPTIONAL` as possible.
@@ -73,60 +81,24 @@ def nearest_valid(settings: BatchSettings) -> list[Change]:
             changes = [left_out] if _is_valid(kept) else [left_out | change for change in _nearest_values(kept)]
             if changes:
                 return changes
-    raise AssertionError("without the settings of OPTIONAL there is always a valid number of prompts or completions")
+    return []
 
 
 def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
-    """Change one setting at a time. Yield the changes to its nearest valid values below and above."""
-    for name, candidates in _candidates(settings).items():
-        value = getattr(settings, name) or DEFAULTS[name]
-        below = sorted((v for v in candidates if v < value), reverse=True)
-        above = sorted(v for v in candidates if v > value)
-        for nearest_first in (below, above):
-            changes: list[Change] = [{name: v} for v in nearest_first]
-            yield from islice((c for c in changes if _is_valid(settings._replace(**c))), 1)
+    """Try other values of one setting at a time. Yield the nearest valid ones below and above.
 
-
-def _candidates(settings: BatchSettings) -> dict[str, set[int]]:
-    """Return candidate values of each setting, including the nearest valid ones. Leave out settings that cannot help.
-
-    A valid value is a divisor or a multiple of a number that the other settings determine.
+    Values up to twice the largest setting are tried, and at most `MOST_TRIED` on each side.
     """
-    group, processes, prompts, per_device, accumulation, micro_steps = settings
-    if prompts is None:  # then every number of processes is valid
-        per_device, accumulation = per_device or DEFAULTS["per_device_train_batch_size"], accumulation or 1
-        device_step, accumulation_step = group // math.gcd(group, accumulation), group // math.gcd(group, per_device)
-        candidates = {
-            "per_device_train_batch_size": _multiples(per_device, device_step),
-            "gradient_accumulation_steps": _multiples(accumulation, accumulation_step) | _divisors(micro_steps or 1),
-            "num_generations": _divisors(per_device * accumulation) - {1},  # a group of one has no advantages
-        }
-    else:
-        share, trl = max(prompts // processes, 1), (per_device or 1) * (accumulation or 1)
-        most = trl * (micro_steps or 1)
-        candidates = {
-            "prompts_per_step": _multiples(prompts, processes * trl // math.gcd(trl, group))
-            | _divisors(processes * most),
-            "per_device_train_batch_size": _divisors(share * group) if per_device else set(),
-            "gradient_accumulation_steps": _divisors(share * group) if accumulation else set(),
-            "num_generations": (_multiples(group, trl // math.gcd(trl, share)) | _divisors(most)) - {1},
-            "world_size": _divisors(prompts),
-        }
-        accumulation = share * group // per_device if per_device else accumulation or 1
-    if micro_steps is not None:
-        candidates["steps_per_generation"] = _multiples(micro_steps, max(accumulation, 1))
-    return candidates
-
-
-def _multiples(value: int, step: int) -> set[int]:
-    """Return the multiples of `step` around `value`."""
-    below = (value - 1) // step * step
-    return {below, below + step, below + 2 * step} - {0}
-
-
-def _divisors(total: int) -> set[int]:
-    small = {divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0}
-    return small | {total // divisor for divisor in small}
+    defaults = DEFAULTS if settings.prompts_per_step is None else {}
+    largest = 2 * max(value for value in settings if value is not None)
+    for name in TRIED:
+        value = getattr(settings, name) or defaults.get(name)
+        if value is None:
+            continue
+        least = 2 if name == "num_generations" else 1  # a group of one has no advantages
+        for neighbours in (range(value - 1, least - 1, -1), range(value + 1, largest + 1)):
+            valid = (other for other in neighbours[:MOST_TRIED] if _is_valid(settings._replace(**{name: other})))
+            yield from ({name: other} for other in islice(valid, 1))
 
 
 def _is_valid(settings: BatchSettings) -> bool:

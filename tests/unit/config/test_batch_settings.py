@@ -120,19 +120,24 @@ def check(batch: BatchSettings) -> bool:
     return True
 
 
-def check_grid(prompts: Iterable, per_device: Iterable, accumulation: Iterable, micro_steps: Iterable) -> None:
-    grid = product(range(2, 17), range(1, 9), prompts, per_device, accumulation, micro_steps)
-    solved = [check(BatchSettings(*values)) for values in grid]
+def check_grid(*values: Iterable) -> None:
+    """Check all combinations of values, which are in the order of the settings."""
+    solved = [check(BatchSettings(*each)) for each in product(*values)]
     assert 0.02 < sum(solved) / len(solved) < 0.5
 
 
 def test_every_combination_on_a_grid():
-    check_grid([None, 1, 4, 6], [None, 3, 8], [None, 2], [None, 3])
+    check_grid([2, 3, 4, 6, 7, 8, 12, 16], [1, 2, 3, 6, 8], [None, 1, 4, 6], [None, 3, 8], [None, 2], [None, 3])
 
 
 @pytest.mark.slow
 def test_every_combination():
-    check_grid(*[[None, *range(1, 7)]] * 4)
+    check_grid(range(2, 17), range(1, 9), *[[None, *range(1, 7)]] * 4)
+
+
+def test_without_a_valid_value_near_by_nothing_is_suggested():
+    message, changes = refused(prompts_per_step=5, world_size=100_000)
+    assert (message, changes) == ("`prompts_per_step` 5 cannot be shared equally among 100000 processes", [])
 
 
 @settings(max_examples=100, deadline=None)
