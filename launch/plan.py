@@ -35,7 +35,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add_sharding(parser, listed_names(), "that of --config_file, or ddp")
     parser.add_argument("--config_file", type=path, metavar="FILE", help="the file for `accelerate launch`")
     parser.add_argument(
-        "--suggest", action="store_true", help="find the fastest set-up that fits, and what each saving costs"
+        "--suggest",
+        action="store_true",
+        help="list set-ups, the ones that fit best first, and what each saving costs",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; docs/memory.md has its keys")
     parser.add_argument("--picture", type=path, metavar="FILE", help="draw the phases as stacked bars, in a PNG file")

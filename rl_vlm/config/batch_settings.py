@@ -98,7 +98,8 @@ def _nearest_values(settings: BatchSettings) -> Iterator[Change]:
         least = 2 if name == "num_generations" else 1  # a group of one has no advantages
         for neighbours in (range(value - 1, least - 1, -1), range(value + 1, largest + 1)):
             valid = (other for other in neighbours[:MOST_TRIED] if _is_valid(settings._replace(**{name: other})))
-            yield from ({name: other} for other in islice(valid, 1))
+            changes: list[Change] = [{name: other} for other in islice(valid, 1)]
+            yield from changes
 
 
 def _is_valid(settings: BatchSettings) -> bool:

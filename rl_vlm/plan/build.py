@@ -219,6 +219,12 @@ def single_completion(config: RunConfig, model: Model) -> int:
     return model.image_price + model.prompt_tokens + config.rollout.max_completion_length
 
 
+def completions_together(config: RunConfig, model: Model, plan: MemoryPlan) -> int:
+    """Return how many completions of the longest length fit in a micro-batch with their prompt, up to one group."""
+    tokens = min(plan.largest_tokens, plan.micro_batch_tokens) - model.prompt_tokens - model.image_price
+    return min(config.rollout.num_generations, max(1, tokens // config.rollout.max_completion_length))
+
+
 def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
     """Return the planned stages that the run has, in order.
 
@@ -295,3 +301,21 @@ def vllm_needs(config: RunConfig, model: Model, card: Card) -> VLLMMemory:
         batched_tokens(card),
         enforce_eager=config.vllm.vllm_enforce_eager,
     )
+
+
+def vllm_fractions(config: RunConfig, model: Model, plan: MemoryPlan) -> dict[str, float]:
+    """Return values of `vllm_gpu_memory_utilization` for a plan in which vLLM and the trainer share a card.
+
+    `least` is the smallest value for which vLLM's cache holds one sequence of full length, and `enough` the smallest
+    for which it holds `max_num_seqs`. `most` is the largest for which the trainer still fits; it is below 0 if the
+    trainer does not fit without vLLM.
+    """
+    needed = vllm_needs(config, model, plan.card)
+    free = plan.available - plan.peak.total + plan.rollouts.while_training
+    if config.vllm.vllm_enable_sleep_mode:
+        free = plan.free_for_vllm
+    return {
+        "least": needed.utilization(plan.card, 1),
+        "enough": needed.utilization(plan.card, config.rollout.max_num_seqs),
+        "most": free / plan.card.memory,
+    }

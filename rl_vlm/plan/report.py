@@ -9,12 +9,11 @@ from typing import Any
 from rl_vlm.config.batches import batch_settings, plan_batches
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.batch import batch_table, global_batch
-from rl_vlm.plan.build import Hardware, Model, single_completion, vllm_needs
+from rl_vlm.plan.build import Hardware, Model, completions_together, single_completion, vllm_fractions, vllm_needs
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, NCCL_BUFFERS
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import MemoryPlan, Phase, part_names
 from rl_vlm.plan.suggest import MAX_NODES, Setup
-from rl_vlm.plan.utilization import Utilization
 
 LOGITS_COPIES = 2
 """Float32 logits and their gradient."""
@@ -64,16 +63,10 @@ def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan
         )
 
 
-def completions_together(config: RunConfig, model: Model, plan: MemoryPlan) -> int:
-    """Return how many completions of the longest length fit in a micro-batch with their prompt, up to one group."""
-    tokens = min(plan.largest_tokens, plan.micro_batch_tokens) - model.prompt_tokens - model.image_price
-    return min(config.rollout.num_generations, max(1, tokens // config.rollout.max_completion_length))
-
-
 def vllm_limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:
     """Yield the number of sequences in vLLM's cache, and the range of vLLM's fraction of the card."""
     needed, utilization = vllm_needs(config, model, plan.card), config.vllm.vllm_gpu_memory_utilization
-    least, enough, most = Utilization.of(config, model, plan)
+    least, enough, most = vllm_fractions(config, model, plan).values()
     yield (
         f"vllm.vllm_gpu_memory_utilization: {utilization}, which holds "
         f"{needed.num_sequences(plan.card, utilization):,} sequences of full length; for max_num_seqs "
@@ -118,7 +111,7 @@ def smallest_table(setups: Sequence[Setup]) -> str:
 
 
 def setup_table(setups: Sequence[Setup]) -> str:
-    """Return set-ups with their peak, the largest micro-batch, and their time relative to the first."""
+    """Return set-ups with their peak, the largest micro-batch, completions at once, and time relative to the first."""
     rows = [
         [
             each.name,
@@ -126,11 +119,14 @@ def setup_table(setups: Sequence[Setup]) -> str:
             gib(each.plan.peak.total),
             each.plan.peak.name,
             f"{each.plan.largest_tokens:,}" if each.plan.fits else "does not fit",
+            f"{each.together}",
             f"{each.seconds / setups[0].seconds:.2f}",
         ]
         for each in setups
     ]
-    return aligned(["set-up", "GPUs", "peak, GiB", "phase", "largest micro-batch", "relative time"], rows)
+    return aligned(
+        ["set-up", "GPUs", "peak, GiB", "phase", "largest micro-batch", "completions", "relative time"], rows
+    )
 
 
 def setup_data(setup: Setup) -> dict[str, Any]:
@@ -143,13 +139,9 @@ def setup_data(setup: Setup) -> dict[str, Any]:
         "peak_bytes": setup.plan.peak.total,
         "fits": setup.plan.fits,
         "largest_micro_batch_tokens": setup.plan.largest_tokens,
+        "completions_per_micro_batch": setup.together,
         "estimated_seconds": setup.seconds,
     }
-
-
-def vllm_data(config: RunConfig, model: Model, plan: MemoryPlan) -> dict[str, float] | None:
-    """Return the range of vLLM's fraction of the card for `--json`; None if vLLM does not share the run's cards."""
-    return Utilization.of(config, model, plan)._asdict() if config.rollout.facts.reserves_memory else None
 
 
 def gib(size: int) -> str:
@@ -173,6 +165,7 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan with the documented keys of `--json`; sizes are in bytes."""
     batches = plan_batches(config, hardware.num_ranks)
+    shares_cards = config.rollout.facts.reserves_memory
     return {
         "card": plan.card.name,
         "card_bytes": plan.card.memory,
@@ -189,7 +182,7 @@ def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryP
         "micro_batch_tokens": plan.micro_batch_tokens,
         "largest_micro_batch_tokens": plan.largest_tokens,
         "completions_per_micro_batch": completions_together(config, model, plan),
-        "vllm_gpu_memory_utilization": vllm_data(config, model, plan),
+        "vllm_gpu_memory_utilization": vllm_fractions(config, model, plan) if shares_cards else None,
         "global_batch": asdict(batches) | {"completions_per_step": batches.completions_per_step},
         "patch_price": plan.activations.patch_price,
         "activations": {name: round(value) for name, value in vars(plan.activations).items()},

@@ -1,16 +1,15 @@
-"""Estimated time of an optimizer step on a set-up, to compare set-ups with each other.
-
-Compute and communication overlap. Speeds are peaks of data sheets, which a run does not reach. So only ratios of times
-are meaningful. docs/distributed.md has measured ratios.
-"""
+"""Estimated time of an optimizer step, to compare set-ups with each other. Only ratios of times are meaningful."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
+from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.plan.build import Hardware, Model
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.sharding import EIGHT_BIT
-from rl_vlm.plan.weights import TRAINED_BYTES, Weights
+from rl_vlm.plan.weights import TRAINED_BYTES
 
 UTILIZATION = 0.4
 """Fraction of a card's peak FLOP/s that training reaches, an assumption."""
@@ -27,56 +26,49 @@ UPDATE_BYTES = {"adamw_torch": 7 * 4, "adamw_8bit": 3 * 4 + 2 * EIGHT_BIT, "adaf
 writes and reads three temporary tensors."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """The work of one rank in an optimizer step."""
+def step_seconds(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model: Model) -> float:
+    """Estimate the seconds of a step without rollouts, in which completions have half of their longest length.
 
-    tokens: int
-    """Unique tokens of prompts and completions."""
-    micro_batches: int
-    copied: int = 0
-    """Bytes of activations and of a sleeping vLLM's weights, from and to host memory. `host_bytes` counts the rest."""
+    Compute and network overlap; the update and copies to host memory overlap with nothing. Speeds are those of data
+    sheets and the assumptions above (docs/memory.md). docs/distributed.md has measured ratios.
 
-
-def step_seconds(plan: MemoryPlan, step: Step, nodes: int, checkpointing: bool) -> float:
-    """Estimate the seconds of a step without rollouts."""
-    flops, link = plan.card.flops or ASSUMED_FLOPS, plan.card.link or ASSUMED_LINK
-    compute = step_flops(plan.weights, step.tokens, checkpointing) / (UTILIZATION * flops)
-    link = min(link, NETWORK) if nodes > 1 else link
-    updated = plan.weights.num_trained / (plan.num_ranks if plan.sharding.shards_state else 1)
-    update = UPDATE_BYTES[plan.optim] * updated / MEMORY_BANDWIDTH
-    copies = (host_bytes(plan, step) + step.copied) / HOST_LINK
-    return max(compute, sent_bytes(plan, step) / link) + update + copies
-
-
-def step_flops(weights: Weights, tokens: int, checkpointing: bool) -> float:
-    """Return the operations of a forward and backward pass: two per token, weight and product.
-
-    Each weight that a token uses has a product in the forward, one for the gradient of its input, and one in a
-    recomputed forward. A trained weight has one more for its own gradient.
+    compute   2 operations per token, weight and product (arXiv:2001.08361, section 2.1). Each weight that a token uses
+              has a product in the forward, one for the gradient of its input, and one in a recomputed forward. A
+              trained weight has one more for its own gradient.
+    network   bytes that a rank receives, as in docs/benchmarks.md#sharding
+    copies    offloaded weights, gradients and activations, and a sleeping vLLM's weights
     """
-    products = (3 if checkpointing else 2) * weights.num_active + min(weights.num_trained, weights.num_active)
-    return 2.0 * products * tokens
+    card, sharding, weights = plan.card, plan.sharding, plan.weights
+    prompts = plan_batches(config, plan.num_ranks).prompts_per_rank_step
+    tokens = prompts * (
+        model.prompt_tokens + config.rollout.num_generations * config.rollout.max_completion_length // 2
+    )
+    micro_batches = math.ceil(tokens / plan.load.tokens)
+    recomputes = config.memory.gradient_checkpointing in (True, "language_model")
+    products = (3 if recomputes else 2) * weights.num_active + min(weights.num_trained, weights.num_active)
+    compute = 2.0 * products * tokens / (UTILIZATION * (card.flops or ASSUMED_FLOPS))
 
-
-def sent_bytes(plan: MemoryPlan, step: Step) -> int:
-    """Return the bytes that a rank receives in a step, as in docs/benchmarks.md#sharding."""
+    gradients = TRAINED_BYTES * weights.num_trained
+    reductions = micro_batches if sharding.shards_gradients else 1
     if plan.num_ranks == 1:
-        return 0
-    gradients = TRAINED_BYTES * plan.weights.num_trained
-    if plan.sharding.shards_weights:  # gathered for the forward and the backward; gradients are reduced
-        return step.micro_batches * (2 * plan.weights.bytes + gradients)
-    if plan.sharding.shards_state:  # updated weights are gathered
-        reductions = step.micro_batches if plan.sharding.shards_gradients else 1
-        return reductions * gradients + plan.weights.trained_bytes
-    return 2 * gradients
+        sent = 0
+    elif sharding.shards_weights:  # gathered for the forward and the backward; gradients are reduced
+        sent = micro_batches * (2 * weights.bytes + gradients)
+    elif sharding.shards_state:  # updated weights are gathered
+        sent = reductions * gradients + weights.trained_bytes
+    else:
+        sent = 2 * gradients
+    link = card.link or ASSUMED_LINK
+    network = sent / (min(link, NETWORK) if hardware.nodes > 1 else link)
 
+    copied = 2 * plan.rollouts.in_host_memory  # when vLLM falls asleep and when it wakes up
+    if sharding.offloads_weights:
+        copied += 2 * micro_batches * weights.bytes // plan.num_ranks
+    if sharding.offloads_state:  # reduced gradients go to host memory; updated weights come back
+        copied += (reductions * gradients + weights.trained_bytes) // plan.num_ranks
+    if config.memory.activation_offloading:
+        patches, found = model.patches * prompts, plan.activations
+        copied += 2 * round(found.layers_per_token * tokens + found.layers_per_patch * patches)
 
-def host_bytes(plan: MemoryPlan, step: Step) -> int:
-    """Return the bytes that a rank copies from and to host memory in a step: offloaded weights and gradients."""
-    weights, gradients = plan.weights.bytes, TRAINED_BYTES * plan.weights.num_trained
-    of_weights = 2 * step.micro_batches * weights if plan.sharding.offloads_weights else 0
-    reductions = step.micro_batches if plan.sharding.shards_gradients else 1
-    # Reduced gradients go to host memory; updated weights come back.
-    of_state = reductions * gradients + plan.weights.trained_bytes if plan.sharding.offloads_state else 0
-    return (of_weights + of_state) // plan.num_ranks
+    updated = weights.num_trained / (plan.num_ranks if sharding.shards_state else 1)
+    return max(compute, network) + UPDATE_BYTES[plan.optim] * updated / MEMORY_BANDWIDTH + copied / HOST_LINK

@@ -1,4 +1,4 @@
-"""`rl-vlm plan --suggest`: set-ups that fit, the fastest first, and the smallest ones if none does.
+"""`rl-vlm plan --suggest`: set-ups, the ones that fit best first, and the smallest ones if none fits.
 
 shardings × one saving each ─ those that a run refuses are left out ─► Setup with its plan and time
 """
@@ -12,16 +12,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rl_vlm.config.batches import plan_batches
 from rl_vlm.config.engines import engine_named, engines_where
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import RLVLMError
-from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory, single_completion, with_weights
+from rl_vlm.plan.build import (
+    Hardware,
+    Model,
+    completions_together,
+    inspect_model,
+    plan_memory,
+    single_completion,
+    vllm_fractions,
+    with_weights,
+)
 from rl_vlm.plan.check import check_setup
 from rl_vlm.plan.memory import MemoryPlan
-from rl_vlm.plan.speed import Step, step_seconds
-from rl_vlm.plan.utilization import Utilization
+from rl_vlm.plan.speed import step_seconds
 
 MAX_NODES = 64
 """The largest number of machines that is tried."""
@@ -39,6 +46,8 @@ class Setup:
     """Settings that differ from the run's."""
     hardware: Hardware
     plan: MemoryPlan
+    together: int
+    """Completions of a group in one micro-batch. A group that is cut computes its prompt several times."""
     seconds: float
     """Estimated time of an optimizer step without sampling, by vLLM or by the model."""
 
@@ -46,6 +55,14 @@ class Setup:
     def name(self) -> str:
         settings = [f"{key}={str(value).lower()}" for key, value in self.changes.items()]
         return ", ".join([self.hardware.sharding.name, *settings])
+
+    @property
+    def order(self) -> tuple[int, int, float]:
+        """Return the key by which set-ups are sorted: memory first, estimated time last.
+
+        Set-ups that fit come first, with the most completions of a group together. The others follow by their peak.
+        """
+        return (0, -self.together, self.seconds) if self.plan.fits else (1, self.plan.peak.total, self.seconds)
 
 
 class Models:
@@ -81,14 +98,9 @@ def traced_settings(config: RunConfig) -> str:
 
 
 def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
-    """Return every sharding with each of the savings.
-
-    Set-ups that fit come first, the fastest at the top. The others follow, the one with the least memory first.
-    """
+    """Return every sharding with each of the savings, sorted by `Setup.order`."""
     found = [each for changes in savings(config) for each in with_shardings(config, changes, hardware, models)]
-    return sorted(
-        found, key=lambda each: (not each.plan.fits, each.seconds if each.plan.fits else each.plan.peak.total)
-    )
+    return sorted(found, key=lambda each: each.order)
 
 
 def savings(config: RunConfig) -> Iterator[Changes]:
@@ -125,7 +137,8 @@ def setup(config: RunConfig, changes: Changes, hardware: Hardware, models: Model
     tried = list(adapted(config, changes, hardware, model))
     changes, plan = next((each for each in tried if each[1].fits), tried[0])
     changed = with_changes(config, changes)
-    return Setup(changes, hardware, plan, seconds_of_step(changed, hardware, plan, model))
+    together, seconds = completions_together(changed, model, plan), step_seconds(changed, hardware, plan, model)
+    return Setup(changes, hardware, plan, together, seconds)
 
 
 def adapted(
@@ -140,7 +153,7 @@ def adapted(
     yield tried[0]
     changed = with_changes(config, changes)
     if changed.rollout.facts.reserves_memory:
-        least, enough, most = Utilization.of(changed, model, tried[0][1])
+        least, enough, most = vllm_fractions(changed, model, tried[0][1]).values()
         most = math.floor(100 * min(most, enough)) / 100
         tried += [planned({"vllm.vllm_gpu_memory_utilization": each}) for each in (most, least) if least <= each <= 1]
     yield from tried[1:]
@@ -170,34 +183,18 @@ def without(data: dict[str, Any], section: str, *prefixes: str) -> None:
     data[section] = {name: value for name, value in data.get(section, {}).items() if not name.startswith(prefixes)}
 
 
-def seconds_of_step(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model: Model) -> float:
-    """Estimate the time of a step whose completions have half of their longest length."""
-    prompts = plan_batches(config, plan.num_ranks).prompts_per_rank_step
-    completions = config.rollout.num_generations * config.rollout.max_completion_length // 2
-    tokens = prompts * (model.prompt_tokens + completions)
-    copied = 2 * plan.rollouts.in_host_memory  # vLLM's weights, when it falls asleep and when it wakes up
-    if config.memory.activation_offloading:
-        layers = (
-            plan.activations.layers_per_token * tokens + plan.activations.layers_per_patch * model.patches * prompts
-        )
-        copied += 2 * round(layers)
-    step = Step(tokens, math.ceil(tokens / plan.load.tokens), copied)
-    recomputes = config.memory.gradient_checkpointing in (True, "language_model")
-    return step_seconds(plan, step, hardware.nodes, recomputes)
-
-
 def smallest(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]:
     """Return the smallest set-ups that fit, fewest GPUs first; an empty list if none fits.
 
     Each way to train of `weaker` is tried on the hardware itself, then on twice as many GPUs at a time. It adds a
-    set-up only if it needs fewer GPUs than the ways before it. The fastest sharding is chosen.
+    set-up only if it needs fewer GPUs than the ways before it. The first sharding by `Setup.order` is chosen.
     """
     found: list[Setup] = []
     for changes in weaker(config):
         for larger in more_gpus(hardware, found[-1].hardware.num_ranks if found else None):
             ways = with_shardings(config, changes | more_prompts(config, larger), larger, models)
             if fitting := [each for each in ways if each.plan.fits]:
-                found.append(min(fitting, key=lambda each: each.seconds))
+                found.append(min(fitting, key=lambda each: each.order))
                 break
     return found[::-1]
 

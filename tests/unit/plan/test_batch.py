@@ -1,6 +1,6 @@
 from rl_vlm.config.batch_settings import BatchSettings
 from rl_vlm.config.batches import BatchPlan
-from rl_vlm.plan.batch import BatchChange, batch_changes, batch_table, global_batch
+from rl_vlm.plan.batch import batch_table, global_batch
 
 
 def test_the_global_batch_as_a_product():
@@ -14,22 +14,26 @@ def test_the_global_batch_as_a_product():
     assert "× 8 ranks × 2 nodes = 256" in global_batch(plan, num_nodes=2)
 
 
+def rows(settings: BatchSettings) -> list[list[str]]:
+    return [line.split(maxsplit=5) for line in batch_table(settings)][1:]
+
+
 def test_fixed_prompts_are_shared_by_more_ranks_or_refused():
-    settings = BatchSettings(num_generations=4, world_size=6, prompts_per_step=12)
-    changes = batch_changes(settings)
-    assert changes[:4] == [
-        BatchChange(4, 6, 12, 2), BatchChange(2, 6, 12, 2), BatchChange(8, 6, 12, 2), BatchChange(4, 3, 12, 4)
+    """Columns: G, ranks, prompts, completions, prompts per rank."""
+    found = rows(BatchSettings(num_generations=4, world_size=6, prompts_per_step=12))
+    assert found[:4] == [
+        ["4", "6", "12", "48", "2"], ["2", "6", "12", "24", "2"], ["8", "6", "12", "96", "2"],
+        ["4", "3", "12", "48", "4"],
     ]  # fmt: skip
-    refused = changes[4]
-    assert (refused.world_size, refused.completions_per_step) == (5, None)
-    assert "cannot be shared equally among 5 processes; nearest valid: `prompts_per_step` 10" in refused.refusal
-    assert changes[-1] == BatchChange(4, 12, 12, 1)
+    assert found[4][:3] == ["4", "5", "refused:"]
+    assert "cannot be shared equally among 5 processes; nearest valid: `prompts_per_step` 10" in found[4][-1]
+    assert found[-1] == ["4", "12", "12", "48", "1"]
 
 
 def test_a_fixed_size_per_device_makes_the_batch_grow_with_the_ranks():
-    settings = BatchSettings(4, 6, per_device_train_batch_size=4, gradient_accumulation_steps=1)
-    assert {c.world_size: c.completions_per_step for c in batch_changes(settings) if c.num_generations == 4} == {
-        3: 12, 5: 20, 6: 24, 7: 28, 12: 48
+    found = rows(BatchSettings(4, 6, per_device_train_batch_size=4, gradient_accumulation_steps=1))
+    assert {ranks: completions for group, ranks, _, completions, *_ in found if group == "4"} == {
+        "3": "12", "5": "20", "6": "24", "7": "28", "12": "48"
     }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config
-from rl_vlm.plan.speed import Step, host_bytes, step_flops
 from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights, count_weights
 
@@ -175,15 +174,6 @@ def test_rollouts_with_offloaded_weights_on_one_rank():
     assert parts_of(planned(config, "zero3_offload"), "save")["gathered weights"] == 800
 
 
-def test_flops_of_a_step():
-    assert step_flops(WEIGHTS, 10, checkpointing=False) == 10 * 2 * 3 * 1000
-    assert step_flops(WEIGHTS, 10, checkpointing=True) == 10 * 2 * 4 * 1000
-    adapter = replace(WEIGHTS, num=1010, num_active=1010, num_trained=10)
-    assert step_flops(adapter, 10, checkpointing=False) == 10 * 2 * (2 * 1010 + 10)
-    experts = replace(WEIGHTS, num_active=100)
-    assert step_flops(experts, 10, checkpointing=False) == 10 * 2 * 3 * 100
-
-
 @pytest.mark.ci
 def test_experts_that_a_token_uses():
     folder = packaged_config("Qwen/Qwen3-VL-30B-A3B-Instruct")
@@ -191,17 +181,6 @@ def test_experts_that_a_token_uses():
     experts = 48 * 128 * 3 * 2048 * 768  # in 48 layers, of which 8 of 128 are chosen
     assert weights.num - weights.num_active == experts - experts // 16
     assert 3.0e9 < weights.num_active < 4.0e9  # "A3B", and a vision tower
-
-
-def test_bytes_to_and_from_host_memory():
-    step = Step(tokens=100, micro_batches=3)
-    found = {name: host_bytes(a_plan(name, 2), step) for name in SHARDINGS}
-    weights, state = 3 * 2 * 4000 // 2, (3 * 4000 + 4000) // 2
-    assert found == dict.fromkeys(SHARDINGS, 0) | {
-        "zero1_offload": (4000 + 4000) // 2,  # after the last micro-batch
-        "zero2_offload": state, "zero3_offload_optimizer": state,
-        "zero3_offload_param": weights, "zero3_offload": weights + state,
-    }  # fmt: skip
 
 
 def test_host_memory():

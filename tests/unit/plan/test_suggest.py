@@ -48,6 +48,20 @@ def test_what_fits_comes_first_by_time():
     assert "ddp" in {each.name for each in found if not each.plan.fits}
 
 
+def test_set_ups_with_more_of_a_group_at_once_come_first():
+    # Beside 4 GiB there are 1.5 GiB. A token takes 1 MiB, and a prompt 132 tokens: three completions of 380.
+    found = found_setups(run_config(memory={"micro_batch_tokens": "auto"}), hardware(5.5))
+    together = {each.name: each.together for each in found}
+    assert (together["ddp"], together["ddp, memory.gradient_checkpointing=true"]) == (3, 4)
+    seconds = {each.name: each.seconds for each in found}
+    assert seconds["ddp, memory.gradient_checkpointing=true"] > seconds["ddp"] > seconds["ddp, train.optim=adamw_8bit"]
+    places = [
+        [each.name for each in found].index(f"ddp{change}")
+        for change in (", train.optim=adamw_8bit", ", memory.gradient_checkpointing=true", "")
+    ]
+    assert places == sorted(places)
+
+
 def test_peaks_of_the_savings():
     found = by_name(run_config(), hardware(80))
     peaks = {name: each.plan.peak.total / GIB for name, each in found.items() if each.hardware.sharding.name == "ddp"}
