@@ -76,7 +76,8 @@ def reads_no_config(entry: DataSource) -> bool:
 def has_other_split(data: DataConfig, which: Which) -> bool:
     """Return whether the data are one name that ends with another split than the section's."""
     given = getattr(data, NAMES[which])
-    return isinstance(given, str) and split_name(given)[1] not in (None, getattr(data, SPLITS[which]))
+    split = data.dataset_train_split if which == "train" else data.dataset_test_split
+    return isinstance(given, str) and split_name(given)[1] not in (None, split)
 
 
 def with_two_splits(data: DataConfig, which: Which) -> list[dict[str, Any]]:

@@ -358,6 +358,7 @@ WITHOUT = {
     "{dataset_name: 'a.py:rows', dataset_config: x}": "without data of the hub or a directory",
     "dataloader_prefetch_factor: 2": "without `dataloader_num_workers`",
     "weight_sync_steps: 2": "on `engine` hf",
+    "agreement_steps: 10": "on `engine` hf",
     "{engine: vllm, ds3_gather_for_generation: false}": "on an engine with weights of its own",
     "lora_sync: merge": "on `engine` hf",
     "{num_generations_eval: 2, eval_temperature: 1}": "without `eval_dataset_name`",
