@@ -91,6 +91,10 @@ class RankOfTwo(Ranks):
     def is_main(self) -> bool:
         return self.index == 0
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def gather(self, values: list[Any]) -> list[Any]:
         self.slots[self.index] = values
         self.barrier.wait(timeout=30)
