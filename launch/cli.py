@@ -17,7 +17,7 @@ from launch.doctor import add_doctor_flags, doctor_command
 from launch.help import add_help, add_host, port
 from launch.nodes import add_launch_flags, launch_command
 from launch.plan import add_plan_flags, plan_command
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import without_secrets
@@ -39,7 +39,7 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
         return _show(*dry_run_training(config))
     check_trainable(config)
     configure_allocator(config)
-    plan_batches(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    batch_sizes(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     from rl_vlm.log.outcome import training_outcome
     from rl_vlm.run.run import train
     from rl_vlm.tools.instruments import INSTRUMENTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.describe import describe
 from rl_vlm.config.load import check_evaluable, check_trainable
 from rl_vlm.config.schema import RunConfig
@@ -20,7 +20,7 @@ def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:
     with settings.noting():
         check_trainable(config)
     with settings.noting():
-        plan = plan_batches(config, world_size())
+        plan = batch_sizes(config, world_size())
     found = check_training(config, plan)
     return describe(config, plan) + _comments(found), settings.texts("error") + found.texts("error")
 

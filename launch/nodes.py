@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.help import LAST_PORT, LOCAL_HOSTS, add_sharding, port
 from launch.serve import joining_words
 from rl_vlm.config import yaml_text
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, listed_names
@@ -189,7 +189,7 @@ def planned_job(config: RunConfig, options: argparse.Namespace) -> Job:
         raise ConfigError("--time is the limit of a Slurm job: add --slurm, or leave it out")
     if options.hosts is not None:
         check_hosts(options.hosts, num_hosts)
-    plan_batches(config, options.nodes * options.gpus)  # refuse large numbers before the lists below get long
+    batch_sizes(config, options.nodes * options.gpus)  # refuse large numbers before the lists below get long
     hosts = options.hosts or [Shell(f"${{hosts[{i}]}}") if options.slurm else f"node-{i}" for i in range(num_hosts)]
     cluster = Cluster(hosts, options.nodes, options.gpus, options.sharding or "ddp", options.port)
     path = options.config if not options.config.startswith("-") else f"./{options.config}"  # not an option

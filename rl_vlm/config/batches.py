@@ -22,7 +22,7 @@ from rl_vlm.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSizes:
     """The logical batch. It does not determine memory use: `micro_batch_tokens` sets the size of micro-batches."""
 
     prompts_per_step: int
@@ -53,14 +53,14 @@ class BatchPlan:
         return self.prompts_per_step // self.world_size
 
 
-def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
+def batch_sizes(config: RunConfig, world_size: int) -> BatchSizes:
     """Compute the batches of `config` on `world_size` processes.
 
     Raises ConfigError with the nearest valid values if the settings have no solution in whole groups.
     """
     settings = batch_settings(config, world_size)
     solution = solve(settings)
-    return BatchPlan(
+    return BatchSizes(
         prompts_per_step=solution.prompts_per_step,
         num_generations=settings.num_generations,
         world_size=world_size,
@@ -84,7 +84,7 @@ def batch_settings(config: RunConfig, world_size: int) -> BatchSettings:
 
 
 def settings_that_keep(prompts: int, steps: int, config: RunConfig, world_size: int) -> dict[str, int]:
-    """Return the settings to change so that `plan_batches` makes the same batch on `world_size` processes.
+    """Return the settings to change so that `batch_sizes` makes the same batch on `world_size` processes.
 
     The batch is given as prompts per step and steps per window. Returns nothing if the prompts cannot be shared.
     """
@@ -104,7 +104,7 @@ def settings_that_keep(prompts: int, steps: int, config: RunConfig, world_size: 
     return {name: value for name, (present, value) in present_and_wanted.items() if value and value != present}
 
 
-def total_optimizer_steps(config: RunConfig, plan: BatchPlan, num_rows: int) -> int:
+def total_optimizer_steps(config: RunConfig, plan: BatchSizes, num_rows: int) -> int:
     """Return the optimizer steps of the run: `max_steps`, or `num_train_epochs` over `num_rows` rows in whole windows.
 
     If the rows do not fill the last window, it is completed from the next epoch. Raises ConfigError if there are fewer
@@ -141,7 +141,7 @@ def endless_warmup(train: TrainConfig, num_steps: int) -> str | None:
     )
 
 
-def _smaller_window(config: RunConfig, plan: BatchPlan, num_rows: int) -> str:
+def _smaller_window(config: RunConfig, plan: BatchSizes, num_rows: int) -> str:
     """Describe the change to the largest window that `num_rows` rows fill: fewer prompts per step, else fewer steps."""
     if num_rows < plan.world_size:
         return f"at most {num_rows} processes"

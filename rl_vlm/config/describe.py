@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from rl_vlm.config import yaml_text
-from rl_vlm.config.batches import BatchPlan
+from rl_vlm.config.batches import BatchSizes
 from rl_vlm.config.schema import SECTIONS, DataSource, MemoryConfig, RewardSpec, RunConfig, Section
 from rl_vlm.config.secrets import starred
 
@@ -25,7 +25,7 @@ def to_yaml(config: RunConfig) -> str:
     return yaml_text.dump(starred(config.model_dump(mode="json")))
 
 
-def describe(config: RunConfig, plan: BatchPlan | None = None) -> str:
+def describe(config: RunConfig, plan: BatchSizes | None = None) -> str:
     """Return the resolved settings as YAML, followed by sentences about the batches of `plan` as comments."""
     comments = [] if plan is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, plan)]
     return to_yaml(config) + "".join(comments)
@@ -55,7 +55,7 @@ def short_help(names: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-def _batch_sentences(config: RunConfig, plan: BatchPlan) -> list[str]:
+def _batch_sentences(config: RunConfig, plan: BatchSizes) -> list[str]:
     processes = f"{plan.prompts_per_rank_step} prompts on each of {plan.world_size} processes"
     train, steps_per_window = config.train, plan.steps_per_window * plan.num_iterations
     if train.max_steps is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launch_variables import AUTO_SIZES, Launch
 from rl_vlm.distributed.shardings import DEEPSPEED, SHARDINGS, Sharding
@@ -88,7 +88,7 @@ def asks_for_nothing(value: Any) -> bool:
 
 def check_batches(asked: Mapping[str, Any], config: RunConfig, world_size: int) -> None:
     """Raise LaunchError if an explicit batch size or clipping differs from the run's."""
-    plan = plan_batches(config, world_size)
+    plan = batch_sizes(config, world_size)
     accumulation = plan.gradient_accumulation_steps
     run_values = {
         "train_batch_size": plan.completions_per_step,

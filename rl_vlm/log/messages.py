@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rl_vlm.config.batches import BatchPlan
+from rl_vlm.config.batches import BatchSizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.quantization import is_in_4bit, num_weights
 
@@ -71,7 +71,7 @@ def rows_to_evaluate_line(num_rows: int, num_finished: int) -> str:
     return f"{num_rows} held-out rows{resumed}"
 
 
-def batch_line(plan: BatchPlan, num_steps: int) -> str:
+def batch_line(plan: BatchSizes, num_steps: int) -> str:
     """Describe a step, and say how many steps the run has."""
     processes = "one process" if plan.world_size == 1 else f"{plan.world_size} processes"
     window = plan.steps_per_window * plan.num_iterations

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from rl_vlm.config.batch_settings import BatchSettings, solve
-from rl_vlm.config.batches import BatchPlan
+from rl_vlm.config.batches import BatchSizes
 from rl_vlm.errors import ConfigError
 
 
-def global_batch(plan: BatchPlan, num_nodes: int = 1) -> str:
+def global_batch(plan: BatchSizes, num_nodes: int = 1) -> str:
     """Return one line with the completions of an optimizer step as per-device × accumulation × ranks."""
     ranks = f"{plan.world_size} ranks"
     if num_nodes > 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import Sharding
@@ -232,7 +232,7 @@ def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
     """
     algorithm = config.algorithm
     absent = {
-        Stage.OLD_LOGPROBS: plan_batches(config, num_ranks).steps_per_window == 1,
+        Stage.OLD_LOGPROBS: batch_sizes(config, num_ranks).steps_per_window == 1,
         Stage.REF_LOGPROBS: algorithm.beta == 0,
         Stage.ENTROPY: algorithm.top_entropy_quantile == 1,
         Stage.WEIGHT_SYNC: not config.rollout.facts.has_own_weights,

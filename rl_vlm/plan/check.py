@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.optim import refuse_shards
 from rl_vlm.distributed.shardings import Sharding
@@ -15,7 +15,7 @@ def check_setup(config: RunConfig, sharding: Sharding, num_ranks: int) -> None:
 
     Packages need not be installed.
     """
-    plan_batches(config, num_ranks)
+    batch_sizes(config, num_ranks)
     if config.rollout.facts.spans_ranks:
         beside_ranks(config, num_ranks)
     refuse_shards(config.train.optim, sharding.name, sharding.shards_state)

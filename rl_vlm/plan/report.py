@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rl_vlm.config.batches import batch_settings, plan_batches
+from rl_vlm.config.batches import batch_settings, batch_sizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.batch import batch_table, global_batch
 from rl_vlm.plan.build import Hardware, Model, completions_together, single_completion, vllm_fractions, vllm_needs
@@ -85,7 +85,7 @@ def padded_rows(config: RunConfig, model: Model, plan: MemoryPlan, rows: int) ->
 
 def batch_lines(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     """Yield the global batch, and a table of batches with other G and other numbers of GPUs."""
-    yield global_batch(plan_batches(config, hardware.num_ranks), hardware.nodes)
+    yield global_batch(batch_sizes(config, hardware.num_ranks), hardware.nodes)
     yield from batch_table(batch_settings(config, hardware.num_ranks))
 
 
@@ -164,7 +164,7 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan with the documented keys of `--json`; sizes are in bytes."""
-    batches = plan_batches(config, hardware.num_ranks)
+    batches = batch_sizes(config, hardware.num_ranks)
     shares_cards = config.rollout.facts.reserves_memory
     return {
         "card": plan.card.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.build import Hardware, Model
 from rl_vlm.plan.memory import MemoryPlan
@@ -39,7 +39,7 @@ def step_seconds(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model:
     copies    offloaded weights, gradients and activations, and a sleeping vLLM's weights
     """
     card, sharding, weights = plan.card, plan.sharding, plan.weights
-    prompts = plan_batches(config, plan.num_ranks).prompts_per_rank_step
+    prompts = batch_sizes(config, plan.num_ranks).prompts_per_rank_step
     tokens = prompts * (
         model.prompt_tokens + config.rollout.num_generations * config.rollout.max_completion_length // 2
     )

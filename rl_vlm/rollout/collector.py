@@ -21,7 +21,7 @@ import torch
 
 from rl_vlm.algorithm.advantages import compute_advantages, reward_std
 from rl_vlm.checkpoint.random_states import random_states, restore_random_states
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.loader import PromptLoader
 from rl_vlm.data.sampler import Draw
@@ -94,7 +94,7 @@ class Collector:
         cost: Cost,
     ) -> None:
         self.config = config
-        self.plan = plan_batches(config, ranks.world_size)
+        self.plan = batch_sizes(config, ranks.world_size)
         self.ranks = ranks
         self.loader = loader
         self.engine = engine

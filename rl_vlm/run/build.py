@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rl_vlm.algorithm.own_loss import check_own_loss
 from rl_vlm.checkpoint import store
 from rl_vlm.checkpoint.random_states import seed_random_generators
-from rl_vlm.config.batches import BatchPlan, endless_warmup, plan_batches, total_optimizer_steps
+from rl_vlm.config.batches import BatchSizes, batch_sizes, endless_warmup, total_optimizer_steps
 from rl_vlm.config.changes import function_sources
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.schema import RunConfig
@@ -139,7 +139,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     ranks = opened.enter_context(joined(config.train))
     with ranks.agree():
         strategy = select_strategy(ranks, config)
-        plan = plan_batches(config, ranks.world_size)
+        plan = batch_sizes(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
     saved = open_directory(config, directory, ranks, opened)
     with ranks.agree():
@@ -302,7 +302,7 @@ def build_evaluator(
 
 
 def build_loader(
-    config: RunConfig, plan: BatchPlan, data: Data, ranks: Ranks, large_prompts: LargePrompts
+    config: RunConfig, plan: BatchSizes, data: Data, ranks: Ranks, large_prompts: LargePrompts
 ) -> PromptLoader:
     """Build the loader of this rank's prompts, with its sampler."""
     source = PromptSource(data.usable.rows, data.usable.indices, data.builder)

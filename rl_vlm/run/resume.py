@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rl_vlm.config.batches import plan_batches, settings_that_keep
+from rl_vlm.config.batches import batch_sizes, settings_that_keep
 from rl_vlm.config.changes import (
     OF_BATCHES,
     changed_settings,
@@ -43,7 +43,7 @@ def state_files(
 
     `sources` is the result of `function_sources` at the start of the run. `own_states` has a state per rank.
     """
-    plan = plan_batches(config, len(own_states))
+    plan = batch_sizes(config, len(own_states))
     state = {
         "progress": asdict(progress),
         "budget": budget.state_dict(),
@@ -130,7 +130,7 @@ class SavedRun:
     def check_batch(self, config: RunConfig, world_size: int) -> None:
         """Raise CheckpointError if the prompts per step or the steps per window would differ from the saved run's."""
         prompts, steps = self.state["prompts_per_step"], self.state["steps_per_window"]
-        plan = plan_batches(config, world_size)
+        plan = batch_sizes(config, world_size)
         if (plan.prompts_per_step, plan.steps_per_window) == (prompts, steps):
             return
         settings = settings_that_keep(prompts, steps, config, world_size)

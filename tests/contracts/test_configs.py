@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.plan.packaged import packaged_config
 from tests.helpers.dry_runs import CONFIGS, KEPT, ROOT, TINY, dry_run, kept_file, num_processes, opening_comment
@@ -24,7 +24,7 @@ def test_there_are_configs():
 def test_a_config_loads_and_its_batches_have_a_solution(path: Path):
     config = load_config(path)
     check_trainable(config)
-    batch = plan_batches(config, num_processes(path))
+    batch = batch_sizes(config, num_processes(path))
     assert batch.completions_per_step > 1
     if path in READY:
         product = (

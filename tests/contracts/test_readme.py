@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from launch import cli
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.samples import load_rows
@@ -79,7 +79,7 @@ def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     config = load_config("my_run.yaml")
     check_trainable(config)
-    assert plan_batches(config, world_size=1).completions_per_step == 128
+    assert batch_sizes(config, world_size=1).completions_per_step == 128
     sample = load_rows(config.data, "train")[0]
     assert sample.prompt == "How many cups are there? Put the number in <answer> tags."
     assert [image.size for image in sample.images] == [(4, 3)]
@@ -105,7 +105,7 @@ def test_the_run_from_python(monkeypatch: pytest.MonkeyPatch):
     exec(block("python", "from datasets import load_dataset"), names)
     config = names["trainer"].config
     check_trainable(config)
-    assert plan_batches(config, world_size=1).completions_per_step == 128
+    assert batch_sizes(config, world_size=1).completions_per_step == 128
     with live(names["trainer"].objects), RewardSuite(config.rewards) as suite:
         table = suite.score([group("How many?", ["<answer>7</answer>", "7"])], TrainerState(0, 1, 0.0))
         suite.check_columns(load_rows(config.data, "train")[0].columns)

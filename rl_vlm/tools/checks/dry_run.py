@@ -17,7 +17,7 @@ from typing import Literal
 
 from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.checkpoint.store import directories
-from rl_vlm.config.batches import BatchPlan, endless_warmup, total_optimizer_steps
+from rl_vlm.config.batches import BatchSizes, endless_warmup, total_optimizer_steps
 from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.engines import engines_where
@@ -39,7 +39,7 @@ FIRST_ROWS = 64
 """Number of rows of Parquet and Arrow files that a dry run reads."""
 
 
-def check_training(config: RunConfig, plan: BatchPlan | None) -> Diagnosis:
+def check_training(config: RunConfig, plan: BatchSizes | None) -> Diagnosis:
     """Check a training run. `plan` gives the number of steps; it is None if the batch sizes have no solution."""
     diagnosis = Diagnosis()
     rewards = check_rewards(config.rewards, diagnosis)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
-from rl_vlm.config.batches import BatchPlan, total_optimizer_steps
+from rl_vlm.config.batches import BatchSizes, total_optimizer_steps
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.prompts import PromptBuilder
@@ -72,7 +72,7 @@ def examine_data(
     return train, held_out
 
 
-def count_steps(config: RunConfig, plan: BatchPlan | None, train: Split, diagnosis: Diagnosis) -> int:
+def count_steps(config: RunConfig, plan: BatchSizes | None, train: Split, diagnosis: Diagnosis) -> int:
     """Return the number of optimizer steps of the run, or 1 if the settings have no solution."""
     if plan is not None:
         with diagnosis.noting():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_vlm.config.batches import BatchPlan, plan_batches
+from rl_vlm.config.batches import BatchSizes, batch_sizes
 from rl_vlm.config.load import check_trainable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import Finding
@@ -18,13 +18,13 @@ LARGEST_RATES = {False: 1e-4, True: 1e-3}
 """Largest usual learning rate, by `use_peft`. Above it, a pretrained model is likely to diverge."""
 
 
-def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[RewardSuite], BatchPlan | None]:
+def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[RewardSuite], BatchSizes | None]:
     """Check the settings. Returns a suite for each reward function that loads, and the batch plan or None."""
     found, plan = Diagnosis(), None
     with found.noting():
         check_trainable(config)
     with found.noting():
-        plan = plan_batches(config, 1)
+        plan = batch_sizes(config, 1)
     suites = check_rewards(config.rewards, found)
     check_around_data(config, found)
     diagnosis.findings += [*unusual_temperature(config), *found.findings]

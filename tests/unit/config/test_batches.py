@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_vlm.config.batches import BatchPlan, plan_batches, settings_that_keep, total_optimizer_steps
+from rl_vlm.config.batches import BatchSizes, batch_sizes, settings_that_keep, total_optimizer_steps
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 
@@ -22,8 +22,8 @@ def run_config(num_generations: int = 8, num_iterations: int = 1, **train: Any) 
 
 
 def test_prompts_per_step_alone_is_enough():
-    plan = plan_batches(run_config(prompts_per_step=4, steps_per_generation=2, num_iterations=3), world_size=2)
-    assert plan == BatchPlan(
+    plan = batch_sizes(run_config(prompts_per_step=4, steps_per_generation=2, num_iterations=3), world_size=2)
+    assert plan == BatchSizes(
         prompts_per_step=4,
         num_generations=8,
         world_size=2,
@@ -49,7 +49,7 @@ def test_prompts_per_step_alone_is_enough():
     ],
 )
 def test_what_is_not_given_is_derived(train, world_size, prompts, accumulation, window):
-    plan = plan_batches(run_config(**train), world_size)
+    plan = batch_sizes(run_config(**train), world_size)
     assert (plan.prompts_per_step, plan.gradient_accumulation_steps, plan.steps_per_window) == (
         prompts,
         accumulation,
@@ -59,7 +59,7 @@ def test_what_is_not_given_is_derived(train, world_size, prompts, accumulation, 
 
 def test_settings_without_a_solution_are_refused_with_the_nearest_valid_values():
     with pytest.raises(ConfigError, match=r"nearest valid: `prompts_per_step` 4 or `prompts_per_step` 6 or 1 process"):
-        plan_batches(run_config(prompts_per_step=5), world_size=2)
+        batch_sizes(run_config(prompts_per_step=5), world_size=2)
 
 
 sizes = st.integers(1, 24)
@@ -67,23 +67,23 @@ sizes = st.integers(1, 24)
 
 def test_steps_of_a_run():
     config = run_config(prompts_per_step=4, steps_per_generation=2, num_iterations=3, num_train_epochs=2.0)
-    plan = plan_batches(config, world_size=1)
+    plan = batch_sizes(config, world_size=1)
     assert total_optimizer_steps(config, plan, num_rows=16) == 4 * 2 * 3
     assert total_optimizer_steps(config, plan, num_rows=17) == 5 * 2 * 3
     limited = run_config(prompts_per_step=4, max_steps=7)
-    assert total_optimizer_steps(limited, plan_batches(limited, 1), num_rows=16) == 7
+    assert total_optimizer_steps(limited, batch_sizes(limited, 1), num_rows=16) == 7
 
 
 def test_a_dataset_smaller_than_one_window_is_refused():
     config = run_config(prompts_per_step=4, steps_per_generation=2, max_steps=10)
     with pytest.raises(ConfigError, match=r"7 rows, fewer than the 8 prompts .* or `prompts_per_step` 3$"):
-        total_optimizer_steps(config, plan_batches(config, world_size=1), num_rows=7)
+        total_optimizer_steps(config, batch_sizes(config, world_size=1), num_rows=7)
     with pytest.raises(ConfigError, match=r"or `prompts_per_step` 2$"):
-        total_optimizer_steps(config, plan_batches(config, world_size=2), num_rows=7)
+        total_optimizer_steps(config, batch_sizes(config, world_size=2), num_rows=7)
     with pytest.raises(ConfigError, match=r"or `steps_per_generation` 1$"):
-        total_optimizer_steps(config, plan_batches(config, world_size=4), num_rows=7)
+        total_optimizer_steps(config, batch_sizes(config, world_size=4), num_rows=7)
     with pytest.raises(ConfigError, match=r"or at most 3 processes$"):
-        total_optimizer_steps(config, plan_batches(config, world_size=4), num_rows=3)
+        total_optimizer_steps(config, batch_sizes(config, world_size=4), num_rows=3)
 
 
 @settings(max_examples=200, deadline=None)
@@ -103,7 +103,7 @@ def test_a_refused_window_names_one_that_the_rows_fill(world_size, share, accumu
     train |= by_trl if by_device else by_prompts
     config = run_config(group, **train)
     try:
-        total_optimizer_steps(config, plan_batches(config, world_size), rows)
+        total_optimizer_steps(config, batch_sizes(config, world_size), rows)
     except ConfigError as error:
         if rows < world_size:
             assert str(error).endswith(f"at most {rows} processes")
@@ -111,7 +111,7 @@ def test_a_refused_window_names_one_that_the_rows_fill(world_size, share, accumu
         named = re.findall(r"`([a-z_]+)` (\d+)", str(error).partition("use more rows, or ")[2])
         assert named
         smaller = run_config(group, **train | {name: int(value) for name, value in named})
-        assert total_optimizer_steps(smaller, plan_batches(smaller, world_size), rows) == 1
+        assert total_optimizer_steps(smaller, batch_sizes(smaller, world_size), rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -158,5 +158,5 @@ def test_those_settings_do_keep_it(group, world_size, share, steps, prompts, per
         "steps_per_generation": micro_steps,
     }
     changes = settings_that_keep(share * world_size, steps, run_config(group, **train), world_size)
-    plan = plan_batches(run_config(group, **train | changes), world_size)
+    plan = batch_sizes(run_config(group, **train | changes), world_size)
     assert (plan.prompts_per_step, plan.steps_per_window) == (share * world_size, steps)

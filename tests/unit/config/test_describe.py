@@ -4,7 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.config import yaml_text
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.describe import describe, settings_help, to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import SETTINGS, RunConfig
@@ -44,7 +44,7 @@ def test_values_survive_yaml(value):
 
 
 def test_a_description_is_yaml_with_the_batches_worked_out():
-    text = describe(config, plan_batches(config, world_size=2))
+    text = describe(config, batch_sizes(config, world_size=2))
     assert yaml.safe_load(text)["train"]["prompts_per_step"] == 4
     assert text.splitlines()[-4:] == [
         "# Optimizer step: 4 prompts × 8 = 32 completions, 2 prompts on each of 2 processes.",
@@ -56,7 +56,7 @@ def test_a_description_is_yaml_with_the_batches_worked_out():
 
 def test_a_description_of_a_run_with_max_steps():
     limited = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 7})})
-    text = describe(limited, plan_batches(limited, world_size=1))
+    text = describe(limited, batch_sizes(limited, world_size=1))
     assert "# Optimizer step: 4 prompts × 8 = 32 completions, all on one process.\n" in text
     assert "# Run: 7 optimizer steps (max_steps).\n" in text
 

@@ -8,7 +8,7 @@ import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, AutoProcessor
 
-from rl_vlm.config.batches import plan_batches
+from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.data.images import pixel_limits
@@ -90,7 +90,7 @@ def test_every_ready_file_is_here():
 def test_batches(name: str):
     processes, prompts, generations, completions, share, window = BATCHES[name]
     assert num_processes(ROOT / f"configs/{name}.yaml") == processes
-    plan = plan_batches(ready(name), processes)
+    plan = batch_sizes(ready(name), processes)
     assert (plan.prompts_per_step, plan.num_generations, plan.completions_per_step) == (
         prompts,
         generations,

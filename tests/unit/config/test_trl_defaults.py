@@ -45,7 +45,7 @@ MEANS_OURS = {
     "chat_template_kwargs": {}, "lr_scheduler_kwargs": {}, "disable_tqdm": False, "report_to": [],
     "vllm_importance_sampling_clip_min": 0.0, "vllm_server_base_url": [],
     "eval_steps": 0,  # `eval_strategy` is "no"
-    "gradient_accumulation_steps": None, "per_device_train_batch_size": None,  # 1 and 8, in `plan_batches`
+    "gradient_accumulation_steps": None, "per_device_train_batch_size": None,  # 1 and 8, in `batch_sizes`
     "greater_is_better": True,
 }  # fmt: skip
 """Settings whose default here is what TRL makes of its own, which looks different."""

@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from rl_vlm.config.batches import BatchPlan
+from rl_vlm.config.batches import BatchSizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.log.messages import (
     Hints,
@@ -36,12 +36,12 @@ def test_counts(number, text):
 
 
 def test_the_batch_in_one_line():
-    plan = BatchPlan(
+    plan = BatchSizes(
         prompts_per_step=16, num_generations=8, world_size=1, gradient_accumulation_steps=1, steps_per_window=1,
         num_iterations=1,
     )  # fmt: skip
     assert batch_line(plan, 112) == "112 steps of 16 prompts × 8 completions, on one process"
-    several = BatchPlan(16, 8, world_size=4, gradient_accumulation_steps=1, steps_per_window=2, num_iterations=3)
+    several = BatchSizes(16, 8, world_size=4, gradient_accumulation_steps=1, steps_per_window=2, num_iterations=3)
     assert batch_line(several, 60) == (
         "60 steps of 16 prompts × 8 completions, sampled for 6 steps at once, on 4 processes"
     )

@@ -1,10 +1,10 @@
 from rl_vlm.config.batch_settings import BatchSettings
-from rl_vlm.config.batches import BatchPlan
+from rl_vlm.config.batches import BatchSizes
 from rl_vlm.plan.batch import batch_table, global_batch
 
 
 def test_the_global_batch_as_a_product():
-    plan = BatchPlan(
+    plan = BatchSizes(
         prompts_per_step=32, num_generations=8, world_size=16, gradient_accumulation_steps=4, steps_per_window=1,
         num_iterations=1,
     )  # fmt: skip
