@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 
 from launch.help import path
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
-from rl_vlm.log.files import check_output
+from rl_vlm.log.files import check_output, output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
 from rl_vlm.tools.checks.diagnosis import Diagnosis
 
@@ -36,7 +37,7 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
             "rl-vlm doctor --ranks compares the processes of a launcher: start it as `accelerate launch … -m "
             "launch.preflight CONFIG`. Without --ranks, start it without a launcher"
         )
-    from rl_vlm.tools.checks.report import report_text, write_json
+    from rl_vlm.tools.checks.report import report_data, report_text
 
     if options.json is not None:
         check_output(options.json, "--json")
@@ -45,7 +46,9 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
         return diagnosis.status
     print(report_text(diagnosis), end="")
     if options.json is not None:
-        write_json(diagnosis, options.json)
+        text = json.dumps(report_data(diagnosis), indent=1, ensure_ascii=False)
+        with output(options.json, "--json") as file:
+            file.write_text(f"{text}\n", encoding="utf-8")
     return diagnosis.status
 
 

@@ -12,6 +12,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.evaluation.options import EvaluationOptions
 from rl_vlm.tools.checks.diagnosis import Diagnosis
 from rl_vlm.tools.checks.dry_run import check_evaluation, check_serving, check_training
+from rl_vlm.tools.checks.report import comments
 
 
 def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:
@@ -22,7 +23,7 @@ def dry_run_training(config: RunConfig) -> tuple[str, list[str]]:
     with settings.noting():
         plan = batch_sizes(config, world_size())
     found = check_training(config, plan)
-    return describe(config, plan) + _comments(found), settings.texts("error") + found.texts("error")
+    return describe(config, plan) + comments(found), settings.texts("error") + found.texts("error")
 
 
 def dry_run_evaluation(
@@ -33,20 +34,15 @@ def dry_run_evaluation(
     with settings.noting():
         check_evaluable(config)
     found = check_evaluation(config, checkpoints, options)
-    return describe(config) + _comments(found), settings.texts("error") + found.texts("error")
+    return describe(config) + comments(found), settings.texts("error") + found.texts("error")
 
 
 def dry_run_serving(config: RunConfig) -> tuple[str, list[str]]:
     """Return the text that describes servers, and their problems."""
     found = check_serving(config)
-    return describe(config) + _comments(found), found.texts("error")
+    return describe(config) + comments(found), found.texts("error")
 
 
 def world_size() -> int:
     """Return the number of processes that the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _comments(found: Diagnosis) -> str:
-    parts = {"Checked": found.checked, "Not checked": found.not_checked, "Warning": found.texts("warning")}
-    return "".join(f"# {part}: {line}.\n" for part, lines in parts.items() for line in lines)

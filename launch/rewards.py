@@ -97,7 +97,7 @@ def show_function(name: str) -> str:
 
     reward = Reward(RewardSpec(function=name))
     known = parameters(reward.function)
-    columns = [key for key in known if key not in OFFERED and key not in reward.settings]
+    columns = [key for key in known if key in reward.columns.difference(OFFERED)]
     settings = {key: p.default for key, p in known.items() if p.kind is p.KEYWORD_ONLY}
     values = ", ".join(f"{key}: {json.dumps(value, default=str)}" for key, value in settings.items())
     lines = [
@@ -127,24 +127,25 @@ def check_functions(options: argparse.Namespace) -> int:
     Raises RewardError if nothing could be checked.
     """
     data, rewards, run = what_to_check(options)
-    from rl_vlm.tools.checks.rewards.check import check_rewards
-    from rl_vlm.tools.checks.rewards.report import describe, describe_sampled, report_data
+    from rl_vlm.tools.checks.diagnosis import collect
+    from rl_vlm.tools.checks.rewards.findings import function_findings
+    from rl_vlm.tools.checks.rewards.measure import measure_functions
+    from rl_vlm.tools.checks.rewards.report import describe, reward_data
     from rl_vlm.tools.checks.rewards.sampled import sample_completions
 
-    found = check_rewards(data, rewards, options.n)
-    if not found.functions and not options.completions:
+    functions = measure_functions(data, rewards, options.n)
+    if not functions and not options.completions:
         raise RewardError(
             "nothing was checked: every function asks a model for each completion. --completions N samples and scores "
             "completions of the initial model of CONFIG"
         )
     sampled = sample_completions(run, options.completions) if run and options.completions else None
-    findings = [*found.findings, *(sampled.findings() if sampled else [])]
+    found = collect([*function_findings(functions), *(sampled.findings() if sampled else ())])
     if options.json:
-        report = report_data(found.functions, findings) | ({"sampled": vars(sampled)} if sampled else {})
-        print(json.dumps(report, indent=1, default=str))
+        print(json.dumps(reward_data(functions, sampled, found.findings), indent=1, default=str))
     else:
-        print(describe(found.functions, findings) + (f"\n{describe_sampled(sampled)}" if sampled else ""))
-    return int(found.has_errors)
+        print(describe(functions, sampled, found.findings))
+    return int(bool(found.texts("error")))
 
 
 def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig, RunConfig | None]:

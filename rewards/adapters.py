@@ -25,7 +25,7 @@ from rewards.forms import Form
 from rewards.text import completion_text
 
 GOLD_COLUMNS = ("ground_truth", "reward_model", "solution", "answer")
-"""Columns that may hold the gold answer. The first that is not None counts. If it is a dict, `ground_truth` counts."""
+"""Columns that usually hold the gold answer."""
 ROW_COLUMNS = ("data_source", "extra_info")
 """Columns of verl that describe the origin of a row."""
 READ_COLUMNS = ("completion_ids", *ROW_COLUMNS, *GOLD_COLUMNS)
@@ -180,17 +180,26 @@ def rows_of(completions: Sequence[Any], columns: Mapping[str, Sequence[Any] | No
     rows = []
     for i, completion in enumerate(completions):
         row = {name: None if column is None else column[i] for name, column in columns.items()}
-        gold = next((row[name] for name in GOLD_COLUMNS if row[name] is not None), None)
         rows.append(
             Row(
                 response=completion_text(completion),
                 response_length=len(row["completion_ids"] or ()),
-                ground_truth=gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold,
+                ground_truth=gold_of(row),
                 data_source=row["data_source"],
                 extra_info=row["extra_info"] or {},
             )
         )
     return rows
+
+
+def gold_of(columns: Mapping[str, Any]) -> Any:
+    """Return the gold answer in the first of `GOLD_COLUMNS` that has one, or None."""
+    return next((gold_value(columns[name]) for name in GOLD_COLUMNS if columns.get(name) is not None), None)
+
+
+def gold_value(gold: Any) -> Any:
+    """Return a gold answer. Of an object with `ground_truth`, as verl's `reward_model` is, only this value counts."""
+    return gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold
 
 
 def lists_by_name(scores: Any, reward_key: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -44,12 +44,6 @@ def prompt_in(form: Form | None, prompt: Any) -> Any:
 def completion_in(form: Form, text: str) -> str | list[dict[str, str]]:
     """Convert a completion to this form."""
     return text if form == "text" else [{"role": "assistant", "content": text}]
-
-
-def made_up_completion(columns: Mapping[str, Any]) -> str:
-    """Build a completion that gives the row's solution, for a call that tests whether a function can read it."""
-    solution = columns.get("solution")
-    return THOUGHT + tagged("7" if solution is None else str(solution))
 
 
 def tagged(answer: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from rewards.adapters import Adapted, adapt
 from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
 from rewards.contract import Answer, Fault, RewardFunction, join, spread
-from rewards.forms import OTHER, Form, completion_in, form_of, made_up_completion, prompt_in
+from rewards.forms import OTHER, Form, completion_in, form_of, prompt_in
 from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
 from rewards.stand_ins import stand_ins
 from rewards.worker import Worker
@@ -26,7 +26,7 @@ from rl_vlm.config.schema import RewardSpec
 from rl_vlm.distributed.signals import stop, wait_for, wait_until_done
 from rl_vlm.errors import RewardError, did_you_mean, listed
 from rl_vlm.functions import LIVE, LoadError, label_of, live, load_callable
-from rl_vlm.reward.made_up import made_up_group, state_outside
+from rl_vlm.reward.made_up import made_up_completion, made_up_group, state_outside
 from rl_vlm.reward.settings import check_settings
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class Reward:
         if missing := [key for key, value in settings.items() if value is Parameter.empty]:
             raise RewardError(f"reward function {self.name!r} needs {listed(missing)}: set its `kwargs`")
         return settings
+
+    @property
+    def columns(self) -> set[str]:
+        """Return the data columns that the function names as parameters."""
+        return parameters(self.function).keys() - self.settings.keys()
 
     def applies(self, columns: Mapping[str, Any]) -> bool:
         """Return whether the function is called for a row with these columns."""

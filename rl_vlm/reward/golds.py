@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rewards.adapters import GOLD_COLUMNS, ROW_COLUMNS
+from rewards.adapters import GOLD_COLUMNS, ROW_COLUMNS, gold_value
 from rewards.calling import is_async, parameters, takes_anything
 from rewards.contract import Fault, Score
 from rewards.forms import bare_answer, gold_forms, is_box, json_of, written
 from rewards.grounding.boxes import DEEPEST_LIST, REGION_KEYS
 from rl_vlm.reward.function import Reward, random_states_kept
-from rl_vlm.reward.made_up import made_up_group, state_outside
+from rl_vlm.reward.made_up import MADE_UP_ANSWER, made_up_group, state_outside
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, Sample
@@ -31,8 +31,6 @@ PROBED = 20
 LEAST_EFFECT = 1e-6
 """Differences of scores up to this count as none."""
 NO_ANSWER = "no such answer"
-MADE_UP = {"": "7"}
-"""The gold answer for a row without one."""
 
 
 class GoldScore(NamedTuple):
@@ -58,19 +56,19 @@ def reads_images(reward: Reward) -> bool:
 
 def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
     """Return the columns that functions name, except columns that distinguish kinds of rows."""
-    named = {name for reward in functions for name in parameters(reward.function) if name not in reward.settings}
+    named = {name for reward in functions for name in reward.columns}
     kinds = {"id", *ROW_COLUMNS, *(column for reward in functions for column in reward.applies_to)}
     return [name for name in columns if name in named - kinds]
-
-
-def answer_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
-    """Return the columns that usually hold gold answers, plus the gold columns that functions name."""
-    return list(dict.fromkeys([*usual_columns(columns), *gold_columns(columns, functions)]))
 
 
 def usual_columns(columns: Sequence[str]) -> list[str]:
     """Return the columns with a usual name for gold answers."""
     return [name for name in GOLD_COLUMNS if name in columns]
+
+
+def answer_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:
+    """Return the gold columns that functions name, plus the columns that usually hold gold answers."""
+    return list(dict.fromkeys([*gold_columns(columns, functions), *usual_columns(columns)]))
 
 
 def gold_given(columns: Iterable[str], row: Mapping[str, Any], text: str) -> str | None:
@@ -88,21 +86,14 @@ def needs_gold(reward: Reward, columns: Sequence[str]) -> bool:
 
 
 def columns_to_write(reward: Reward, columns: Sequence[str]) -> list[str]:
-    """Return the gold columns that a function names.
-
-    If it names none, or takes columns of any name, the columns that usually hold gold answers follow.
-    """
+    """Return the gold columns that a function names, or `answer_columns` if it names none or takes any column."""
     named = gold_columns(columns, [reward])
-    takes_more = takes_anything(reward.function) or not named
-    return list(dict.fromkeys([*named, *usual_columns(columns)])) if takes_more else named
+    return named if named and not takes_anything(reward.function) else answer_columns(columns, [reward])
 
 
 def gold_text(gold: Any) -> str | None:
-    """Return a gold answer as text, or None if it is missing. Lists and objects are written as JSON.
-
-    If it is an object with `ground_truth`, as verl's `reward_model` is, only this value counts.
-    """
-    gold = gold.get("ground_truth", gold) if isinstance(gold, Mapping) else gold
+    """Return a gold answer as text, or None if it is missing. Lists and objects are written as JSON."""
+    gold = gold_value(gold)
     gold = gold.tolist() if hasattr(gold, "tolist") else gold  # NumPy arrays
     if gold is None or gold != gold:
         return None
@@ -112,6 +103,11 @@ def gold_text(gold: Any) -> str | None:
 def gold_texts(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, str]:
     """Return the gold answers of a row as text, by column."""
     return {name: text for name in columns if (text := gold_text(row.get(name))) is not None}
+
+
+def golds_of(sample: Sample, columns: Iterable[str]) -> dict[str, str]:
+    """Return the gold answers of a row as text, by column, or a made-up one if the row has none."""
+    return gold_texts(sample.columns, columns) or {"": MADE_UP_ANSWER}
 
 
 def gold_boxes(gold: Any) -> list[Box]:
@@ -178,7 +174,7 @@ def find_reading(reward: Reward, samples: Sequence[Sample], columns: Sequence[st
 
     `columns` are the columns of gold answers, `data` are all columns.
     """
-    golds = [gold_texts(sample.columns, columns) or MADE_UP for sample in samples]
+    golds = [golds_of(sample, columns) for sample in samples]
     pairs: dict[str, list[tuple[float, float]]] = {}
     for sample, gold, other in zip(samples, golds, others_of(golds), strict=True):
         if not reward.applies(sample.columns):
@@ -222,7 +218,7 @@ def gold_scores(
 
     First the forms that the function reads are scored. Rows below the highest score are scored again in all forms.
     """
-    golds = [gold_completions(gold_texts(sample.columns, columns) or {"": ""}) for sample in samples]
+    golds = [gold_completions(golds_of(sample, columns)) for sample in samples]
     found = best_scores(reward, samples, [reading.chosen(texts) for texts in golds], data)
     highest = max((each.score for each in found if each.score is not None), default=0.0)
     low = [i for i, each in enumerate(found) if each.score is None or each.score < highest or highest <= 0]

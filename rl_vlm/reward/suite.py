@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
 from typing import TYPE_CHECKING, Any
 
-from rewards.calling import parameters
 from rewards.contract import Answer, Fault, Score, failed
 from rewards.forms import Form
 from rl_vlm.config.schema import RewardsConfig
@@ -50,7 +49,7 @@ class RewardSuite:
     @property
     def columns(self) -> set[str]:
         """Return the data columns that functions name as parameters."""
-        return {key for reward in self._rewards for key in parameters(reward.function) if key not in reward.settings}
+        return {column for reward in self._rewards for column in reward.columns}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise RewardError if a function needs a column that the data does not have.

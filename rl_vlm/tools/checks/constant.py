@@ -12,11 +12,10 @@ from rl_vlm.errors import Finding, Severity
 from rl_vlm.log.completions import window_paths
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.golds import (
-    MADE_UP,
     columns_to_write,
     gold_columns,
     gold_completions,
-    gold_texts,
+    golds_of,
     score_texts,
     why_not_scored,
 )
@@ -76,7 +75,6 @@ def made_up_scores(reward: Reward, usable: UsableRows, rows: Sequence[int]) -> l
     found = []
     with random_states_kept(), chdir("."):
         for sample in samples:
-            golds = gold_texts(sample.columns, columns_to_write(reward, columns))
-            texts = ["", *gold_completions(golds or MADE_UP).values()]
+            texts = ["", *gold_completions(golds_of(sample, columns_to_write(reward, columns))).values()]
             found += score_texts(reward, sample, texts, columns) if reward.applies(sample.columns) else []
     return [score for score in found if isinstance(score, float)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rl_vlm.errors import Finding, RLVLMError, Severity, Stopped
 
@@ -14,6 +15,13 @@ STATUS: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 KIND = "settings"
 REMEDY = "Change the setting that the message names."
 """Kind and remedy of a setting that cannot be used."""
+
+
+class Note(NamedTuple):
+    """A line about something that a check looked at, or could not look at."""
+
+    text: str
+    is_checked: bool = True
 
 
 @dataclass
@@ -42,3 +50,14 @@ class Diagnosis:
     def status(self) -> int:
         """Return the exit status: 2 if there are errors, 1 if there are warnings, else 0."""
         return max((STATUS[finding.severity] for finding in self.findings), default=0)
+
+
+def collect(check: Iterable[Finding | Note]) -> Diagnosis:
+    """Run a check to its end. A finding that it yields twice, as for two splits of the data, counts once."""
+    found = list(check)
+    notes = [each for each in found if isinstance(each, Note)]
+    return Diagnosis(
+        list(dict.fromkeys(each for each in found if isinstance(each, Finding))),
+        [note.text for note in notes if note.is_checked],
+        [note.text for note in notes if not note.is_checked],
+    )

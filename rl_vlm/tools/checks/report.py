@@ -1,30 +1,43 @@
-"""Write the report of the doctor: a text with the findings grouped by kind, and a JSON file with all findings."""
+"""Write what checks have found: as text, as comments on the settings of a dry run, or as plain values."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rl_vlm.errors import Finding, shorten
-from rl_vlm.log.files import output
 from rl_vlm.tools.checks.diagnosis import STATUS, Diagnosis
 
 NUM_SHOWN = 5
 """Number of rows that the text names in each group."""
 LONGEST = 300
+KEYS = {name: name for name in ("severity", "kind", "what", "remedy", "data", "row")}
+"""Keys of a finding about a run, and their fields."""
+FUNCTION_KEYS = {"function": "function", "kind": "kind", "severity": "severity", "message": "what", "rows": "rows"}
+"""Keys of a finding about a reward function, and their fields."""
 
 
 def report_text(diagnosis: Diagnosis) -> str:
     """Return the report as text: lines about the checks, groups of findings with errors first, and a count."""
-    lines = [f"checked: {line}" for line in diagnosis.checked]
-    lines += [f"not checked: {line}" for line in diagnosis.not_checked]
+    lines = list(note_lines(diagnosis))
     for group in grouped(diagnosis.findings):
         lines += ["", *group_lines(group)]
-    return "\n".join([*lines, "", closing_line(diagnosis), ""])
+    return "\n".join([*lines, "", closing_line(diagnosis.findings), ""])
 
 
-def grouped(findings: list[Finding]) -> list[list[Finding]]:
+def comments(diagnosis: Diagnosis) -> str:
+    """Return the lines about the checks, and the warnings, as comments of a YAML file."""
+    lines = [*note_lines(diagnosis), *(f"warning: {what}" for what in diagnosis.texts("warning"))]
+    return "".join(f"# {line[0].upper()}{line[1:]}.\n" for line in lines)
+
+
+def note_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield a line for each part that was checked or not."""
+    yield from (f"checked: {line}" for line in diagnosis.checked)
+    yield from (f"not checked: {line}" for line in diagnosis.not_checked)
+
+
+def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Group the findings by severity, kind, data and remedy, with errors first."""
     groups: dict[tuple[str, str, str | None, str], list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: -STATUS[finding.severity]):
@@ -33,8 +46,13 @@ def grouped(findings: list[Finding]) -> list[list[Finding]]:
 
 
 def group_lines(group: list[Finding]) -> list[str]:
-    """Return the lines of one group: the number of rows, the first findings, and the remedy."""
+    """Return the lines of one group: the number of rows, the first findings, and the remedy.
+
+    A finding whose message names the remedy takes one line.
+    """
     first = group[0]
+    if not first.remedy:
+        return [f"{each.severity}: {each.kind}: {each.what}{example_rows(each)}." for each in group]
     number = f": {len(group)} rows of {first.data}" if first.row is not None else ""
     lines = [f"{first.severity}: {first.kind}{number}"]
     for finding in group[:NUM_SHOWN]:
@@ -44,23 +62,26 @@ def group_lines(group: list[Finding]) -> list[str]:
     return [*lines, f"  remedy: {first.remedy}"]
 
 
-def closing_line(diagnosis: Diagnosis) -> str:
+def example_rows(finding: Finding) -> str:
+    """Return the first example rows of a finding in parentheses, or an empty string."""
+    more = ", …" if len(finding.rows) > NUM_SHOWN else ""
+    return f" (rows {', '.join(map(str, finding.rows[:NUM_SHOWN]))}{more})" if finding.rows else ""
+
+
+def closing_line(findings: Iterable[Finding]) -> str:
     """Return the number of findings of each severity, as text."""
-    counts = {name: sum(finding.severity == name for finding in diagnosis.findings) for name in reversed(STATUS)}
-    found = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count)
-    return found or "nothing found"
+    severities = [finding.severity for finding in findings]
+    counts = {name: severities.count(name) for name in reversed(STATUS)}
+    shown = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items() if count or name != "info"]
+    return ", ".join(shown) if severities else "nothing found"
 
 
-def write_json(diagnosis: Diagnosis, path: Path) -> None:
-    """Write all findings and the lines about the checks as JSON. Raises ConfigError if the file cannot be written."""
-    content: dict[str, Any] = {
-        "status": diagnosis.status,
-        "checked": diagnosis.checked,
-        "not_checked": diagnosis.not_checked,
-        "findings": [
-            {name: getattr(finding, name) for name in ("severity", "kind", "what", "remedy", "data", "row")}
-            for finding in diagnosis.findings
-        ],
-    }
-    with output(path, "--json") as file:
-        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def finding_data(findings: Iterable[Finding], keys: Mapping[str, str] = KEYS) -> list[dict[str, Any]]:
+    """Return the findings as plain values. `keys` maps each key to a field of `Finding`."""
+    return [{key: getattr(finding, field) for key, field in keys.items()} for finding in findings]
+
+
+def report_data(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return all findings and the lines about the checks as plain values."""
+    lines = {"checked": diagnosis.checked, "not_checked": diagnosis.not_checked}
+    return {"status": diagnosis.status, **lines, "findings": finding_data(diagnosis.findings)}

@@ -21,18 +21,29 @@ LARGER = 20.0
 """If the weighted ranges of two functions differ by more than this factor, the smaller one has little effect."""
 
 
-def findings_of(measured: Measured) -> list[Finding]:
-    """Return the findings about one function."""
+def function_findings(functions: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield the findings about each function, and about their scales."""
+    for measured in functions:
+        yield from findings_of(measured)
+    yield from unlike_scales(functions)
+
+
+def findings_of(measured: Measured) -> Iterator[Finding]:
+    """Yield the findings about one function."""
     if not measured.rows:
         message = "it applies to no row: look at applies_to, and at the columns that it reads"
-        return [Finding("error", "never applies", message, function=measured.name)]
-    found = [*faults(measured), *empty_columns(measured), *not_deterministic(measured), *slow(measured)]
+        yield Finding("error", "never applies", message, function=measured.name)
+        return
+    for check in (faults, empty_columns, not_deterministic, slow):
+        yield from check(measured)
     if not measured.numbers():
         message = "it gives no completion a number: it fails, or returns None, for all of them"
-        return [*found, Finding("error", "no score", message, function=measured.name)]
-    if len(set(measured.numbers())) == 1:
-        return [*found, constant(measured)]
-    return [*found, *inverted(measured), *low_golds(measured), *paying_cheats(measured)]
+        yield Finding("error", "no score", message, function=measured.name)
+    elif len(set(measured.numbers())) == 1:
+        yield constant(measured)
+    else:
+        for check in (inverted, low_golds, paying_cheats):
+            yield from check(measured)
 
 
 def faults(measured: Measured) -> Iterator[Finding]:

@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from inspect import Parameter
+from typing import TYPE_CHECKING, NamedTuple
 
 from rewards.calling import OFFERED, parameters
 from rewards.contract import Score
 from rewards.text import completion_text
+from rl_vlm.config.schema import DataConfig, RewardsConfig
+from rl_vlm.data.samples import Rows, load_rows
+from rl_vlm.errors import DataError
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.golds import (
-    MADE_UP,
     NO_ANSWER,
     PROBED,
     Reading,
     columns_to_write,
     find_reading,
     gold_completions,
+    gold_scores,
     gold_texts,
+    golds_of,
     needs_gold,
     others_of,
     score_texts,
     spread_over,
 )  # fmt: skip
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.rewards.cheats import Texts, cheat_completions
 
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
 
+logger = logging.getLogger(__name__)
+
 REPEATED = 20
 """Number of rows that are scored again: once unchanged, and once with the columns of another row."""
 
 
-@dataclass
-class TriedRow:
-    """One row with its made-up completions and their scores."""
+class TriedRow(NamedTuple):
+    """One row with its made-up completions and their scores, both by name."""
 
     index: int
-    sample: Sample
-    golds: dict[str, str]
-    """Completions with the gold answer, by name: the forms that the function reads, or all forms."""
-    all_golds: dict[str, str]
-    cheats: dict[str, str]
-    other: Sample | None
-    """A row with another gold answer, if there is one."""
-    scores: dict[str, Score] = field(default_factory=dict)
-    """Scores of completions by name. None: the function does not apply to the completion."""
-
-    @property
-    def texts(self) -> dict[str, str]:
-        return self.golds | self.cheats
-
-    @property
-    def best_gold(self) -> float | None:
-        """Return the best score of the gold answer in any form, or None if no form has a number."""
-        found = (self.scores.get(name) for name in self.all_golds)
-        return max((score for score in found if isinstance(score, float)), default=None)
+    best_gold: float | None
+    """The best score of the gold answer in any form, or None if no form has a number."""
+    texts: dict[str, str]
+    """The gold answer in the forms that the function reads, or in all forms, and cheats."""
+    scores: dict[str, Score]
+    """None: the function does not apply to the completion."""
 
 
 @dataclass
@@ -83,42 +78,73 @@ class Measured:
         return [score for row in self.rows for score in row.scores.values() if isinstance(score, float)]
 
 
+def measure_functions(data_config: DataConfig, rewards: RewardsConfig, num_rows: int) -> list[Measured]:
+    """Score made-up completions of up to `num_rows` training rows, evenly spread, with each reward function.
+
+    Raises DataError if no row can be read, and RewardError if a function cannot be loaded or lacks a column.
+    """
+    data = load_rows(data_config, "train")
+    with RewardSuite(rewards) as suite:
+        suite.check_columns(data.columns)
+        indices, samples = read_samples(data, num_rows)
+        suite.use_forms(suite.find_forms(lambda applies: next((s for s in samples if applies(s.columns)), samples[0])))
+        for reward in suite.functions:
+            if reward.asks_a_model:
+                logger.warning("%s asks a model for each completion, and is left out", reward.name)
+        checked = [reward for reward in suite.functions if not reward.asks_a_model]
+        return [measure(reward, indices, samples, data.columns) for reward in checked]
+
+
+def read_samples(data: Rows, num_rows: int) -> tuple[list[int], list[Sample]]:
+    """Read up to `num_rows` rows, evenly spread over the data. Leave out rows that cannot be read."""
+    spread = spread_over(range(len(data)), num_rows)
+    found: list[tuple[int, Sample]] = []
+    problems: list[str] = []
+    for index in spread:
+        try:
+            found.append((index, data[index]))
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        logger.warning("%d rows cannot be read and are left out, the first because: %s", len(problems), problems[0])
+    if not found:
+        raise DataError(f"{data.name}: none of the {len(spread)} rows can be read. {problems[0]}")
+    return [index for index, _ in found], [sample for _, sample in found]
+
+
 def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Measured:
-    """Call a function once for the completions of each row, as training calls it."""
-    taken = {*OFFERED, *reward.settings}
-    named = {name: p for name, p in parameters(reward.function).items() if name not in taken}
-    found = Measured(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
-    expected = [name for name, p in named.items() if name in columns or p.default is p.empty]
-    found.empty_columns = sorted(name for name in expected if all(s.columns.get(name) is None for s in samples))
-    with random_states_kept(), chdir("."):
-        golds = columns_to_write(reward, columns)
-        reading = find_reading(reward, spread_over(samples, PROBED), golds, columns)
-        for row in make_rows(indices, samples, golds, reading):
-            if reward.applies(row.sample.columns):
-                measure_row(reward, row, columns, found)
-        if not reading.is_inverted:
-            score_low_golds(reward, found.rows, columns)
-    return found
-
-
-def make_rows(
-    indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str], reading: Reading
-) -> Iterator[TriedRow]:
-    """Make up the completions of rows. `columns` hold the gold answers.
+    """Call a function once for the completions of each row, as training calls it.
 
     As a wrong answer of a row, take the gold answer of the next row that has a different one.
     """
-    golds = [gold_texts(sample.columns, columns) for sample in samples]
-    others = others_of([reading.answer(gold) for gold in golds])  # ignores a column such as `options`
-    for index, sample, gold, other in zip(indices, samples, golds, others, strict=True):
-        wrong = None if other is None else reading.answer(golds[other])
-        gold = gold or MADE_UP
-        texts = Texts(reading.answer(gold) or "", wrong or NO_ANSWER, question_of(sample), reading)
-        completions = gold_completions(gold)
-        yield TriedRow(
-            index, sample, reading.chosen(completions), completions, cheat_completions(texts),
-            None if other is None else samples[other],
-        )  # fmt: skip
+    known = parameters(reward.function)
+    found = Measured(reward.name, reward.weight, needs_gold(reward, columns), len(samples))
+    empty = {name for name in reward.columns.difference(OFFERED) if all(s.columns.get(name) is None for s in samples)}
+    found.empty_columns = sorted(name for name in empty if name in columns or known[name].default is Parameter.empty)
+    with random_states_kept(), chdir("."):
+        golds = columns_to_write(reward, columns)
+        reading = find_reading(reward, spread_over(samples, PROBED), golds, columns)
+        best = gold_scores(reward, samples, golds, reading, columns)
+        answers = [reading.answer(gold_texts(sample.columns, golds)) for sample in samples]
+        others = others_of(answers)  # ignores a column such as `options`
+        for index, sample, other, (best_gold, _) in zip(indices, samples, others, best, strict=True):
+            if not reward.applies(sample.columns):
+                continue
+            texts = made_up_texts(sample, golds, reading, None if other is None else answers[other])
+            started = time.perf_counter()
+            scores = score_texts(reward, sample, list(texts.values()), columns)
+            found.seconds.append((time.perf_counter() - started) / len(scores))
+            found.rows.append(TriedRow(index, best_gold, texts, dict(zip(texts, scores, strict=True))))
+            if len(found.rows) <= REPEATED:
+                score_again(reward, sample, None if other is None else samples[other], columns, found)
+    return found
+
+
+def made_up_texts(sample: Sample, columns: Sequence[str], reading: Reading, wrong: str | None) -> dict[str, str]:
+    """Make up the completions of a row by name: the gold answers, which are in `columns`, and cheats."""
+    gold = golds_of(sample, columns)
+    texts = Texts(reading.answer(gold) or "", wrong or NO_ANSWER, question_of(sample), reading)
+    return reading.chosen(gold_completions(gold)) | cheat_completions(texts)
 
 
 def question_of(sample: Sample) -> str:
@@ -127,37 +153,11 @@ def question_of(sample: Sample) -> str:
     return completion_text([message for message in sample.prompt if message["role"] == "user"][-1:] or sample.prompt)
 
 
-def measure_row(reward: Reward, row: TriedRow, columns: Sequence[str], found: Measured) -> None:
-    """Score the completions of a row. Score the first `REPEATED` rows again."""
-    started = time.perf_counter()
-    scores = scored(reward, row.sample, row, columns)
-    found.seconds.append((time.perf_counter() - started) / len(scores))
-    row.scores = dict(zip(row.texts, scores, strict=True))
-    found.rows.append(row)
-    if len(found.rows) <= REPEATED:
-        is_equal = scored(reward, row.sample, row, columns) == scores
-        found.num_unequal += not is_equal
-        found.reads_gold |= is_equal and follows_columns(reward, row, scores, columns)
-
-
-def score_low_golds(reward: Reward, rows: Sequence[TriedRow], columns: Sequence[str]) -> None:
-    """Score gold answers below the maximum in the other forms too, since a function may read several forms."""
-    highest = max((row.best_gold for row in rows if row.best_gold is not None), default=0.0)
-    for row in rows:
-        left = {name: text for name, text in row.all_golds.items() if name not in row.golds}
-        if left and (row.best_gold is None or row.best_gold < highest):
-            row.golds = row.golds | left
-            row.scores |= zip(left, score_texts(reward, row.sample, list(left.values()), columns), strict=True)
-
-
-def follows_columns(reward: Reward, row: TriedRow, scores: Sequence[Score], columns: Sequence[str]) -> bool:
-    """Return whether the scores of a row change with the columns of another row."""
-    if row.other is None:
-        return False
-    with_other = replace(row.sample, columns=row.other.columns)
-    return reward.applies(with_other.columns) and scored(reward, with_other, row, columns) != scores
-
-
-def scored(reward: Reward, sample: Sample, row: TriedRow, columns: Sequence[str]) -> list[Score]:
-    """Score the completions of `row` as completions of `sample`."""
-    return score_texts(reward, sample, list(row.texts.values()), columns)
+def score_again(reward: Reward, sample: Sample, other: Sample | None, columns: Sequence[str], found: Measured) -> None:
+    """Score the last row again, unchanged. If the scores are equal, score it with the columns of another row, too."""
+    texts, scores = list(found.rows[-1].texts.values()), list(found.rows[-1].scores.values())
+    is_equal = score_texts(reward, sample, texts, columns) == scores
+    found.num_unequal += not is_equal
+    if is_equal and other is not None and reward.applies(other.columns):
+        changed = score_texts(reward, replace(sample, columns=other.columns), texts, columns)
+        found.reads_gold |= changed != scores

@@ -9,12 +9,12 @@ import numpy as np
 
 from rewards.contract import Fault
 from rl_vlm.errors import Finding
+from rl_vlm.tools.checks.report import FUNCTION_KEYS, closing_line, finding_data, group_lines, grouped
 from rl_vlm.tools.checks.rewards.cheats import cheat_score, cheats_to_try
 from rl_vlm.tools.checks.rewards.measure import Measured
 from rl_vlm.tools.checks.rewards.sampled import Sampled
 
 ODDEST = 10
-SHOWN_ROWS = 5
 WIDTH = 60
 """Number of characters of a completion that are shown."""
 
@@ -56,15 +56,22 @@ def oddest(measured: Measured) -> list[dict[str, Any]]:
     return [dict(zip(names, each, strict=True)) for each in sorted(odd)[:ODDEST]]
 
 
-def describe(functions: Sequence[Measured], findings: Sequence[Finding]) -> str:
-    """Return the report as text."""
-    return "\n\n".join([*(describe_function(f, findings) for f in functions), verdict(findings)])
+def describe(functions: Sequence[Measured], sampled: Sampled | None, findings: Sequence[Finding]) -> str:
+    """Return the report as text: a section for each function and for sampled completions, and a count."""
+    parts = [(each.name, figure_lines(each), oddest_lines(each)) for each in functions]
+    parts += [("all", [sampled_line(sampled)], [])] if sampled else []
+    sections = []
+    for name, figures_shown, rows in parts:
+        mine = grouped(finding for finding in findings if finding.function == name)
+        sections.append([*figures_shown, *(f"  {line}" for group in mine for line in group_lines(group)), *rows])
+    return "\n\n".join([*map("\n".join, sections), closing_line(findings)])
 
 
-def describe_function(measured: Measured, findings: Sequence[Finding]) -> str:
+def figure_lines(measured: Measured) -> list[str]:
+    """Return the figures of a function as lines."""
     found = figures(measured)
     seconds = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in found["seconds"].items())
-    lines = [
+    return [
         found["function"],
         f"  rows                   {found['rows_that_apply']} of {found['rows']}, {found['completions']} completions",
         f"  does not apply         {found['not_applicable']:.1%}",
@@ -73,29 +80,19 @@ def describe_function(measured: Measured, findings: Sequence[Finding]) -> str:
         f"  groups without spread  {found['groups_without_spread']:.1%}",
         f"  ms per completion      {seconds}",
     ]
-    lines += [f"  {f.severity}: {f.kind}: {f.what}{rows_of(f)}." for f in findings if f.function == measured.name]
-    rows = oddest(measured)
-    if rows:
-        lines.append("  oddest rows: score of the gold answer, and of the completion that gets the most without it")
-    for row in rows:
+
+
+def oddest_lines(measured: Measured) -> list[str]:
+    """Return the oddest rows of a function as lines, under a heading."""
+    lines = []
+    for row in oddest(measured):
         text = " ".join(row["completion"].split())[:WIDTH]
         lines.append(f"    row {row['row']}: {row['gold']:.3g}, {row['score']:.3g} for {row['cheat']!r} {text!r}")
-    return "\n".join(lines)
+    heading = "  oddest rows: score of the gold answer, and of the completion that gets the most without it"
+    return [heading, *lines] if lines else []
 
 
-def rows_of(finding: Finding) -> str:
-    if not finding.rows:
-        return ""
-    more = ", …" if len(finding.rows) > SHOWN_ROWS else ""
-    return f" (rows {', '.join(map(str, finding.rows[:SHOWN_ROWS]))}{more})"
-
-
-def verdict(findings: Sequence[Finding]) -> str:
-    errors = sum(finding.severity == "error" for finding in findings)
-    return f"{errors} errors, {len(findings) - errors} warnings"
-
-
-def describe_sampled(sampled: Sampled) -> str:
+def sampled_line(sampled: Sampled) -> str:
     """Describe the completions of the initial model in one line."""
     reward = "none" if sampled.reward is None else f"{sampled.reward:.3g}"
     return (
@@ -104,12 +101,8 @@ def describe_sampled(sampled: Sampled) -> str:
     )
 
 
-def report_data(functions: Sequence[Measured], findings: Sequence[Finding]) -> dict[str, Any]:
+def reward_data(functions: Sequence[Measured], sampled: Sampled | None, findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the report as plain values."""
-    return {
-        "functions": [figures(each) | {"oddest": oddest(each)} for each in functions],
-        "findings": [
-            {"function": f.function, "kind": f.kind, "severity": f.severity, "message": f.what, "rows": f.rows}
-            for f in findings
-        ],
-    }
+    shown = [figures(each) | {"oddest": oddest(each)} for each in functions]
+    data = {"functions": shown, "findings": finding_data(findings, FUNCTION_KEYS)}
+    return data | {"sampled": vars(sampled)} if sampled else data

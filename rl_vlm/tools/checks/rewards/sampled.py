@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import Finding
 from rl_vlm.evaluation.directory import EvaluationDirectory
+from rl_vlm.evaluation.figures import summarise
 from rl_vlm.evaluation.run import EvaluatedModel
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
@@ -32,15 +34,15 @@ class Sampled:
     cut_off: float
     """Share of the completions that end at `max_completion_length`."""
 
-    def findings(self) -> list[Finding]:
-        """Return a finding if too many groups have no spread."""
-        if self.groups_without_spread <= FEW_LEARN:
-            return []
-        message = (
-            f"{self.groups_without_spread:.0%} of the initial model's groups have equal rewards and teach nothing: "
-            "choose easier rows with `rl-vlm eval --keep 0.1..0.9`, or add a reward that tells the completions apart"
-        )
-        return [Finding("warning", "no spread", message, function="all")]
+    def findings(self) -> Iterator[Finding]:
+        """Yield a finding if too many groups have no spread."""
+        if self.groups_without_spread > FEW_LEARN:
+            message = (
+                f"{self.groups_without_spread:.0%} of the initial model's groups have equal rewards and teach nothing: "
+                "choose easier rows with `rl-vlm eval --keep 0.1..0.9`, or add a reward that tells the completions "
+                "apart"
+            )
+            yield Finding("warning", "no spread", message, function="all")
 
 
 def sample_completions(config: RunConfig, num_rows: int) -> Sampled:
@@ -63,14 +65,13 @@ def sample_completions(config: RunConfig, num_rows: int) -> Sampled:
             rows = EvaluatedModel(config, ranks, usable, rewards, directory).sample_and_score().rows
     finally:
         ranks.close()
-    rewards_of: dict[int, list[float | None]] = {}
+    metrics, of_samples = summarise(rows, {}, config.rollout.num_generations), {}
     for row in rows:
-        rewards_of.setdefault(row["row"], []).append(row["reward"])
-    known = [row["reward"] for row in rows if row["reward"] is not None]
+        of_samples.setdefault(row["sample_id"], set()).add(row["reward"])
     return Sampled(
-        groups=len(rewards_of),
+        groups=len(of_samples),
         completions=len(rows),
-        reward=fmean(known) if known else None,
-        groups_without_spread=fmean(len(set(values)) == 1 for values in rewards_of.values()),
-        cut_off=fmean(row["finish_reason"] == "length" for row in rows),
+        reward=metrics.get("reward"),
+        groups_without_spread=fmean(len(found) == 1 for found in of_samples.values()),
+        cut_off=metrics["completions/clipped_ratio"],
     )

@@ -10,9 +10,10 @@ import pytest
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Diagnosis, collect
 from rl_vlm.tools.checks.golds import check_golds
-from rl_vlm.tools.checks.rewards.check import check_rewards
+from rl_vlm.tools.checks.rewards.findings import function_findings
+from rl_vlm.tools.checks.rewards.measure import measure_functions
 from rl_vlm.tools.checks.rows import Split, inspect_rows, usable_rows
 
 FOLDER = Path(__file__).parents[3] / "data" / "public_rewards"
@@ -84,9 +85,10 @@ def test_a_correct_public_function_has_no_finding(name: str, tmp_path: Path, mon
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row(gold)) for gold in golds))
     data, rewards = DataConfig(dataset_name=str(path)), RewardsConfig.model_validate({"reward_funcs": [function]})
-    found = check_rewards(data, rewards, 100)
+    functions = measure_functions(data, rewards, 100)
+    found = collect(function_findings(functions))
     assert [(finding.kind, finding.what) for finding in found.findings if finding.kind != "slow"] == []
-    assert max(found.functions[0].numbers()) == 1.0
+    assert max(functions[0].numbers()) == 1.0
 
     rows, diagnosis = load_rows(data, "train"), Diagnosis()
     facts = list(inspect_rows(rows))
