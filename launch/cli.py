@@ -34,9 +34,9 @@ EXIT_SECONDS = 30.0
 def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Train a model with GRPO."""
     if options.dry_run:
-        from launch.dry_run import dry_run_training
+        from launch.dry_run import dry_run
 
-        return _show(*dry_run_training(config))
+        return _show(*dry_run(config, "train"))
     check_trainable(config)
     configure_allocator(config)
     batch_sizes(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
@@ -55,9 +55,9 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
     checkpoints = options.checkpoint or [config.model.model_name_or_path]
     evaluation_options = EvaluationOptions(options.by, options.keep, options.keep_by)
     if options.dry_run:
-        from launch.dry_run import dry_run_evaluation
+        from launch.dry_run import dry_run
 
-        return _show(*dry_run_evaluation(config, checkpoints, evaluation_options))
+        return _show(*dry_run(config, "eval", checkpoints, evaluation_options))
     check_evaluable(config)
     configure_allocator(config)
     from rl_vlm.evaluation.run import compare_checkpoints
@@ -76,9 +76,9 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
 def serve_command(config: RunConfig, options: argparse.Namespace) -> None:
     """Start a run's vLLM servers on this machine, for a trainer elsewhere."""
     if options.dry_run:
-        from launch.dry_run import dry_run_serving
+        from launch.dry_run import dry_run
 
-        return _show(*dry_run_serving(config))
+        return _show(*dry_run(config, "serve"))
     from launch.serve import serve
 
     hide_bars_of_libraries()
@@ -352,7 +352,7 @@ def _show(description: str, problems: Sequence[str]) -> None:
     """Print a description. Raises ConfigError with the problems, if there are any."""
     _print(description)
     if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))  # training and held-out data may lack the same column
+        raise ConfigError("\n".join(problems))
 
 
 def _print_failure(command: str, error: RLVLMError) -> None:

@@ -11,7 +11,6 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.files import check_output, output
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_process
-from rl_vlm.tools.checks.diagnosis import Diagnosis
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,28 +36,24 @@ def doctor_command(config: RunConfig, options: argparse.Namespace) -> int:
             "rl-vlm doctor --ranks compares the processes of a launcher: start it as `accelerate launch … -m "
             "launch.preflight CONFIG`. Without --ranks, start it without a launcher"
         )
+    from rl_vlm.tools.checks.diagnosis import collect
     from rl_vlm.tools.checks.report import report_data, report_text
 
     if options.json is not None:
         check_output(options.json, "--json")
-    diagnosis = diagnose(config, options)
-    if not is_first_process():
-        return diagnosis.status
-    print(report_text(diagnosis), end="")
-    if options.json is not None:
-        text = json.dumps(report_data(diagnosis), indent=1, ensure_ascii=False)
-        with output(options.json, "--json") as file:
-            file.write_text(f"{text}\n", encoding="utf-8")
-    return diagnosis.status
-
-
-def diagnose(config: RunConfig, options: argparse.Namespace) -> Diagnosis:
-    """Compare the ranks of a launch if `--ranks` is given, else examine everything else."""
     if options.ranks:
-        from rl_vlm.tools.checks.ranks import examine_ranks
+        from rl_vlm.tools.checks.ranks import compare_ranks
 
-        return examine_ranks(config)
-    from rl_vlm.tools.checks.examine import examine
+        diagnosis = collect(compare_ranks(config))
+    else:
+        from rl_vlm.tools.checks.table import examine
 
-    hide_bars_of_libraries()
-    return examine(config, with_model=not options.no_model, decode=options.pixels)
+        hide_bars_of_libraries()
+        diagnosis = examine(config, with_model=not options.no_model, decode=options.pixels)
+    if is_first_process():
+        print(report_text(diagnosis), end="")
+        if options.json is not None:
+            text = json.dumps(report_data(diagnosis), indent=1, ensure_ascii=False)
+            with output(options.json, "--json") as file:
+                file.write_text(f"{text}\n", encoding="utf-8")
+    return diagnosis.status

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from PIL import Image
 
-from launch.dry_run import dry_run_training
+from launch.dry_run import dry_run as checked_run
 from rl_vlm.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def num_processes(path: Path) -> int:
 def dry_run(path: Path) -> str:
     """Return the text of a dry run and its problems, in an empty folder with stand-ins for the user's own files."""
     with working_folder(), started_with(num_processes(path)):
-        text, problems = dry_run_training(load_config(path))
+        text, problems = checked_run(load_config(path), "train")
     return text + "".join(f"# Problem: {problem}\n" for problem in problems)
 
 

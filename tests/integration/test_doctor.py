@@ -14,8 +14,8 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.weights import count_weights
 from rl_vlm.run.run import train
 from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.examine import examine
 from rl_vlm.tools.checks.machine import checkpoint_bytes
+from rl_vlm.tools.checks.table import examine
 from tests.helpers import tiny_run
 from tests.integration.planted_rows import KINDS, MAX_PIXELS, MAX_TOKENS, REWARD, write_planted
 

@@ -114,11 +114,12 @@ def report(**changes: object) -> dict:
 
 @pytest.mark.parametrize(("offset", "named"), [((1.4, 0.5), False), ((-1.6, 0.5), True), ((0.9, 0.0), False)])
 def test_a_clock_is_named_if_it_differs_beyond_doubt(offset, named):
-    found = ranks.differences(1, report(offset=offset), report())
+    found = list(ranks.differences(1, report(offset=offset), report()))
     assert [finding.kind for finding in found] == ["clock"] * named
 
 
 def test_servers_and_ranks_that_cannot_be_reached_are_named():
-    found = ranks.differences(3, report(servers=["the server x cannot be reached"], unreachable="rank 0 not"), report())
+    broken = report(servers=["the server x cannot be reached"], unreachable="rank 0 not")
+    found = list(ranks.differences(3, broken, report()))
     assert [(finding.severity, finding.kind) for finding in found] == [("error", "network"), ("error", "server")]
     assert all(finding.what.startswith("rank 3 (node-b, process 7): ") for finding in found)

@@ -8,6 +8,7 @@ from rl_vlm.data.images import image_size
 from rl_vlm.data.samples import Rows
 from rl_vlm.errors import DataError, Finding
 from rl_vlm.reward.golds import Box, gold_boxes
+from rl_vlm.tools.checks.rows import about_row
 
 FEW = 0.1
 """A column holds boxes if at least this share of the rows has lists of four numbers in it."""
@@ -24,13 +25,12 @@ OTHER_FRAME = (
 )
 
 
-def box_findings(rows: Rows, used: Sequence[int], columns: Sequence[str]) -> list[Finding]:
-    """Return a finding for each row whose gold box is inverted or outside its image. `columns` hold gold answers.
+def box_findings(rows: Rows, used: Sequence[int], columns: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each row whose gold box is inverted or outside its image. `columns` hold gold answers.
 
-    Try relative, image and per mille coordinates, and take the first frame that fits the column. If none fits, return
+    Try relative, image and per mille coordinates, and take the first frame that fits the column. If none fits, yield
     one finding about the column.
     """
-    findings: list[Finding] = []
     for column in columns:
         found = list(boxes_of(rows, used, column))
         if len(found) < FEW * len(used):
@@ -41,12 +41,9 @@ def box_findings(rows: Rows, used: Sequence[int], columns: Sequence[str]) -> lis
         if bad is None:
             row, what = by_frame[FRAMES.index("image")][0]
             text = f"{rows.name}: most of the {len(found)} rows with boxes in column {column}; row {row}: {what}"
-            findings.append(Finding("warning", KIND, text, OTHER_FRAME, rows.name))
-            continue
-        for row, what in bad:
-            text = f"{rows.place(row)}, column {column}: {what}"
-            findings.append(Finding("warning", KIND, text, REMEDY, rows.name, row))
-    return findings
+            yield Finding("warning", KIND, text, OTHER_FRAME, rows.name)
+        for row, what in bad or ():
+            yield about_row(rows, row, KIND, f", column {column}: {what}", REMEDY)
 
 
 Placed = tuple[int, list[Box], tuple[int, int]]

@@ -1,20 +1,21 @@
-"""Findings of the checks before a run, and the parts that they could not check."""
+"""A check is a generator of findings and notes. This module runs checks, and collects these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from rl_vlm.errors import Finding, RLVLMError, Severity, Stopped
 
 STATUS: dict[Severity, int] = {"info": 0, "warning": 1, "error": 2}
 """Exit status of the command, by the worst severity. In every command, 2 stands for an error of the user."""
 
-KIND = "settings"
-REMEDY = "Change the setting that the message names."
-"""Kind and remedy of a setting that cannot be used."""
+Problem = tuple[str, str]
+"""Kind and remedy of an error that a check raises."""
+SETTING = ("settings", "Change the setting that the message names.")
+DATA = ("data", "Change the data or the setting that the message names.")
+MODEL = ("model", "Change the model, or the setting that the message names.")
 
 
 class Note(NamedTuple):
@@ -24,23 +25,37 @@ class Note(NamedTuple):
     is_checked: bool = True
 
 
-@dataclass
+T = TypeVar("T")
+P = ParamSpec("P")
+Checking = Generator[Finding | Note, None, T]
+"""A running check. It yields findings and notes, and may return a value for later checks."""
+
+
+def attempt(check: Checking[T], problem: Problem = SETTING) -> Checking[T | None]:
+    """Run a check. If it raises an RLVLMError, yield a finding and return None. Raise `Stopped` again."""
+    try:
+        return (yield from check)
+    except Stopped:
+        raise
+    except RLVLMError as error:
+        kind, remedy = problem
+        yield Finding("error", kind, str(error), remedy)
+        return None
+
+
+def calling(function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Checking[T]:
+    """Make a check of a function that raises its problem."""
+    return function(*arguments, **keywords)
+    yield
+
+
+@dataclass(frozen=True)
 class Diagnosis:
-    """Findings, and lines about the parts that were checked or not."""
+    """The findings of checks, and the lines about what was checked or not."""
 
     findings: list[Finding] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def noting(self, kind: str = KIND, remedy: str = REMEDY) -> Iterator[None]:
-        """Turn an RLVLMError of the block into a finding. Raise `Stopped` again."""
-        try:
-            yield
-        except Stopped:
-            raise
-        except RLVLMError as error:
-            self.findings.append(Finding("error", kind, str(error), remedy))
 
     def texts(self, severity: Severity) -> list[str]:
         """Return the messages of the findings of a severity."""

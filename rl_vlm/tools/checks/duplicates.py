@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 from PIL.Image import Image
@@ -23,10 +24,12 @@ from rl_vlm.data.check import NUM_THREADS
 from rl_vlm.data.images import image_content, open_image, read_image
 from rl_vlm.data.samples import Rows, image_values
 from rl_vlm.errors import DataError, Finding
-from rl_vlm.tools.checks.rows import RowFacts, Split
+from rl_vlm.reward.golds import gold_columns
+from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.tools.checks.rows import RowFacts, Split, about_row, every_row
+from rl_vlm.tools.checks.settings import rewards
+from rl_vlm.tools.checks.table import Subject
 
-Place = tuple[int, int]
-"""Number of a split, and row in it."""
 DUPLICATE = "Leave out one of them: it counts twice."
 CONTRADICTION = "Leave out the wrong one: a completion that one row rewards is wrong for the other."
 HELD_OUT = "Leave the row out of the training data: the held-out scores count what was trained on."
@@ -36,79 +39,85 @@ FEWEST = 3
 """Minimum number of rows with images for a common picture to be a finding."""
 
 
-def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool) -> list[Finding]:
-    """Return a finding for each row that repeats an earlier row of its split, and for each training row held out too.
+def duplicates(subject: Subject) -> Checking[None]:
+    """Find rows that occur twice, and pictures that are in most rows."""
+    splits = subject.value(every_row)
+    if splits is None or not splits.loaded:
+        return
+    columns = list(dict.fromkeys(chain(*(split.rows.columns for split in splits.loaded))))
+    golds = gold_columns(columns, subject.value(rewards) or [])
+    yield from find_duplicates(splits.loaded, golds, subject.decode)
+    yield Note(f"duplicates by prompt and {'pixels' if subject.decode else 'encoded bytes'} of images")
+    for split in splits.loaded:
+        yield from find_common_picture(split)
+
+
+def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool) -> Iterator[Finding]:
+    """Yield a finding for each row that repeats an earlier row of its split, and for each training row held out too.
 
     The first split is the training data. `golds` are the columns of gold answers. With `decode`, also report candidates
     whose image is damaged after its header.
     """
-    candidates, findings = candidate_places(splits), []
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        digests = pool.map(partial(content_of, splits, decode), candidates)
-        by_content: dict[tuple[bytes, ...], list[Place]] = defaultdict(list)
-        for (number, fact), content in zip(candidates, digests, strict=True):
-            if isinstance(content, DataError):
-                name = splits[number].rows.name
-                kind, remedy = content.problem
-                findings.append(Finding("error", kind, str(content), remedy, name, fact.row))
-            else:
-                by_content[fact.text, *content].append((number, fact.row))
-    for places in by_content.values():
-        findings += repeats(splits, golds, places)
-    return sorted(findings, key=lambda finding: (finding.data or "", finding.row or 0))
+    by_content: dict[tuple[bytes, ...], list[RowFacts]] = defaultdict(list)
+    findings = []
+    for fact, content in contents(candidates(splits), decode):
+        if isinstance(content, DataError):
+            kind, remedy = content.problem
+            findings.append(Finding("error", kind, str(content), remedy, fact.rows.name, fact.row))
+        else:
+            by_content[fact.text, *content].append(fact)
+    for facts in by_content.values():
+        findings += repeats(splits, golds, facts)
+    yield from sorted(findings, key=lambda finding: (finding.data or "", finding.row or 0))
 
 
-def find_common_picture(split: Split) -> list[Finding]:
-    """Return a finding if one picture is in more than half of the rows. Images are compared by their bytes.
+def find_common_picture(split: Split) -> Iterator[Finding]:
+    """Yield a finding if one picture is in more than half of the rows. Images are compared by their bytes.
 
     First compare up to `NUM_DRAWN` random rows. Read all images only if a quarter of these rows share a picture.
     """
-    facts = [(0, fact) for fact in split.facts if fact.is_usable and fact.num_images]
+    facts = [fact for fact in split.facts if fact.is_usable and fact.num_images]
     if len(facts) < FEWEST:
-        return []
+        return
     drawn = random.Random(0).sample(facts, min(NUM_DRAWN, len(facts)))
-    _, count = most_common(split, drawn)
-    if count * 4 < len(drawn):
-        return []
-    rows, (row, count) = split.rows, most_common(split, facts)
-    if count * 2 <= len(split.usable):
-        return []
-    what = f"{rows.name}: the picture of row {row} is in {count} of {len(split.usable)} rows"
-    return [Finding("warning", "one picture in most rows", what, ONE_PICTURE, rows.name)]
+    if len(with_common_picture(drawn)) * 4 < len(drawn):
+        return
+    name, rows = split.rows.name, with_common_picture(facts)
+    if len(rows) * 2 > len(split.usable):
+        what = f"{name}: the picture of row {rows[0]} is in {len(rows)} of {len(split.usable)} rows"
+        yield Finding("warning", "one picture in most rows", what, ONE_PICTURE, name)
 
 
-def most_common(split: Split, facts: Sequence[tuple[int, RowFacts]]) -> tuple[int, int]:
-    """Return the first row with the most common picture, and the number of rows that have it."""
+def with_common_picture(facts: Sequence[RowFacts]) -> list[int]:
+    """Return the rows that have the most common picture."""
     places: dict[bytes, list[int]] = defaultdict(list)
+    for fact, content in contents(facts, decode=False):
+        for digest in set() if isinstance(content, DataError) else set(content):
+            places[digest].append(fact.row)
+    return max(places.values(), key=len, default=[])
+
+
+def candidates(splits: Sequence[Split]) -> list[RowFacts]:
+    """Return the rows whose messages and numbers of images and pixels equal another row's."""
+    alike: dict[tuple[bytes, int, int], list[RowFacts]] = defaultdict(list)
+    for fact in chain(*(split.facts for split in splits)):
+        if fact.is_usable:
+            alike[fact.text, fact.num_images, fact.note.num_pixels].append(fact)
+    return [fact for facts in alike.values() if len(facts) > 1 for fact in facts]
+
+
+def contents(facts: Sequence[RowFacts], decode: bool) -> Iterator[tuple[RowFacts, tuple[bytes, ...] | DataError]]:
+    """Yield rows with the digests of their images, or with the DataError if an image cannot be read."""
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        digests = pool.map(partial(content_of, [split], False), facts)
-        for (_, fact), content in zip(facts, digests, strict=True):
-            for digest in set() if isinstance(content, DataError) else set(content):
-                places[digest].append(fact.row)
-    rows = max(places.values(), key=len, default=[0])
-    return rows[0], len(rows)
+        yield from zip(facts, pool.map(partial(digests_of, decode), facts), strict=True)
 
 
-def candidate_places(splits: Sequence[Split]) -> list[tuple[int, RowFacts]]:
-    """Return the rows, with their split, whose messages and numbers of images and pixels equal another row's."""
-    alike: dict[tuple[bytes, int, int], list[tuple[int, RowFacts]]] = defaultdict(list)
-    for number, split in enumerate(splits):
-        for fact in split.facts:
-            if fact.is_usable:
-                alike[fact.text, fact.num_images, fact.note.num_pixels].append((number, fact))
-    return [place for places in alike.values() if len(places) > 1 for place in places]
-
-
-def content_of(splits: Sequence[Split], decode: bool, candidate: tuple[int, RowFacts]) -> tuple[bytes, ...] | DataError:
+def digests_of(decode: bool, fact: RowFacts) -> tuple[bytes, ...] | DataError:
     """Return a digest of each image of a row, or the DataError if one cannot be read."""
-    number, fact = candidate
-    rows = splits[number].rows
-    where = rows.place(fact.row)
-    if not fact.num_images:
-        return ()
+    rows, row, where = fact.rows, fact.row, fact.rows.place(fact.row)
     try:
-        images = image_values(rows.source[fact.row], where)
-        return tuple(image_digest(rows, fact.row, value, f"{where}, column {name}", decode) for name, value in images)
+        images = image_values(rows.source[row], where) if fact.num_images else []
+        return tuple(image_digest(rows, row, value, f"{where}, column {name}", decode) for name, value in images)
     except DataError as error:
         return error
 
@@ -123,27 +132,23 @@ def image_digest(rows: Rows, row: int, value: Any, where: str, decode: bool) -> 
         return blake2b(file.read(), digest_size=16).digest()
 
 
-def repeats(splits: Sequence[Split], golds: Sequence[str], places: Sequence[Place]) -> list[Finding]:
-    """Build the findings about `places`, the rows with the same content in order."""
-    findings = []
-    for number in range(len(splits)):
-        mine = [row for split, row in places if split == number]
-        findings += [duplicate(splits[number].rows, golds, mine[0], row) for row in mine[1:]]
-    trained = [row for split, row in places if split == 0]
-    held_out = [row for split, row in places if split == 1]
-    if held_out:
-        rows, other = splits[0].rows, splits[1].rows.place(held_out[0])
-        for row in trained:
-            what = f"{rows.place(row)}: {other} has the same prompt and images"
-            findings.append(Finding("warning", "row that is held out too", what, HELD_OUT, rows.name, row))
-    return findings
+def repeats(splits: Sequence[Split], golds: Sequence[str], facts: Sequence[RowFacts]) -> Iterator[Finding]:
+    """Yield the findings about rows with the same content, which are in order."""
+    of_split = [[fact.row for fact in facts if fact.rows is split.rows] for split in splits]
+    for split, mine in zip(splits, of_split, strict=True):
+        for row in mine[1:]:
+            yield duplicate(split.rows, golds, mine[0], row)
+    for held_out in of_split[1][:1] if len(splits) > 1 else ():
+        what = f": {splits[1].rows.place(held_out)} has the same prompt and images"
+        for row in of_split[0]:
+            yield about_row(splits[0].rows, row, "row that is held out too", what, HELD_OUT)
 
 
 def duplicate(rows: Rows, golds: Sequence[str], first: int, row: int) -> Finding:
     """Build the finding about a row that repeats an earlier one."""
     one, other = ([repr(rows.parse(index).columns.get(name)) for name in golds] for index in (first, row))
-    what = f"{rows.place(row)}: {rows.place(first)} has the same prompt and images"
+    what = f": {rows.place(first)} has the same prompt and images"
     if one == other:
-        return Finding("warning", "duplicate", what, DUPLICATE, rows.name, row)
+        return about_row(rows, row, "duplicate", what, DUPLICATE)
     what = f"{what}, and other values in {', '.join(golds)}"
-    return Finding("warning", "duplicate with another gold answer", what, CONTRADICTION, rows.name, row)
+    return about_row(rows, row, "duplicate with another gold answer", what, CONTRADICTION)

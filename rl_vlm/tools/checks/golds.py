@@ -24,10 +24,11 @@ from rl_vlm.reward.golds import (
     usual_columns,
     why_not_scored,
 )  # fmt: skip
-from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.boxes import box_findings
-from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.rows import Split
+from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt
+from rl_vlm.tools.checks.rows import Split, about_row, every_row
+from rl_vlm.tools.checks.settings import rewards
+from rl_vlm.tools.checks.table import Subject
 from rl_vlm.types import Sample
 
 AT_ONCE = 256
@@ -45,58 +46,60 @@ LONG = "Raise rollout.max_completion_length, or leave the row out: no completion
 GIVEN = "Leave the answer out of the prompt."
 
 
-def check_golds(split: Split, suites: Sequence[RewardSuite], diagnosis: Diagnosis) -> None:
-    """Check the gold answers of the usable rows."""
+def golds(subject: Subject) -> Checking[None]:
+    """Check the gold answers of both splits."""
+    splits = subject.value(every_row)
+    for split in splits.loaded if splits else ():
+        yield from check_golds(split, subject.value(rewards) or [])
+
+
+def check_golds(split: Split, functions: Sequence[Reward]) -> Checking[None]:
+    """Check the gold answers of the usable rows of a split."""
     rows, used = split.rows, split.usable.indices
-    golds = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
-    if not golds or not used:
+    columns = gold_columns(rows.columns, functions)
+    if not columns or not used:
         return
-    scored: dict[str, list[GoldScore]] = {}
-    subtracts: dict[str, bool] = {}
-    all_scored = True
-    for suite in suites:
-        (reward,), columns = suite.functions, gold_columns(rows.columns, suite.functions)
-        if not columns:
-            continue
-        if reason := why_not_scored(reward):
-            diagnosis.not_checked.append(f"gold answers of {rows.name} under {reward.name}: {reason}")
-            all_scored = False
-            continue
-        with diagnosis.noting("gold answers", UNREAD):
-            scored[reward.name] = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))
-            subtracts[reward.name] = gives_less_than_zero(reward, example_of(rows, used[0], reward))
-        if reward.name not in scored:
-            all_scored = False
-            continue
-        diagnosis.checked.append(f"gold answers of {rows.name} under {reward.name}")
-    for name, scores in scored.items():
-        diagnosis.findings += score_findings(rows, used, golds, name, scores, subtracts[name])
-    if all_scored and scored:
-        diagnosis.findings += missing_golds(rows, used, golds, list(scored.values()))
-    diagnosis.findings += column_findings(rows, used, golds)
-    diagnosis.findings += box_findings(rows, used, golds)
+    scored: list[list[GoldScore] | None] = []
+    for reward in functions:
+        if gold_columns(rows.columns, [reward]):
+            check = scores_of_function(rows, used, reward, columns)
+            scored.append((yield from attempt(check, ("gold answers", UNREAD))))
+    known = [scores for scores in scored if scores is not None]
+    if known and len(known) == len(scored):
+        yield from missing_golds(rows, used, columns, known)
+    yield from column_findings(rows, used, columns)
+    yield from box_findings(rows, used, columns)
 
 
-def check_gold_lengths(
-    split: Split, suites: Sequence[RewardSuite], tokenizer: Any, limit: int, diagnosis: Diagnosis
-) -> None:
-    """Note a finding for each gold answer that has more tokens than a completion may have."""
+def scores_of_function(
+    rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]
+) -> Checking[list[GoldScore] | None]:
+    """Check the scores of gold answers under one function. Return None if they are not scored."""
+    if reason := why_not_scored(reward):
+        yield Note(f"gold answers of {rows.name} under {reward.name}: {reason}", is_checked=False)
+        return None
+    scores = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))
+    subtracts = gives_less_than_zero(reward, example_of(rows, used[0], reward))
+    yield Note(f"gold answers of {rows.name} under {reward.name}")
+    yield from score_findings(rows, used, columns, reward.name, scores, subtracts)
+    return scores
+
+
+def gold_lengths(split: Split, functions: Sequence[Reward], tokenizer: Any, limit: int) -> Iterator[Finding]:
+    """Yield a finding for each gold answer that has more tokens than a completion may have."""
     rows = split.rows
-    named = gold_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
-    golds = usual_columns(rows.columns) or named
-    for row in split.usable.indices if golds else ():
-        answer = shortest_gold(rows.parse(row).columns, golds)
+    columns = usual_columns(rows.columns) or gold_columns(rows.columns, functions)
+    for row in split.usable.indices if columns else ():
+        answer = shortest_gold(rows.parse(row).columns, columns)
         if len(answer.encode("utf-8", "replace")) <= limit:  # no tokenizer makes more tokens than bytes
             continue
         num_tokens = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
         if num_tokens > limit:
             what = (
-                f"{rows.place(row)}: its gold answer has {num_tokens} tokens, more than rollout.max_completion_length "
-                f"{limit}: {shorten(answer, 80)}"
+                f": its gold answer has {num_tokens} tokens, more than rollout.max_completion_length {limit}: "
+                f"{shorten(answer, 80)}"
             )
-            diagnosis.findings.append(
-                Finding("warning", "gold answer longer than a completion", what, LONG, rows.name, row)
-            )
+            yield about_row(rows, row, "gold answer longer than a completion", what, LONG)
 
 
 def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]) -> list[GoldScore]:
@@ -104,20 +107,11 @@ def scores_of_rows(rows: Rows, used: Sequence[int], reward: Reward, columns: Seq
     reward.form = reward.find_form(example_of(rows, used[0], reward))
     probed = [example_of(rows, row, reward) for row in spread_over(used, PROBED)]
     reading = find_reading(reward, probed, columns, rows.columns)
-    samples = (example_of(rows, row, reward) for row in used)
-    return [score for part in in_parts(samples) for score in gold_scores(reward, part, columns, reading, rows.columns)]
-
-
-def in_parts(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples in lists of `AT_ONCE`."""
-    part: list[Sample] = []
-    for sample in samples:
-        part.append(sample)
-        if len(part) == AT_ONCE:
-            yield part
-            part = []
-    if part:
-        yield part
+    scores = []
+    for start in range(0, len(used), AT_ONCE):
+        part = [example_of(rows, row, reward) for row in used[start : start + AT_ONCE]]
+        scores += gold_scores(reward, part, columns, reading, rows.columns)
+    return scores
 
 
 def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
@@ -130,65 +124,54 @@ def example_of(rows: Rows, row: int, reward: Reward) -> Sample:
 
 def score_findings(
     rows: Rows, used: Sequence[int], golds: Sequence[str], name: str, scores: Sequence[GoldScore], subtracts: bool
-) -> list[Finding]:
-    """Return a finding for each gold answer on which a function fails, or which it scores below its maximum.
+) -> Iterator[Finding]:
+    """Yield a finding for each gold answer on which a function fails, or which it scores below its maximum.
 
     If `subtracts` is true, the maximum may be 0.
     """
     numbers = [found.score for found in scores if found.score is not None]
     highest = max(numbers, default=0.0)
     is_usual = sum(number == highest for number in numbers) >= USUAL * len(numbers)
-    findings = []
     for row, (score, fault) in zip(used, scores, strict=True):
         if fault is not None:
-            what = f"{rows.place(row)}: {name} fails on its gold answer: {fault}"
-            findings.append(Finding("warning", "gold answer that a reward fails on", what, FAILS, rows.name, row))
+            what = f": {name} fails on its gold answer: {fault}"
+            yield about_row(rows, row, "gold answer that a reward fails on", what, FAILS)
         elif score is not None and ((score <= 0 and not (subtracts and score == 0)) or (is_usual and score < highest)):
             found = rows.parse(row).columns
             if all(found.get(gold) is None for gold in golds):
-                what = f"{rows.place(row)}: {name} scores a row without a value for {listed(golds)}"
-                findings.append(Finding("warning", "row without a gold answer", what, NO_GOLD, rows.name, row))
+                what = f": {name} scores a row without a value for {listed(golds)}"
+                yield about_row(rows, row, "row without a gold answer", what, NO_GOLD)
                 continue
-            shown = described(found, golds)
-            what = f"{rows.place(row)}: {name} gives its gold answer {score:g}, and others {highest:g}: {shown}"
-            findings.append(
-                Finding("warning", "gold answer below the maximum of its reward", what, BELOW, rows.name, row)
-            )
-    return findings
+            what = f": {name} gives its gold answer {score:g}, and others {highest:g}: {described(found, golds)}"
+            yield about_row(rows, row, "gold answer below the maximum of its reward", what, BELOW)
 
 
 def missing_golds(
     rows: Rows, used: Sequence[int], golds: Sequence[str], scores: Sequence[Sequence[GoldScore]]
-) -> list[Finding]:
-    """Return a finding for each row if none of the functions that read gold answers applies to it."""
-    return [
-        Finding(
-            "warning", "row without a gold answer",
-            f"{rows.place(row)}: no reward function applies to {described(rows.parse(row).columns, golds)}",
-            NO_GOLD, rows.name, row,
-        )
-        for row, found in zip(used, zip(*scores, strict=True), strict=True)
-        if all(score == GoldScore(None) for score in found)
-    ]  # fmt: skip
+) -> Iterator[Finding]:
+    """Yield a finding for each row if none of the functions that read gold answers applies to it."""
+    for row, found in zip(used, zip(*scores, strict=True), strict=True):
+        if all(score == GoldScore(None) for score in found):
+            what = f": no reward function applies to {described(rows.parse(row).columns, golds)}"
+            yield about_row(rows, row, "row without a gold answer", what, NO_GOLD)
 
 
-def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> list[Finding]:
-    """Return findings for gold columns with the same value in all rows, and for prompts that end with their answer."""
-    values, findings = defaultdict(set), []
+def column_findings(rows: Rows, used: Sequence[int], golds: Sequence[str]) -> Iterator[Finding]:
+    """Yield findings for gold columns with the same value in all rows, and for prompts that end with their answer."""
+    values = defaultdict(set)
     for row in used:
         parsed = rows.parse(row)
         for name in golds:
             gold = parsed.columns.get(name)
             values[name].add(repr(gold))
             if gives_away(parsed, gold):
-                what = f"{rows.place(row)}: the prompt ends with the answer of column {name}: {shorten(gold, 80)}"
-                findings.append(Finding("warning", "prompt that ends with its answer", what, GIVEN, rows.name, row))
+                what = f": the prompt ends with the answer of column {name}: {shorten(gold, 80)}"
+                yield about_row(rows, row, "prompt that ends with its answer", what, GIVEN)
     all_constant = all(len(found) == 1 for found in values.values())
     for name, found in values.items():
         if len(found) == 1 and len(used) > 1 and (all_constant or name == "solution"):
             what = f"{rows.name}: column {name} is {shorten(next(iter(found)), 80)} in all {len(used)} rows"
-            findings.append(Finding("warning", "constant gold answer", what, CONSTANT, rows.name))
-    return findings
+            yield Finding("warning", "constant gold answer", what, CONSTANT, rows.name)
 
 
 def gives_away(parsed: ParsedRow, gold: Any) -> bool:

@@ -6,7 +6,7 @@ import math
 import platform
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,13 +14,14 @@ from urllib.parse import urlsplit
 from packaging.requirements import Requirement
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import Finding, RolloutError
+from rl_vlm.errors import Finding
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.sharding import state_bytes
 from rl_vlm.plan.weights import Weights
 from rl_vlm.rollout.vllm.process import LOOPBACK, free_port
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt, calling
+from rl_vlm.tools.checks.table import Subject
 
 SHOWN = ("torch", "transformers", "accelerate", "peft", "vllm", "deepspeed")
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,22 +29,19 @@ LEAST_SHARED = GIB
 """With less shared memory, workers and vLLM often fail. Docker gives a container 64 MiB by default."""
 
 
-def check_machine(config: RunConfig, diagnosis: Diagnosis) -> None:
+def machine(subject: Subject) -> Checking[None]:
     """Check packages, ports, servers to join, and shared memory."""
-    installed = installed_versions()
+    config, installed = subject.config, installed_versions()
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
-    diagnosis.checked.append(f"versions: {', '.join([f'python {platform.python_version()}', *shown])}")
-    diagnosis.findings += wrong_versions(requires("rl-vlm") or [], installed)
-    diagnosis.findings += unreachable_servers(config)
-    diagnosis.findings += small_shared_memory(config)
+    yield Note(f"versions: {', '.join([f'python {platform.python_version()}', *shown])}")
+    yield from wrong_versions(requires("rl-vlm") or [], installed)
+    yield from unreachable_servers(config)
+    yield from small_shared_memory(config)
     if config.rollout.facts.uses_servers and not config.vllm.vllm_server_base_url:
-        try:
-            ports = {free_port(LOOPBACK) for _ in range(config.vllm.vllm_num_servers + 1)}
-            diagnosis.checked.append(f"ports for servers and for weights: {len(ports)} can be opened on {LOOPBACK}")
-        except RolloutError as error:
-            diagnosis.findings.append(
-                Finding("error", "no free port", str(error), "Stop what holds the ports of this machine.")
-            )
+        free = calling(lambda: {free_port(LOOPBACK) for _ in range(config.vllm.vllm_num_servers + 1)})
+        ports = yield from attempt(free, ("no free port", "Stop what holds the ports of this machine."))
+        if ports:
+            yield Note(f"ports for servers and for weights: {len(ports)} can be opened on {LOOPBACK}")
 
 
 def installed_versions() -> dict[str, str]:
@@ -57,9 +55,8 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> list[Finding]:
-    """Return a finding for each package that is missing or has the wrong version. Packages of extras may be missing."""
-    findings = []
+def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each package that is missing or has the wrong version. Packages of extras may be missing."""
     for requirement in map(Requirement, requirements):
         found = installed.get(requirement.name)
         is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
@@ -67,22 +64,19 @@ def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> lis
             continue
         needed = f"{requirement.name}{requirement.specifier}"
         what = f"{requirement.name} {found or 'is not installed'}; rl-vlm needs {needed}"
-        findings.append(Finding("error", "package version", what, f"pip install '{needed}'"))
-    return findings
+        yield Finding("error", "package version", what, f"pip install '{needed}'")
 
 
-def old_transformers(model_type: str, installed: str) -> list[Finding]:
-    """Return a finding if this version of transformers is too old for the model's family."""
+def old_transformers(model_type: str, installed: str) -> Iterator[Finding]:
+    """Yield a finding if this version of transformers is too old for the model's family."""
     family = FAMILIES.get(model_type)
-    if family is None or family.is_available:
-        return []
-    what = f"{model_type} needs transformers {family.since}; {installed} is installed"
-    return [Finding("error", "package version", what, f"pip install 'transformers>={family.since}'")]
+    if family is not None and not family.is_available:
+        what = f"{model_type} needs transformers {family.since}; {installed} is installed"
+        yield Finding("error", "package version", what, f"pip install 'transformers>={family.since}'")
 
 
-def unreachable_servers(config: RunConfig) -> list[Finding]:
-    """Return a finding for each server that the run joins and that does not accept connections."""
-    findings = []
+def unreachable_servers(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding for each server that the run joins and that does not accept connections."""
     for url in config.vllm.vllm_server_base_url if config.rollout.facts.uses_servers else []:
         address = urlsplit(url)
         try:
@@ -90,35 +84,31 @@ def unreachable_servers(config: RunConfig) -> list[Finding]:
             socket.create_connection((address.hostname or "", port), timeout=5).close()
         except (OSError, ValueError) as error:
             what = f"the server {url} cannot be reached: {error}"
-            findings.append(Finding("error", "server", what, "Start it with `rl-vlm serve`, or correct its address."))
-    return findings
+            yield Finding("error", "server", what, "Start it with `rl-vlm serve`, or correct its address.")
 
 
-def small_shared_memory(config: RunConfig) -> list[Finding]:
-    """Return a finding if data workers or vLLM need shared memory and less than `LEAST_SHARED` is free."""
+def small_shared_memory(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding if data workers or vLLM need shared memory and less than `LEAST_SHARED` is free."""
     uses = config.data.dataloader_num_workers > 0 or config.rollout.facts.passes_shared_memory
-    if not uses or not SHARED_MEMORY.is_dir():
-        return []
-    free = free_bytes(SHARED_MEMORY)
-    if free >= LEAST_SHARED:
-        return []
+    if not uses or not SHARED_MEMORY.is_dir() or (free := free_bytes(SHARED_MEMORY)) >= LEAST_SHARED:
+        return
     what = f"{SHARED_MEMORY} has {free // 2**20} MiB free, and data workers and vLLM pass tensors through it"
     remedy = "Give the container more (docker run --shm-size=8g, or --ipc=host), or set data.dataloader_num_workers: 0."
-    return [Finding("warning", "shared memory", what, remedy)]
+    yield Finding("warning", "shared memory", what, remedy)
 
 
-def check_disk(config: RunConfig, weights: Weights, num_steps: int, diagnosis: Diagnosis) -> None:
+def check_disk(config: RunConfig, weights: Weights, num_steps: int) -> Checking[None]:
     """Compare the free space for `output_dir` with the size of one checkpoint, and of all that the run keeps."""
     path = Path(config.train.output_dir).absolute()
     free = free_bytes(path)
     one, kept = checkpoint_bytes(config, weights), num_kept(config, num_steps)
     needed = one * kept
     figures = f"{path}: {gib(free)} free; a checkpoint takes {gib(one)}, and {kept} are on disk at once: {gib(needed)}"
-    if free >= needed:
-        diagnosis.checked.append(f"disk space of {figures}")
-        return
     remedy = "Free space, choose another train.output_dir, or set train.save_total_limit or a larger train.save_steps."
-    diagnosis.findings.append(Finding("error" if free < one else "warning", "disk space", figures, remedy))
+    if free >= needed:
+        yield Note(f"disk space of {figures}")
+    else:
+        yield Finding("error" if free < one else "warning", "disk space", figures, remedy)
 
 
 def free_bytes(path: Path) -> int:

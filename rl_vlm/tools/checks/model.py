@@ -1,4 +1,4 @@
-"""Check the model of a run: its files, the lengths of prompts, and whether its weights fit on this machine.
+"""Check the model of a run: the lengths of prompts, its size on this machine, the token budget and pixels.
 
 The model is never downloaded. If a function writes it, the function writes to a temporary directory.
 """
@@ -6,10 +6,12 @@ The model is never downloaded. If a function writes it, the function writes to a
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,47 +22,98 @@ from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, sma
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
 from rl_vlm.model.files import read_json
-from rl_vlm.model.loading import base_of, initial_checkpoint, longest_prompt
+from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.plan.auto import start_budget
-from rl_vlm.plan.weights import TRAINED_BYTES, Weights
+from rl_vlm.plan.weights import TRAINED_BYTES, Weights, count_weights
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
-from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.dry_run import cached_snapshot
-from rl_vlm.tools.checks.machine import gib, old_transformers
-from rl_vlm.tools.checks.rows import Split
+from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.tools.checks.files import cached_snapshot, model_files
+from rl_vlm.tools.checks.golds import gold_lengths
+from rl_vlm.tools.checks.machine import check_disk, gib, old_transformers
+from rl_vlm.tools.checks.pixels import check_pixels
+from rl_vlm.tools.checks.rows import Split, about_row, every_row
+from rl_vlm.tools.checks.settings import high_learning_rate, rewards
+from rl_vlm.tools.checks.table import Cost, Subject
 from rl_vlm.types import Progress
 
 LONG = "Shorten the prompt or raise data.max_prompt_length: the run leaves the row out."
 BUDGET = "Raise memory.micro_batch_tokens, or set a lower data.max_pixels."
 
 
-def find_checkpoint(config: RunConfig, is_model_wanted: bool, diagnosis: Diagnosis) -> str | None:
-    """Return the checkpoint that the run starts from, or None if it is not on this machine.
+class Prompts(NamedTuple):
+    """The rows whose prompts fit, and the checkpoint and the builder of these prompts."""
 
-    `config` has a temporary `output_dir`. If a function writes the model, it writes there.
-    """
-    name = config.model.model_name_or_path
-    if names_function(name):
-        if not is_model_wanted:
-            diagnosis.not_checked.append(f"prompts and model: {name} writes the model, and --no-model is set")
-            return None
-        return initial_checkpoint(config, Ranks())
-    if not Path(name).is_dir() and cached_snapshot(name, config.model.model_revision) is None:
-        diagnosis.not_checked.append(f"prompts and model: {name} is not on this machine; download it first")
+    checkpoint: str
+    builder: PromptBuilder
+    train: UsableRows
+    held_out: UsableRows | None
+
+
+def prompts(subject: Subject) -> Checking[Prompts | None]:
+    """Check the prompts and the lengths of gold answers with the files of the model. Return None if they cannot be."""
+    config, splits = subject.config, subject.value(every_row)
+    if splits is None or splits.train is None or not splits.train.usable.indices:
+        yield Note("prompts and model: no training row can be used", is_checked=False)
         return None
-    return name
+    if reason := why_not_opened(subject):
+        yield Note(f"prompts and model: {reason}", is_checked=False)
+        return None
+    checkpoint = initial_checkpoint(subject.elsewhere, Ranks())
+    yield from check_family(checkpoint, config.model.model_revision)
+    builder, fitted = make_builder(subject.elsewhere, checkpoint), []
+    for split in splits.loaded:
+        fitted.append((yield from fitting(split, builder, config.data.max_prompt_length)))
+    for split in splits.loaded:
+        limit, functions = config.rollout.max_completion_length, subject.value(rewards) or []
+        yield from gold_lengths(split, functions, builder.processor.tokenizer, limit)
+    train, held_out = [*fitted, None][:2]
+    return Prompts(checkpoint, builder, train, held_out)
 
 
-def check_family(checkpoint: str, revision: str, diagnosis: Diagnosis) -> None:
-    """Note a finding if the installed transformers is too old for the model's family."""
+def why_not_opened(subject: Subject) -> str | None:
+    """Return why the files of the model cannot be opened, or None. Those of a directory are, in spite of errors."""
+    name, missing = subject.config.model.model_name_or_path, subject.value(model_files)
+    if missing is None and not Path(name).is_dir():
+        return f"{name} has errors"
+    if missing:
+        return f"{missing} is not on this machine; download it first"
+    is_unwritten = names_function(name) and subject.cost < Cost.MODEL
+    return f"{name} writes the model, and --no-model is set" if is_unwritten else None
+
+
+def size(subject: Subject) -> Checking[bool]:
+    """Check the learning rate and the disk space for the size of the model. Return whether it can be loaded."""
+    found, splits = subject.value(prompts), subject.value(every_row)
+    if found is None or splits is None:
+        return False
+    weights = count_weights(subject.elsewhere, found.checkpoint)
+    yield from high_learning_rate(subject.config, weights.num)
+    yield from check_disk(subject.config, weights, splits.num_steps)
+    reason = too_large(weights) if subject.cost == Cost.MODEL else "--no-model is set"
+    if reason is not None:
+        yield Note(f"pixels, token budget and two steps: {reason}", is_checked=False)
+    return reason is None
+
+
+def loaded_model(subject: Subject) -> Checking[None]:
+    """Load the model, and check the token budget and the effect of pixels."""
+    found = subject.value(prompts)
+    if found is not None and subject.value(size):
+        policy = load_policy(subject.elsewhere, found.checkpoint).to(Ranks().device)
+        yield from check_budget(subject.elsewhere, found.checkpoint, policy, found.builder, found.train)
+        yield from check_pixels(policy, found.builder, found.train)
+
+
+def check_family(checkpoint: str, revision: str) -> Iterator[Finding]:
+    """Yield a finding if the installed transformers is too old for the model's family."""
     base = base_of(checkpoint)
     directory = Path(base) if Path(base).is_dir() else cached_snapshot(base, revision)
     if directory is not None:
         model_type = str(read_json(directory / "config.json").get("model_type"))
-        diagnosis.findings += old_transformers(model_type, version("transformers"))
+        yield from old_transformers(model_type, version("transformers"))
 
 
 def make_builder(config: RunConfig, checkpoint: str) -> PromptBuilder:
@@ -69,8 +122,8 @@ def make_builder(config: RunConfig, checkpoint: str) -> PromptBuilder:
     return PromptBuilder(processor, config.data, longest_prompt(config, checkpoint))
 
 
-def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: Diagnosis) -> UsableRows:
-    """Return the rows whose prompts can be built and fit. Note a finding for each other row.
+def fitting(split: Split, builder: PromptBuilder, limit: int | None) -> Checking[UsableRows]:
+    """Return the rows whose prompts can be built and fit. Yield a finding for each other row.
 
     Build the same prompts as the run does before its first step: with `max_prompt_length`, all of them.
     """
@@ -79,7 +132,7 @@ def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: 
     try:
         kept = fitting_rows(listed, builder, limit)
     except DataError as error:  # no row is left
-        diagnosis.findings.append(Finding("error", "no prompt fits", str(error), LONG))
+        yield Finding("error", "no prompt fits", str(error), LONG)
         return split.usable
     for record in kept.dropped:
         is_long = "tokens" in record
@@ -87,10 +140,8 @@ def fitting(split: Split, builder: PromptBuilder, limit: int | None, diagnosis: 
         place = f"{record['data']}, row {record['row']}"
         what = record["reason"] if record["reason"].startswith(place) else f"{place}: {record['reason']}"
         severity: Severity = "warning" if is_long else "error"
-        diagnosis.findings.append(
-            Finding(severity, kind, what, LONG if is_long else OTHER_PROBLEM.remedy, record["data"], record["row"])
-        )
-    diagnosis.checked.append(f"prompts of {rows.name} against {limit_text(limit, builder.max_tokens)}")
+        yield Finding(severity, kind, what, LONG if is_long else OTHER_PROBLEM.remedy, record["data"], record["row"])
+    yield Note(f"prompts of {rows.name} against {limit_text(limit, builder.max_tokens)}")
     return kept
 
 
@@ -109,7 +160,7 @@ def too_large(weights: Weights) -> str | None:
     free = free_memory()
     if needed <= free:
         return None
-    return f"it needs {gib(needed)}, and this machine has {gib(free)} free"
+    return f"the model is too large for this machine: it needs {gib(needed)}, and this machine has {gib(free)} free"
 
 
 def free_memory() -> int:
@@ -123,25 +174,23 @@ def free_memory() -> int:
 
 
 def check_budget(
-    config: RunConfig, checkpoint: str, policy: Policy, builder: PromptBuilder, usable: UsableRows, diagnosis: Diagnosis
-) -> None:
-    """Note a finding for each prompt that exceeds the token budget.
+    config: RunConfig, checkpoint: str, policy: Policy, builder: PromptBuilder, usable: UsableRows
+) -> Checking[None]:
+    """Yield a finding for each prompt that exceeds the token budget.
 
     Like the run at its start, check only the rows with the largest images and the longest texts.
     """
-    prompts = {}
+    built = {}
     for row in usable.largest(NUM_LARGEST):
         with suppress(DataError):  # found by `fitting`, or when its images are decoded
-            prompts[row] = build_prompt(usable.rows, row, builder)
+            built[row] = build_prompt(usable.rows, row, builder)
     ranks, setting = Ranks(), config.memory.micro_batch_tokens
-    planned, _ = start_budget(config, checkpoint, ranks, list(prompts.values())[:NUM_PLANNED])
+    planned, _ = start_budget(config, checkpoint, ranks, list(built.values())[:NUM_PLANNED])
     budget = TokenBudget(ranks, Progress(max_steps=0), policy.vision, planned, setting)
     large_prompts = LargePrompts(budget, smallest_max_pixels(builder.processor))
     severity: Severity = "warning" if setting == "auto" else "error"
-    for row, prompt in prompts.items():
+    for row, prompt in built.items():
         if large_prompts.exceeds(prompt):
-            what = f"{usable.rows.place(row)}: {large_prompts.describe(prompt)}"
-            diagnosis.findings.append(
-                Finding(severity, "prompt beyond the token budget", what, BUDGET, usable.rows.name, row)
-            )
-    diagnosis.checked.append(f"{len(prompts)} largest prompts against memory.micro_batch_tokens {budget.tokens}")
+            what = f": {large_prompts.describe(prompt)}"
+            yield about_row(usable.rows, row, "prompt beyond the token budget", what, BUDGET, severity)
+    yield Note(f"{len(built)} largest prompts against memory.micro_batch_tokens {budget.tokens}")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.prompts import PromptBuilder
-from rl_vlm.errors import Finding
 from rl_vlm.model.policy import Policy
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.tools.checks.rows import about_row
 from rl_vlm.types import Completion, Forward, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 NUM_ROWS = 4
@@ -31,11 +31,11 @@ BLIND = (
 )
 
 
-def check_pixels(policy: Policy, builder: PromptBuilder, usable: UsableRows, diagnosis: Diagnosis) -> None:
-    """Note a finding for each row whose pixels do not change log-probs. Try the first `NUM_ROWS` rows with images."""
+def check_pixels(policy: Policy, builder: PromptBuilder, usable: UsableRows) -> Checking[None]:
+    """Yield a finding for each row whose pixels do not change log-probs. Try the first `NUM_ROWS` rows with images."""
     samples = first_samples(usable)
     if not samples:
-        diagnosis.not_checked.append("whether pixels reach the model: no row has an image")
+        yield Note("whether pixels reach the model: no row has an image", is_checked=False)
         return
     effects = []
     for i, (row, sample) in enumerate(samples):
@@ -43,13 +43,9 @@ def check_pixels(policy: Policy, builder: PromptBuilder, usable: UsableRows, dia
         effect, noise = pixel_effect(policy, builder, sample, other)
         effects.append(effect)
         if effect <= max(LEAST_EFFECT, 10 * noise):
-            what = f"{usable.rows.place(row)}: with other images the log-probs of a completion change by {effect:.1e}"
-            diagnosis.findings.append(
-                Finding("error", "pixels that do not reach the model", what, BLIND, usable.rows.name, row)
-            )
-    diagnosis.checked.append(
-        f"pixels of {len(samples)} rows: other images change a log-prob by {min(effects):.1e} or more"
-    )
+            what = f": with other images the log-probs of a completion change by {effect:.1e}"
+            yield about_row(usable.rows, row, "pixels that do not reach the model", what, BLIND, "error")
+    yield Note(f"pixels of {len(samples)} rows: other images change a log-prob by {min(effects):.1e} or more")
 
 
 def first_samples(usable: UsableRows) -> list[tuple[int, Sample]]:

@@ -21,7 +21,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.errors import ConfigError, Finding, Severity, shorten
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Checking, Note
 from rl_vlm.tools.checks.machine import installed_versions, unreachable_servers
 
 LIMIT = timedelta(seconds=60)
@@ -72,8 +72,8 @@ class Exchange:
             raise TimeoutError(f"no message {key} within {LIMIT.seconds} s") from error
 
 
-def examine_ranks(config: RunConfig) -> Diagnosis:
-    """Compare all ranks with rank 0. Rank 0 returns the full diagnosis; the others return the same findings."""
+def compare_ranks(config: RunConfig) -> Checking[None]:
+    """Compare all ranks with rank 0. Every rank yields the same findings."""
     exchange = Exchange()
     with listening() as port:
         report = {"who": f"{socket.gethostname()}, process {os.getpid()}", "facts": facts_of(config)}
@@ -83,58 +83,55 @@ def examine_ranks(config: RunConfig) -> Diagnosis:
         with shared_probe(config, exchange) as report["sees_output_dir"]:
             report["offset"] = clock_offset(exchange)
             exchange.put(f"report/{exchange.rank}", report)
-            return judged(exchange, report) if exchange.rank == 0 else told(exchange)
+            if exchange.rank == 0:
+                exchange.put("findings", [vars(finding) for finding in judged(exchange, report)])
+            for finding in exchange.take("findings"):
+                yield Finding(**finding | {"rows": ()})  # JSON has no tuples
+            end_together(exchange)
+    compared = ", ".join(f"{len(report['facts'][kind])} {kind}" for kind in KINDS)
+    yield Note(f"{exchange.world_size} ranks: {compared}; clocks, the output directory, and connections between ranks")
 
 
-def judged(exchange: Exchange, own: Mapping[str, Any]) -> Diagnosis:
-    """Compare the reports of all ranks with rank 0's own report, and send the findings to the other ranks."""
-    diagnosis = Diagnosis(broken_connections("rank 0", own))
-    for rank in range(1, exchange.world_size):
-        try:
-            diagnosis.findings += differences(rank, exchange.take(f"report/{rank}"), own)
-        except TimeoutError:
-            what = f"rank {rank} has not reported within {LIMIT.seconds} s"
-            diagnosis.findings.append(Finding("error", "silent rank", what, SILENT))
-    compared = ", ".join(f"{len(own['facts'][kind])} {kind}" for kind in KINDS)
-    diagnosis.checked.append(
-        f"{exchange.world_size} ranks: {compared}; clocks, the output directory, and connections between ranks"
-    )
-    exchange.put("findings", [vars(finding) for finding in diagnosis.findings])
-    for rank in range(1, exchange.world_size):  # the store ends with this process
+def end_together(exchange: Exchange) -> None:
+    """Say that this rank has the findings. Rank 0 waits for the others, since the store ends with its process."""
+    exchange.put(f"told/{exchange.rank}", True)
+    for rank in range(1, exchange.world_size) if exchange.rank == 0 else ():
         with suppress(TimeoutError):
             exchange.store.wait([f"told/{rank}"], timedelta(seconds=CONNECT_SECONDS))
-    return diagnosis
 
 
-def told(exchange: Exchange) -> Diagnosis:
-    """Wait for the findings of rank 0."""
-    findings = [Finding(**finding) for finding in exchange.take("findings")]
-    exchange.put(f"told/{exchange.rank}", True)
-    return Diagnosis(findings)
+def judged(exchange: Exchange, own: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compare the reports of all ranks with rank 0's own report."""
+    yield from broken_connections("rank 0", own)
+    for rank in range(1, exchange.world_size):
+        try:
+            yield from differences(rank, exchange.take(f"report/{rank}"), own)
+        except TimeoutError:
+            what = f"rank {rank} has not reported within {LIMIT.seconds} s"
+            yield Finding("error", "silent rank", what, SILENT)
 
 
-def differences(rank: int, report: Mapping[str, Any], own: Mapping[str, Any]) -> list[Finding]:
-    """Return a finding for each difference between the report of a rank and rank 0's own report."""
+def differences(rank: int, report: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each difference between the report of a rank and rank 0's own report."""
     who = f"rank {rank} ({report['who']})"
-    findings = [
-        Finding(severity, f"{kind} that differ from rank 0's", f"{who}: {name}: {what}", remedy)
-        for kind, (severity, remedy) in KINDS.items()
-        for name, what in unequal(report["facts"][kind], own["facts"][kind])
-    ]
+    for kind, (severity, remedy) in KINDS.items():
+        for name, what in unequal(report["facts"][kind], own["facts"][kind]):
+            yield Finding(severity, f"{kind} that differ from rank 0's", f"{who}: {name}: {what}", remedy)
     offset, error = report["offset"]
     if abs(offset) > LARGEST_OFFSET + error:
-        findings.append(Finding("warning", "clock", f"{who}: its clock is {offset:+.1f} s from rank 0's", CLOCK))
+        yield Finding("warning", "clock", f"{who}: its clock is {offset:+.1f} s from rank 0's", CLOCK)
     if not report["sees_output_dir"]:
         what = f"{who}: what rank 0 writes to train.output_dir is not there"
-        findings.append(Finding("error", "output directory", what, SHARED))
-    return findings + broken_connections(who, report)
+        yield Finding("error", "output directory", what, SHARED)
+    yield from broken_connections(who, report)
 
 
-def broken_connections(who: str, report: Mapping[str, Any]) -> list[Finding]:
-    """Return a finding if a rank cannot reach the next rank, and for each server that it cannot reach."""
-    network = [report["unreachable"]] if report["unreachable"] else []
-    kinds = [*(("network", what) for what in network), *(("server", what) for what in report["servers"])]
-    return [Finding("error", kind, f"{who}: {what}", NETWORK) for kind, what in kinds]
+def broken_connections(who: str, report: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding if a rank cannot reach the next rank, and for each server that it cannot reach."""
+    if report["unreachable"]:
+        yield Finding("error", "network", f"{who}: {report['unreachable']}", NETWORK)
+    for what in report["servers"]:
+        yield Finding("error", "server", f"{who}: {what}", NETWORK)
 
 
 def unequal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,17 +9,19 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.data_sources import Which, data_sources
+from rl_vlm.config.schema import DataConfig
 from rl_vlm.data.check import RowNote, UsableRows, inspect_row, no_gold, over_rows
-from rl_vlm.data.columns import refuse_unread_images
 from rl_vlm.data.samples import FindGold, Rows, load_rows
 from rl_vlm.data.tables import Row
-from rl_vlm.errors import Finding
-from rl_vlm.reward.golds import answer_columns, gold_given
-from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.errors import Finding, Severity
+from rl_vlm.reward.function import Reward
+from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt
+from rl_vlm.tools.checks.first_rows import columns, gold_finder, length
+from rl_vlm.tools.checks.settings import rewards
+from rl_vlm.tools.checks.table import Subject
 
 CONTINUED = "Leave the answer out of the prompt, unless completions are to continue it."
 
@@ -27,6 +29,7 @@ CONTINUED = "Leave the answer out of the prompt, unless completions are to conti
 class RowFacts(NamedTuple):
     """Facts about a row, for the other checks."""
 
+    rows: Rows
     note: RowNote
     text: bytes = b""
     """Digest of the prompt's messages, including the places of images."""
@@ -52,26 +55,44 @@ class Split(NamedTuple):
         return self.usable.rows
 
 
-def load_split(
-    config: RunConfig, split: Literal["train", "eval"], suites: Sequence[RewardSuite], diagnosis: Diagnosis
-) -> Split | None:
-    """Load a split and check its columns and rows. Returns None if it is not set or cannot be loaded."""
-    data = config.data
-    if (data.dataset_name if split == "train" else data.eval_dataset_name) is None:
-        return None
-    remedy = "Change the data or the setting that the message names."
-    with diagnosis.noting("data", remedy):
-        rows = load_rows(data, split)
-        for suite in suites:
-            with diagnosis.noting("columns of rewards", remedy):
-                suite.check_columns(rows.columns)
-        with diagnosis.noting("columns of images", remedy):
-            refuse_unread_images(rows.source, data, rows.name, {name for suite in suites for name in suite.columns})
-        golds = answer_columns(rows.columns, [reward for suite in suites for reward in suite.functions])
-        facts = list(inspect_rows(rows, partial(gold_given, golds)))
-        diagnosis.findings += row_findings(rows, facts)
-        diagnosis.checked.append(f"{split} data {rows.name}: {len(rows)} rows and the headers of their images")
-        return Split(usable_rows(rows, facts), facts)
+class Splits(NamedTuple):
+    """The training and held-out rows. One of them is None if it is not set or cannot be loaded."""
+
+    train: Split | None
+    held_out: Split | None
+    num_steps: int
+    """Number of optimizer steps of the run, or 1 if it is not known."""
+
+    @property
+    def loaded(self) -> list[Split]:
+        """Return the splits that are loaded, the training rows first."""
+        return [split for split in (self.train, self.held_out) if split is not None]
+
+
+def every_row(subject: Subject) -> Checking[Splits]:
+    """Check the columns and all rows of both splits, and the length of the run."""
+    data, functions, splits = subject.config.data, subject.value(rewards) or [], []
+    for split in ("train", "eval"):
+        reading = read_split(data, split, functions)
+        splits.append((yield from attempt(reading, DATA)) if data_sources(data, split) else None)
+    train, held_out = splits
+    steps = (yield from attempt(length(subject, len(train.usable)))) if train and len(train.usable) else None
+    return Splits(train, held_out, steps or 1)
+
+
+def read_split(data: DataConfig, split: Which, functions: Sequence[Reward]) -> Checking[Split]:
+    """Load a split, and check its columns and rows."""
+    rows = load_rows(data, split)
+    yield from columns(rows, functions)
+    facts = list(inspect_rows(rows, gold_finder(rows, functions)))
+    yield from row_findings(rows, facts)
+    yield Note(f"{split} data {rows.name}: {len(rows)} rows and the headers of their images")
+    return Split(usable_rows(rows, facts), facts)
+
+
+def about_row(rows: Rows, row: int, kind: str, what: str, remedy: str, severity: Severity = "warning") -> Finding:
+    """Build a finding about a row. The message begins with its place."""
+    return Finding(severity, kind, f"{rows.place(row)}{what}", remedy, rows.name, row)
 
 
 def inspect_rows(rows: Rows, find_gold: FindGold = no_gold) -> Iterator[RowFacts]:
@@ -83,9 +104,9 @@ def facts_of(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
     """Read a row and the headers of its images."""
     note, parsed = inspect_row(rows, find_gold, index, row)
     if parsed is None:
-        return RowFacts(note)
+        return RowFacts(rows, note)
     text = blake2b(json.dumps(parsed.messages).encode(), digest_size=16).digest()
-    return RowFacts(note, text, len(parsed.images))
+    return RowFacts(rows, note, text, len(parsed.images))
 
 
 def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> Iterator[Finding]:
@@ -94,8 +115,8 @@ def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> Iterator[Finding]:
         if note.finding is not None:
             yield note.finding
         elif note.continues:
-            what = f"{rows.place(note.row)}: completions continue the message of the assistant that ends the prompt"
-            yield Finding("warning", "prompt that ends with an answer", what, CONTINUED, rows.name, note.row)
+            what = ": completions continue the message of the assistant that ends the prompt"
+            yield about_row(rows, note.row, "prompt that ends with an answer", what, CONTINUED)
 
 
 def usable_rows(rows: Rows, facts: Sequence[RowFacts]) -> UsableRows:

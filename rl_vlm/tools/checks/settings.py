@@ -1,14 +1,20 @@
-"""Checks that need no rows: settings, reward functions, output directory, engine and model files."""
+"""Checks of settings, and of the functions and packages that they name. This module imports no torch."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
+from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.config.batches import BatchSizes, batch_sizes
-from rl_vlm.config.load import check_trainable
+from rl_vlm.config.engines import engines_where
+from rl_vlm.config.load import check_evaluable, check_trainable
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import Finding
-from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.diagnosis import Diagnosis
-from rl_vlm.tools.checks.dry_run import check_around_data, check_rewards
+from rl_vlm.errors import ConfigError, Finding, require_bitsandbytes
+from rl_vlm.reward.function import Reward
+from rl_vlm.reward.suite import check_names
+from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt, calling
+from rl_vlm.tools.checks.table import Subject
 
 TEMPERATURES = (0.3, 1.5)
 """Usual range. Below it, the completions of a group are nearly equal; above it, they are mostly noise."""
@@ -18,39 +24,79 @@ LARGEST_RATES = {False: 1e-4, True: 1e-3}
 """Largest usual learning rate, by `use_peft`. Above it, a pretrained model is likely to diverge."""
 
 
-def check_settings(config: RunConfig, diagnosis: Diagnosis) -> tuple[list[RewardSuite], BatchSizes | None]:
-    """Check the settings. Returns a suite for each reward function that loads, and the batch plan or None."""
-    found, plan = Diagnosis(), None
-    with found.noting():
-        check_trainable(config)
-    with found.noting():
-        plan = batch_sizes(config, 1)
-    suites = check_rewards(config.rewards, found)
-    check_around_data(config, found)
-    diagnosis.findings += [*unusual_temperature(config), *found.findings]
-    diagnosis.checked += found.checked  # without `not_checked`: later checks cover it
-    return suites, plan
+def needed_settings(subject: Subject) -> Checking[None]:
+    """Check that the settings that this kind of run needs are there."""
+    return calling(check_trainable if subject.kind == "train" else check_evaluable, subject.config)
 
 
-def unusual_temperature(config: RunConfig) -> list[Finding]:
-    """Return a finding if completions are sampled at an unusual temperature."""
-    temperature, (low, high) = config.rollout.temperature, TEMPERATURES
-    if low <= temperature <= high:
-        return []
-    why = "completions of a group are nearly equal" if temperature < low else "completions are mostly noise"
-    what = f"rollout.temperature is {temperature:g}, outside {low:g} to {high:g}: {why}, so that groups teach little"
-    return [Finding("warning", "sampling temperature", what, "Set rollout.temperature to about 1.")]
+def batches(subject: Subject) -> Checking[BatchSizes]:
+    """Compute the batch sizes for as many processes as the launcher has started."""
+    return calling(batch_sizes, subject.config, int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def high_learning_rate(config: RunConfig, num_parameters: int) -> list[Finding]:
-    """Return a finding if the learning rate is too high for a pretrained model."""
+def sampling_temperature(subject: Subject) -> Checking[None]:
+    """Yield a finding if completions are sampled at an unusual temperature."""
+    temperature, (low, high) = subject.config.rollout.temperature, TEMPERATURES
+    if not low <= temperature <= high:
+        why = "completions of a group are nearly equal" if temperature < low else "completions are mostly noise"
+        what = (
+            f"rollout.temperature is {temperature:g}, outside {low:g} to {high:g}: {why}, so that groups teach little"
+        )
+        yield Finding("warning", "sampling temperature", what, "Set rollout.temperature to about 1.")
+
+
+def high_learning_rate(config: RunConfig, num_parameters: int) -> Checking[None]:
+    """Yield a finding if the learning rate is too high for a pretrained model."""
     has_lora, rate = config.model.use_peft, config.train.learning_rate
     largest = LARGEST_RATES[has_lora]
-    if num_parameters <= LARGE_MODEL or rate <= largest:
-        return []
-    what = (
-        f"train.learning_rate is {rate:g}, and the model has {num_parameters / 1e6:.0f}M parameters: above {largest:g} "
-        f"{'an adapter' if has_lora else 'full training'} is likely to diverge"
-    )
-    usual = "1e-5 to 1e-4" if has_lora else "about 1e-6"
-    return [Finding("warning", "learning rate", what, f"Set train.learning_rate to {usual}, or start from there.")]
+    if num_parameters > LARGE_MODEL and rate > largest:
+        what = (
+            f"train.learning_rate is {rate:g}, and the model has {num_parameters / 1e6:.0f}M parameters: above "
+            f"{largest:g} {'an adapter' if has_lora else 'full training'} is likely to diverge"
+        )
+        usual = "1e-5 to 1e-4" if has_lora else "about 1e-6"
+        yield Finding("warning", "learning rate", what, f"Set train.learning_rate to {usual}, or start from there.")
+
+
+def rewards(subject: Subject) -> Checking[list[Reward]]:
+    """Load every reward function. Return those that load."""
+    specs, loaded = subject.config.rewards.specs, []
+    for spec in specs:
+        reward = yield from attempt(calling(Reward, spec))
+        loaded += [reward] if reward is not None else []
+    names = [reward.name for reward in loaded]
+    yield from attempt(calling(check_names, names))
+    if names:
+        yield Note(f"reward functions {', '.join(names)}")
+    if any(spec.timeout for spec in specs):
+        yield from subject.left_out("reward functions with a timeout in a process of their own")
+    return loaded
+
+
+def token_loss(subject: Subject) -> Checking[None]:
+    """Load the user's token loss, if there is one."""
+    name = subject.config.algorithm.loss_type
+    if subject.config.algorithm.has_own_loss:
+        load_loss(name)
+        yield Note(f"token loss {name}")
+        yield from subject.left_out("what the token loss returns")
+
+
+def packages(subject: Subject) -> Checking[None]:
+    """Check that the packages that the optimizer, the quantization and the engine need are installed."""
+    config = subject.config
+    engine, urls = config.rollout.facts, config.vllm.vllm_server_base_url
+    if subject.is_served:
+        return
+    if subject.kind == "train" and config.train.optim == "adamw_8bit":
+        yield from attempt(calling(require_bitsandbytes, "train.optim: adamw_8bit"))
+    if config.model.load_in_4bit:
+        yield from attempt(calling(require_bitsandbytes, "model.load_in_4bit"))
+    if urls and engine.uses_servers:
+        yield from subject.left_out(f"servers at {', '.join(urls)}")
+    elif engine.package is not None and importlib.util.find_spec(engine.package) is None:
+        others = " or ".join(engines_where(lambda other: other.package is None))
+        raise ConfigError(
+            f"rollout.engine is {config.rollout.engine}, and {engine.title} is not installed; install it, or use "
+            f"{others}"
+        )

@@ -1,21 +1,38 @@
-"""Train for two steps of the run, on a few of its rows, in a temporary directory."""
+"""Train for two steps of the run, on a few of its rows, in a temporary directory, and look at the scores."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import RewardsConfig, RunConfig
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.images import image_path
 from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
 from rl_vlm.errors import Finding, RLVLMError, Stopped, shorten, text_of
+from rl_vlm.functions import live
+from rl_vlm.log.completions import window_paths
+from rl_vlm.reward.function import Reward, random_states_kept
+from rl_vlm.reward.golds import (
+    columns_to_write,
+    gold_columns,
+    gold_completions,
+    golds_of,
+    score_texts,
+    why_not_scored,
+)
+from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.run.run import train
-from rl_vlm.tools.checks.constant import check_constant_rewards
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.tools.checks.model import prompts, size
+from rl_vlm.tools.checks.settings import batches, rewards
+from rl_vlm.tools.checks.table import Subject
 
 NUM_LARGEST = 2
 NUM_ROWS = 8
@@ -23,21 +40,17 @@ LENGTH = 16
 """Maximum number of tokens in a completion."""
 GROUP = 4
 """Maximum number of completions per prompt."""
+LOOK_AT_IT = (
+    "Look at what the function reads in a completion. `rl-vlm rewards check` scores gold answers and cheats with it, "
+    "and with --completions N longer completions of the model."
+)
 REMEDY = "Change what the message names: the run would end so, too."
 PACKAGE = logging.getLogger("rl_vlm")
 logger = logging.getLogger(__name__)
 
-_rows: dict[str, list[Row]] = {"train": [], "eval": []}
-
-
-def training_rows() -> list[Row]:
-    """Return the rows of the two steps."""
-    return _rows["train"]
-
-
-def held_out_rows() -> list[Row]:
-    """Return the held-out rows for the evaluations of the two steps."""
-    return _rows["eval"]
+TRAINING_ROWS = "python:training_rows#doctor"
+HELD_OUT_ROWS = "python:held_out_rows#doctor"
+"""Names of the functions that return the rows of the two steps."""
 
 
 def spread(completions: list[Any]) -> list[float]:
@@ -45,28 +58,49 @@ def spread(completions: list[Any]) -> list[float]:
     return [float(i % 2) for i in range(len(completions))]
 
 
-def run_two_steps(
-    config: RunConfig, initial: str, trained: UsableRows, held_out: UsableRows | None, diagnosis: Diagnosis
-) -> None:
-    """Train for two steps. Note an error as a finding. `config` has a temporary `output_dir`."""
-    _rows["train"] = few_rows(trained)
-    _rows["eval"] = few_rows(held_out) if held_out else []
-    logger.info("taking two steps of the run on %d rows", len(_rows["train"]))
+def two_steps(subject: Subject) -> Checking[None]:
+    """Take two steps of the run, unless earlier checks say that the run would not start."""
+    found, config = subject.value(prompts), subject.elsewhere
+    if found is None or not subject.value(size):
+        return
+    gc.collect()
+    if config.vllm.vllm_server_base_url:
+        reason = "its servers, which others may use, would get new weights"
+    elif subject.value(batches) is None or len(subject.value(rewards) or ()) < len(config.rewards.specs):
+        reason = "the settings or reward functions have errors"
+    else:
+        yield from run_two_steps(config, found.checkpoint, found.train, found.held_out)
+        return
+    yield Note(f"two steps of the run: {reason}", is_checked=False)
+
+
+def run_two_steps(config: RunConfig, initial: str, trained: UsableRows, held_out: UsableRows | None) -> Checking[None]:
+    """Train for two steps. Yield a finding if an error ends them. `config` has a temporary `output_dir`."""
+    rows, others = few_rows(trained), few_rows(held_out) if held_out else []
+    logger.info("taking two steps of the run on %d rows", len(rows))
+    with live({TRAINING_ROWS: lambda: rows, HELD_OUT_ROWS: lambda: others}):
+        error = error_of_training(smoke_config(config, initial, held_out is not None))
+    if error is not None:
+        yield Finding("error", "two steps of the run", error, REMEDY)
+        return
+    yield Note(f"two steps of the run on {len(rows)} rows, and a checkpoint")
+    run = Path(config.train.output_dir) / "two_steps"
+    yield from check_constant_rewards(config.rewards, trained, trained.indices[:NUM_ROWS], run)
+
+
+def error_of_training(config: RunConfig) -> str | None:
+    """Train without log lines. Return the message of the error that ends the training, or None."""
     level = PACKAGE.level
-    PACKAGE.setLevel(logging.WARNING)  # hide the log lines of the run
+    PACKAGE.setLevel(logging.WARNING)
     try:
-        train(smoke_config(config, initial, held_out is not None))
-        diagnosis.checked.append(f"two steps of the run on {len(_rows['train'])} rows, and a checkpoint")
-        run = Path(config.train.output_dir) / "two_steps"
-        check_constant_rewards(config.rewards, trained, trained.indices[:NUM_ROWS], run, diagnosis)
+        train(config)
     except (Stopped, KeyboardInterrupt):
         raise
     except BaseException as error:  # of any library
-        text = str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {shorten(text_of(error))}"
-        diagnosis.findings.append(Finding("error", "two steps of the run", text, REMEDY))
+        return str(error) if isinstance(error, RLVLMError) else f"{type(error).__name__}: {shorten(text_of(error))}"
     finally:
         PACKAGE.setLevel(level)
-        _rows.update(train=[], eval=[])
+    return None
 
 
 def few_rows(usable: UsableRows) -> list[Row]:
@@ -103,8 +137,8 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConf
     values: dict[str, dict[str, Any]] = copy.deepcopy(config.model_dump())
     values["model"]["model_name_or_path"] = initial
     values["data"] |= {
-        "dataset_name": f"{__name__}:training_rows",
-        "eval_dataset_name": f"{__name__}:held_out_rows" if is_evaluated else None,
+        "dataset_name": TRAINING_ROWS,
+        "eval_dataset_name": HELD_OUT_ROWS if is_evaluated else None,
         "dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test",
         "columns": {}, "ignore_columns": [], "image_root": None, "max_prompt_length": None,
     }  # fmt: skip
@@ -122,3 +156,53 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConf
     values["log"] |= {"report_to": [], "disable_tqdm": True, "num_completions_to_print": 0}
     values["log"] |= {"memory_profile": False, "report": False}
     return RunConfig.model_validate(values)
+
+
+def check_constant_rewards(config: RewardsConfig, usable: UsableRows, rows: Sequence[int], run: Path) -> Checking[None]:
+    """Check each function that gave the same score to all completions in the directory of a run.
+
+    It is a finding if the gold answers of `rows` get this score too. Two cases are noted as checked instead: gold
+    answers get other scores, or the score is 0 and the function reads no gold answers. The few short completions may
+    then simply lack the text that the function looks for.
+    """
+    with RewardSuite(config) as suite:
+        weights = dict(zip(suite.names, suite.weights, strict=True))
+        for reward in suite.functions:
+            scores = sampled_scores(run, reward.name)
+            if len(scores) < 2 or len(set(scores)) > 1:
+                continue
+            tried = made_up_scores(reward, usable, rows)
+            is_constant = set(tried) == set(scores)
+            what = f"{reward.name} gives {scores[0]:g} to all {len(scores)} completions that the two steps sampled"
+            if is_constant and (scores[0] or gold_columns(usable.rows.columns, [reward])):
+                has_others = any(weight for name, weight in weights.items() if name != reward.name)
+                yield Finding(
+                    "warning" if has_others else "error", "constant reward", f"{what}, and to gold answers", LOOK_AT_IT
+                )
+            else:
+                others = f"; others get {min(tried):g} to {max(tried):g}" if tried else ""
+                yield Note(f"scores of a few short completions: {what}{others}")
+
+
+def sampled_scores(run: Path, name: str) -> list[float]:
+    """Return a function's scores from the completions files of a run."""
+    import pyarrow.parquet
+
+    tables = [pyarrow.parquet.read_table(path) for path in window_paths(run)]
+    columns = [table.column(name).to_pylist() for table in tables if name in table.column_names]
+    return [score for column in columns for score in column if score is not None]
+
+
+def made_up_scores(reward: Reward, usable: UsableRows, rows: Sequence[int]) -> list[float]:
+    """Score the gold answers of rows in all forms, and an empty text. Return [] if `why_not_scored` gives a reason."""
+    if why_not_scored(reward) is not None:
+        return []
+    columns = usable.rows.columns
+    samples = [usable.rows[row] for row in rows]
+    reward.form = reward.find_form(samples[0])
+    found = []
+    with random_states_kept(), chdir("."):
+        for sample in samples:
+            texts = ["", *gold_completions(golds_of(sample, columns_to_write(reward, columns))).values()]
+            found += score_texts(reward, sample, texts, columns) if reward.applies(sample.columns) else []
+    return [score for score in found if isinstance(score, float)]

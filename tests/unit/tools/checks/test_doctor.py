@@ -17,13 +17,14 @@ from rl_vlm.data.samples import load_rows
 from rl_vlm.errors import Finding, Severity, Stopped
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks import machine, smoke
-from rl_vlm.tools.checks.constant import check_constant_rewards
-from rl_vlm.tools.checks.diagnosis import Diagnosis
+from rl_vlm.tools.checks.diagnosis import Diagnosis, attempt, collect
 from rl_vlm.tools.checks.duplicates import find_common_picture, find_duplicates
-from rl_vlm.tools.checks.golds import check_gold_lengths, check_golds
+from rl_vlm.tools.checks.golds import check_golds, gold_lengths
 from rl_vlm.tools.checks.report import report_text
 from rl_vlm.tools.checks.rows import Split, inspect_rows, row_findings, usable_rows
-from rl_vlm.tools.checks.settings import high_learning_rate, unusual_temperature
+from rl_vlm.tools.checks.settings import high_learning_rate, sampling_temperature
+from rl_vlm.tools.checks.smoke import check_constant_rewards
+from rl_vlm.tools.checks.table import Subject
 from tests.helpers.tiny_run import make_config
 
 LENGTH = f"{__name__}:length"
@@ -95,7 +96,7 @@ def test_versions(installed: dict[str, str], expected: list[str]):
 
 
 def test_this_environment_is_right():
-    assert machine.wrong_versions(["torch>=2.11"], machine.installed_versions()) == []
+    assert list(machine.wrong_versions(["torch>=2.11"], machine.installed_versions())) == []
     assert {"torch", "transformers", "accelerate"} <= machine.installed_versions().keys()
 
 
@@ -104,7 +105,7 @@ def test_a_family_that_needs_a_newer_transformers(installed: str, number: int, m
     monkeypatch.setattr("rl_vlm.model.families.version", lambda name: installed)
     found = machine.old_transformers("minicpmv4_6", installed)
     assert [finding.what for finding in found] == ["minicpmv4_6 needs transformers 5.19; 5.17.0 is installed"] * number
-    assert machine.old_transformers("qwen2_vl", installed) == []
+    assert list(machine.old_transformers("qwen2_vl", installed)) == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_servers_to_join(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         config = make_config("m", tmp_path, engine="vllm_server", vllm_server_base_url=[url])
-        assert machine.unreachable_servers(config) == []
+        assert list(machine.unreachable_servers(config)) == []
     (finding,) = machine.unreachable_servers(config)
     assert url in finding.what
 
@@ -133,7 +134,7 @@ def test_servers_to_join(tmp_path: Path):
 def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(machine, "free_bytes", lambda path: 64 * 2**20)
-    assert machine.small_shared_memory(make_config("m", tmp_path)) == []
+    assert list(machine.small_shared_memory(make_config("m", tmp_path))) == []
     (finding,) = machine.small_shared_memory(make_config("m", tmp_path, dataloader_num_workers=1))
     assert "64 MiB free" in finding.what
 
@@ -148,10 +149,7 @@ def split_of(tmp_path: Path, rows: list[dict[str, Any]]) -> Split:
 
 
 def gold_findings(split: Split, *functions: Any) -> Diagnosis:
-    diagnosis = Diagnosis()
-    suites = [RewardSuite(RewardsConfig(reward_funcs=[function])) for function in functions]
-    check_golds(split, suites, diagnosis)
-    return diagnosis
+    return collect(check_golds(split, RewardSuite(RewardsConfig(reward_funcs=[*functions])).functions))
 
 
 def kinds(diagnosis: Diagnosis) -> list[tuple[int | None, str]]:
@@ -303,11 +301,11 @@ def test_a_stop_is_no_finding_and_anything_else_that_ends_the_two_steps_is(endin
 
     monkeypatch.setattr(smoke, "train", train)
     monkeypatch.setattr(smoke, "few_rows", lambda usable: [])
-    diagnosis, rows = Diagnosis(), split_of(tmp_path, [{}]).usable
+    yielded, rows = [], split_of(tmp_path, [{}]).usable
     is_stop = isinstance(ending, Stopped | KeyboardInterrupt)
-    with pytest.raises(type(ending)) if is_stop else nullcontext(), diagnosis.noting("model", "Change it."):
-        smoke.run_two_steps(make_config("m", tmp_path), "m", rows, None, diagnosis)
-    found = [finding.what for finding in diagnosis.findings]
+    with pytest.raises(type(ending)) if is_stop else nullcontext():
+        yielded += attempt(smoke.run_two_steps(make_config("m", tmp_path), "m", rows, None))
+    found = [finding.what for finding in yielded]
     assert found == ([] if is_stop else ["BaseException: a panic of Rust"])
 
 
@@ -344,8 +342,7 @@ SMALL = {"image": "0.png", "prompt": "Where?"}
 def box_rows(tmp_path: Path, golds: list[Any]) -> Diagnosis:
     """What is found of gold boxes in an image of 8 × 8 pixels."""
     diagnosis = gold_findings(split_of(tmp_path, [SMALL | {"solution": gold} for gold in golds]), BOXES)
-    diagnosis.findings = [finding for finding in diagnosis.findings if "box" in finding.kind]
-    return diagnosis
+    return collect(finding for finding in diagnosis.findings if "box" in finding.kind)
 
 
 def boxes(completions: list[str], solution: list[Any]) -> list[float]:
@@ -401,7 +398,7 @@ def test_one_picture_in_most_rows(num_same: int, num: int, tmp_path: Path):
 
 @pytest.mark.parametrize(("temperature", "number"), [(0.29, 1), (0.3, 0), (1.0, 0), (1.5, 0), (1.51, 1)])
 def test_sampling_temperature(temperature: float, number: int, tmp_path: Path):
-    found = unusual_temperature(make_config("m", tmp_path, temperature=temperature))
+    found = list(sampling_temperature(Subject(make_config("m", tmp_path, temperature=temperature))))
     assert [(finding.severity, finding.kind) for finding in found] == [("warning", "sampling temperature")] * number
 
 
@@ -416,14 +413,14 @@ def test_sampling_temperature(temperature: float, number: int, tmp_path: Path):
     ],
 )
 def test_learning_rate(millions: int, settings: dict[str, Any], number: int, tmp_path: Path):
-    assert len(high_learning_rate(make_config("m", tmp_path, **settings), millions * 1_000_000)) == number
+    assert len([*high_learning_rate(make_config("m", tmp_path, **settings), millions * 1_000_000)]) == number
 
 
 def test_gold_answers_longer_than_completions(tmp_path: Path):
     golds = ["a b c", "a b c d", "long-words of-four tokens here", r"\boxed{a b}", "a b c d\n#### 7"]
-    split, diagnosis = split_of(tmp_path, [{"solution": gold} for gold in golds]), Diagnosis()
-    suites = [RewardSuite(RewardsConfig(reward_funcs=["exact_match"]))]
-    check_gold_lengths(split, suites, lambda text, **_: {"input_ids": text.split()}, 3, diagnosis)
+    split = split_of(tmp_path, [{"solution": gold} for gold in golds])
+    functions = RewardSuite(RewardsConfig(reward_funcs=["exact_match"])).functions
+    diagnosis = collect(gold_lengths(split, functions, lambda text, **_: {"input_ids": text.split()}, 3))
     assert kinds(diagnosis) == [(row, "gold answer longer than a completion") for row in (1, 2)]
     assert "has 4 tokens, more than rollout.max_completion_length 3" in diagnosis.findings[0].what
 
@@ -450,7 +447,6 @@ def test_functions_that_are_constant_over_sampled_completions(
     (tmp_path / "completions").mkdir()
     names = RewardSuite(rewards).names
     pq.write_table(pa.table(dict(zip(names, scores, strict=True))), tmp_path / "completions/completions_00000.parquet")
-    found = Diagnosis()
-    check_constant_rewards(rewards, split.usable, [0, 1], tmp_path, found)
+    found = collect(check_constant_rewards(rewards, split.usable, [0, 1], tmp_path))
     assert [(finding.severity, finding.what.split()[0]) for finding in found.findings] == expected
     assert bool(found.checked) is not bool(expected)  # what works on gold answers is said and is no finding

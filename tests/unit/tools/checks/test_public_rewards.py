@@ -10,7 +10,7 @@ import pytest
 from rl_vlm.config.schema import DataConfig, RewardsConfig
 from rl_vlm.data.samples import load_rows
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.tools.checks.diagnosis import Diagnosis, collect
+from rl_vlm.tools.checks.diagnosis import collect
 from rl_vlm.tools.checks.golds import check_golds
 from rl_vlm.tools.checks.rewards.findings import function_findings
 from rl_vlm.tools.checks.rewards.measure import measure_functions
@@ -90,9 +90,9 @@ def test_a_correct_public_function_has_no_finding(name: str, tmp_path: Path, mon
     assert [(finding.kind, finding.what) for finding in found.findings if finding.kind != "slow"] == []
     assert max(functions[0].numbers()) == 1.0
 
-    rows, diagnosis = load_rows(data, "train"), Diagnosis()
+    rows = load_rows(data, "train")
     facts = list(inspect_rows(rows))
     with RewardSuite(rewards) as suite:
-        check_golds(Split(usable_rows(rows, facts), facts), [suite], diagnosis)
+        diagnosis = collect(check_golds(Split(usable_rows(rows, facts), facts), suite.functions))
     assert [(finding.kind, finding.what) for finding in diagnosis.findings] == []
     assert diagnosis.not_checked == []

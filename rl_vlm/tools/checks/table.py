@@ -1,0 +1,118 @@
+"""The checks before a run, in order. A command selects them by their cost and by the kind of run.
+
+--dry-run          SECONDS    settings, functions, files and the first rows; imports no torch
+doctor --no-model  ROWS       also the machine, every row, gold answers and prompts
+doctor             MODEL      also the loaded model, and two steps of the run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.evaluation.options import NO_OPTIONS, EvaluationOptions
+from rl_vlm.tools.checks.diagnosis import DATA, MODEL, SETTING, Checking, Diagnosis, Note, Problem, attempt, collect
+
+T = TypeVar("T")
+Kind = Literal["train", "eval", "serve"]
+
+
+class Cost(IntEnum):
+    """Costs of checks, in ascending order."""
+
+    SECONDS = 0
+    ROWS = 1
+    MODEL = 2
+
+
+@dataclass
+class Subject:
+    """A run to check, how deeply to check it, and the values that its checks have returned."""
+
+    config: RunConfig
+    kind: Kind = "train"
+    cost: Cost = Cost.SECONDS
+    decode: bool = False
+    """Whether to compare images by their pixels."""
+    checkpoints: Sequence[str] = ()
+    options: EvaluationOptions = NO_OPTIONS
+    """Models and options of an evaluation."""
+    folder: str = ""
+    """A temporary directory for checks that write files."""
+    values: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False)
+
+    def run_checks(self) -> Checking[None]:
+        """Run the selected checks, and keep the values that they return."""
+        for check in CHECKS:
+            if check.cost <= self.cost <= check.until and self.kind in check.kinds:
+                function = resolve_name(f"{__package__}.{check.function}")
+                self.values[function] = yield from attempt(function(self), check.problem)
+
+    def value(self, check: Callable[[Subject], Checking[T]]) -> T | None:
+        """Return the value of an earlier check. Return None if the check was not selected, or raised an error."""
+        return self.values.get(check)
+
+    def left_out(self, what: str) -> Checking[None]:
+        """Note that something is not checked, unless checks of a higher cost follow. They say so themselves."""
+        if self.cost == Cost.SECONDS:
+            yield Note(what, is_checked=False)
+
+    @property
+    def is_served(self) -> bool:
+        """Return whether another server samples for the evaluation."""
+        return self.kind == "eval" and self.config.evaluation.endpoint_url is not None
+
+    @property
+    def elsewhere(self) -> RunConfig:
+        """Return the config with the temporary directory as `output_dir`."""
+        return self.config.model_copy(
+            update={"train": self.config.train.model_copy(update={"output_dir": self.folder})}
+        )
+
+
+class Check(NamedTuple):
+    """A check: a generator function of a `Subject` in a module of this package."""
+
+    function: str
+    cost: Cost = Cost.SECONDS
+    kinds: tuple[Kind, ...] = ("train",)
+    problem: Problem = SETTING
+    until: Cost = Cost.MODEL
+    """The highest cost at which the check is selected. Above it, another check covers the same."""
+
+
+CHECKS = (
+    Check("settings:needed_settings", kinds=("train", "eval")),
+    Check("settings:batches"),
+    Check("settings:sampling_temperature"),
+    Check("settings:rewards", kinds=("train", "eval")),
+    Check("settings:token_loss"),
+    Check("first_rows:first_rows", kinds=("train", "eval"), until=Cost.SECONDS),
+    Check("evaluation:evaluation_options", kinds=("eval",)),
+    Check("files:output_directory", kinds=("train", "eval")),
+    Check("settings:packages", kinds=("train", "eval", "serve")),
+    Check("files:model_files", kinds=("train", "eval", "serve")),
+    Check("machine:machine", Cost.ROWS),
+    Check("rows:every_row", Cost.ROWS, problem=DATA),
+    Check("duplicates:duplicates", Cost.ROWS, problem=DATA),
+    Check("golds:golds", Cost.ROWS, problem=DATA),
+    Check("model:prompts", Cost.ROWS, problem=MODEL),
+    Check("model:size", Cost.ROWS, problem=MODEL),
+    Check("model:loaded_model", Cost.MODEL, problem=MODEL),
+    Check("smoke:two_steps", Cost.MODEL, problem=MODEL),
+)
+
+
+def examine(config: RunConfig, with_model: bool = True, decode: bool = False) -> Diagnosis:
+    """Run the checks of the doctor. With `with_model`, load the model and take two steps.
+
+    With `decode`, compare images by their pixels. Write nothing to `output_dir`.
+    """
+    cost = Cost.MODEL if with_model else Cost.ROWS
+    with TemporaryDirectory(prefix="rl-vlm-doctor-") as folder:
+        return collect(Subject(config, cost=cost, decode=decode, folder=folder).run_checks())
