@@ -52,8 +52,8 @@ class RecordingHandler(ChatHandler):
         self.server.count_open(-1)
         super().write(status, content, kind)
 
-    def body(self) -> bytes:
-        content = super().body()
+    def body(self, length: int) -> bytes:
+        content = super().body(length)
         status = self.server.statuses.pop(0) if self.server.statuses else 200
         if status != 200:
             raise APIError(status, "out of order")

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.rollout.hf import HFEngine
-from rl_vlm.tools.serving.server import MAX_BODY
+from rl_vlm.tools.serving.budget import Budget
+from rl_vlm.tools.serving.server import MAX_BODIES
 from tests.helpers.builders import make_policy, noise_image, sharp_checkpoint
 from tests.helpers.chat_client import chat, fetch, question, write_run
 from tests.helpers.chat_server import RecordingServer
@@ -185,7 +186,7 @@ def test_the_key_protects_all_but_health(server):
     assert fetch(f"{server.url.removesuffix('/v1')}/health")[0] == 200
 
 
-@pytest.mark.parametrize(("length", "status"), [(str(MAX_BODY + 1), 413), ("-1", 411), ("\u00b2", 411)])
+@pytest.mark.parametrize(("length", "status"), [(str(MAX_BODIES + 1), 413), ("-1", 411), ("\u00b2", 411)])
 def test_bodies_have_a_bounded_length(length, status, server):
     import http.client
 
@@ -195,6 +196,48 @@ def test_bodies_have_a_bounded_length(length, status, server):
     connection.endheaders()
     assert connection.getresponse().status == status
     connection.close()
+
+
+def test_the_pixels_of_a_request_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(server.service, "pixels", Budget(2 * 64 * 64))
+    assert chat(server.url, question(LARGE, LARGE))["usage"]["prompt_tokens"] > 0
+    status, error = refused(server, messages=question(LARGE, LARGE, noise_image(8, 8, 0)))
+    assert (status, error["code"]) == (400, "too_many_pixels")
+    assert error["message"] == "the images have 8256 pixels, and the endpoint takes at most 8192"
+
+
+def test_images_of_all_requests_share_their_pixels(server, monkeypatch):
+    monkeypatch.setattr(server.service, "pixels", Budget(2 * 64 * 64))
+    sizes, generate = [], HFEngine.generate
+
+    def counted(engine: HFEngine, requests: Any, sampling: Any) -> Any:
+        sizes.append(len(requests))
+        time.sleep(0.2)
+        return generate(engine, requests, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", counted)
+    threads = [threading.Thread(target=chat, args=[server.url, question(LARGE)]) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (sum(sizes), max(sizes), server.service.pixels.left) == (6, 2, server.service.pixels.total)
+
+
+def test_a_request_that_takes_too_long_is_answered_and_leaves_the_queue(server, monkeypatch):
+    generate = HFEngine.generate
+
+    def slow(engine: HFEngine, requests: Any, sampling: Any) -> Any:
+        time.sleep(1.5)
+        return generate(engine, requests, sampling)
+
+    monkeypatch.setattr(HFEngine, "generate", slow)
+    monkeypatch.setattr("rl_vlm.tools.serving.server.REQUEST_SECONDS", 0.5)
+    status, error = refused(server)
+    assert (status, error["code"]) == (503, "unavailable")
+    monkeypatch.undo()
+    assert chat(server.url, TEXT)["choices"]
+    assert server.service.batches.unanswered == set()
 
 
 def test_requests_at_once_share_batches(server, monkeypatch):

@@ -49,7 +49,10 @@ class Batches:
         self.is_closed = False
 
     def submit(self, request: RolloutRequest, sampling: Sampling) -> Future[Group]:
-        """Queue a request from any thread, and return its group as a future. Raises Stopping after `close`."""
+        """Queue a request from any thread, and return its group as a future. Raises Stopping after `close`.
+
+        A cancelled future leaves the queue.
+        """
         job = Queued(request, sampling)
         with self.lock:
             if self.is_closed:
@@ -63,7 +66,10 @@ class Batches:
         while True:
             by_sampling: dict[Sampling, list[Queued]] = {}
             for job in self.take():
-                by_sampling.setdefault(job.sampling, []).append(job)
+                if job.answer.cancelled():
+                    self.settle(job, Stopping())
+                else:
+                    by_sampling.setdefault(job.sampling, []).append(job)
             for jobs in by_sampling.values():
                 self.generate(jobs)
 
@@ -94,11 +100,13 @@ class Batches:
             self.settle(job, group)
 
     def settle(self, job: Queued, outcome: Group | Exception) -> None:
-        """Give a request its group or its exception, unless `close` has given it one."""
+        """Give a request its group or its exception, unless `close` has given it one or nobody waits any more."""
         with self.lock:
             if job not in self.unanswered:
                 return
             self.unanswered.discard(job)
+        if not job.answer.set_running_or_notify_cancel():
+            return
         if isinstance(outcome, Exception):
             job.answer.set_exception(outcome)
         else:

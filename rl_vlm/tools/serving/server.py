@@ -1,16 +1,25 @@
-"""The endpoint's HTTP server: routes, the API key, and answers as JSON or server-sent events."""
+"""The endpoint's HTTP server: routes, the API key, and answers as JSON or server-sent events.
+
+Every thread has one connection, and every connection one request. A request is bounded before memory is used for it:
+
+connection: MAX_CONNECTIONS ─ head: READ_SECONDS ─ key ─ body: MAX_BODIES, READ_SECONDS ─ answer: REQUEST_SECONDS
+"""
 
 from __future__ import annotations
 
 import hmac
+import io
 import json
 import logging
+import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.tools.serving.batches import Stopping
+from rl_vlm.tools.serving.budget import Budget, NotInTime
 from rl_vlm.tools.serving.protocol import APIError, read_request
 from rl_vlm.tools.serving.service import ChatService
 
@@ -18,14 +27,22 @@ logger = logging.getLogger(__name__)
 
 API_KEY = "RL_VLM_API_KEY"
 """Environment variable of the key that requests must have, if it is set."""
-MAX_BODY = 256 * 2**20
-"""Bytes of the largest request body."""
+MAX_CONNECTIONS = 512
+"""Connections at once. Others wait in the system's queue."""
+MAX_BODIES = 256 * 2**20
+"""Bytes of the bodies of all requests at once, and of the largest body."""
+READ_SECONDS = 60.0
+"""Seconds in which a client must send the head of its request, and the body, and receive the answer."""
+REQUEST_SECONDS = 3600.0
+"""Seconds from a request's connection to its answer."""
+DISCARD_SECONDS = 5.0
+"""Seconds in which a client can send the rest of a refused request."""
 CLOSE_SECONDS = 5.0
 """Seconds to wait at the end until refused requests are answered."""
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Serves one model with a thread per request."""
+    """Serves one model with a thread per connection."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -45,8 +62,8 @@ class ChatServer(ThreadingHTTPServer):
             ) from error
         self.key = key
         self.thread = threading.Thread(target=self.serve_forever, name="endpoint", daemon=True)
-        self.idle = threading.Condition()
-        self.num_requests = 0
+        self.connections = Budget(MAX_CONNECTIONS)
+        self.body_bytes = Budget(MAX_BODIES)
 
     @property
     def url(self) -> str:
@@ -54,11 +71,20 @@ class ChatServer(ThreadingHTTPServer):
         host = str(self.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/v1"
 
-    def count(self, change: int) -> None:
-        """Count a request that begins (1) or is answered (-1)."""
-        with self.idle:
-            self.num_requests += change
-            self.idle.notify_all()
+    def get_request(self) -> Any:
+        """Accept a connection. Raises OSError if there are too many, so that the server tries again."""
+        if not self.connections.take(1, 0.1):
+            raise BlockingIOError
+        try:
+            return super().get_request()
+        except OSError:
+            self.connections.give(1)
+            raise
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that `get_request` has accepted."""
+        super().shutdown_request(request)
+        self.connections.give(1)
 
     def start(self, service: ChatService) -> None:
         """Accept connections, in threads."""
@@ -70,8 +96,27 @@ class ChatServer(ThreadingHTTPServer):
         """Refuse new requests, and answer the waiting ones with status 503."""
         self.service.batches.close()
         self.shutdown()
-        with self.idle:
-            self.idle.wait_for(lambda: not self.num_requests, CLOSE_SECONDS)
+        self.connections.take(self.connections.total, CLOSE_SECONDS)
+
+
+class Incoming(io.RawIOBase):
+    """Bytes that a client sends, until a moment that pauses of the client do not move."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.allow(READ_SECONDS)
+
+    def allow(self, seconds: float) -> None:
+        """Let the client send for `seconds` from now on."""
+        self.end = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Wait for bytes. Raises TimeoutError after the end."""
+        self.connection.settimeout(max(self.end - time.monotonic(), 1e-3))
+        return self.connection.recv_into(buffer)
 
 
 class ChatHandler(BaseHTTPRequestHandler):
@@ -79,8 +124,12 @@ class ChatHandler(BaseHTTPRequestHandler):
 
     server: ChatServer  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
-    timeout = 60
-    """Seconds that a client may pause within its request."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.end = time.monotonic() + REQUEST_SECONDS
+        self.incoming = Incoming(self.connection)
+        self.rfile = io.BufferedReader(self.incoming)
 
     def do_GET(self) -> None:
         self.respond(self.get)
@@ -100,12 +149,13 @@ class ChatHandler(BaseHTTPRequestHandler):
 
     def post(self) -> None:
         """Answer /v1/chat/completions."""
-        content = self.body()  # first, since a client that still sends might not read an error
         self.check_key()
         if self.path != "/v1/chat/completions":
             raise self.unknown_route()
-        request = read_request(content)
-        answer = self.server.service.answer(request)
+        length = self.body_length()
+        with self.server.body_bytes.held(length, self.end - time.monotonic()):
+            request = read_request(self.body(length))
+            answer = self.server.service.answer(request, self.end)
         if request.stream:
             events = answer.events(request.stream_options.include_usage)
             content = "".join(f"data: {event}\n\n" for event in events)
@@ -114,7 +164,7 @@ class ChatHandler(BaseHTTPRequestHandler):
 
     def respond(self, answer: Any) -> None:
         """Call `answer`. If it raises an error, send the error in OpenAI's form."""
-        self.server.count(1)
+        self.close_connection = True
         try:
             answer()
         except (ConnectionError, TimeoutError):
@@ -122,9 +172,17 @@ class ChatHandler(BaseHTTPRequestHandler):
         except Exception as error:
             problem = api_error(error)
             self.send(problem.status, problem.body)
-        finally:
-            self.close_connection = True
-            self.server.count(-1)
+            self.discard()
+
+    def discard(self) -> None:
+        """Read the rest of the request and keep none of it: a client that still sends would not read the answer."""
+        self.incoming.allow(DISCARD_SECONDS)
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.rfile.read1(2**16):
+                pass
+        except OSError as error:
+            logger.info("the client of %s has gone: %s", self.path, error)
 
     def check_key(self) -> None:
         """Raise APIError unless the request has the key, if there is one. Compares in constant time."""
@@ -134,14 +192,22 @@ class ChatHandler(BaseHTTPRequestHandler):
                 401, f"give the key in {API_KEY} as a header, Authorization: Bearer …", code="invalid_api_key"
             )
 
-    def body(self) -> bytes:
-        """Read the body of a request. Raises APIError if its length is not given, or is above `MAX_BODY`."""
+    def body_length(self) -> int:
+        """Return the bytes of the body. Raises APIError if they are not given, or are more than `MAX_BODIES`."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise APIError(411, "the request has no Content-Length")
-        if int(length) > MAX_BODY:
-            raise APIError(413, f"the body has {length} bytes, and the endpoint takes at most {MAX_BODY}")
-        return self.rfile.read(int(length))
+        if int(length) > MAX_BODIES:
+            raise APIError(413, f"the body has {length} bytes, and the endpoint takes at most {MAX_BODIES}")
+        return int(length)
+
+    def body(self, length: int) -> bytes:
+        """Read the body. Raises ConnectionError if the client ends it early, TimeoutError if it takes too long."""
+        self.incoming.allow(READ_SECONDS)
+        content = self.rfile.read(length)
+        if len(content) < length:
+            raise ConnectionError
+        return content
 
     def unknown_route(self) -> APIError:
         return APIError(
@@ -155,6 +221,7 @@ class ChatHandler(BaseHTTPRequestHandler):
     def write(self, status: int, content: bytes, kind: str) -> None:
         """Send one whole answer."""
         try:
+            self.connection.settimeout(READ_SECONDS)
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
@@ -174,6 +241,8 @@ def api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, Stopping):
         return APIError(503, "the endpoint is stopping", code="unavailable")
+    if isinstance(error, NotInTime):
+        return APIError(503, f"the endpoint is busy: no answer within {REQUEST_SECONDS:.0f} s", code="unavailable")
     if isinstance(error, DataError):
         return APIError(400, str(error), "messages")
     logger.error("a request failed", exc_info=error)

@@ -8,23 +8,26 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
+from typing import Any, TypeVar
 
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.data.images import pixel_limits, read_image
+from rl_vlm.data.images import check_image, pixel_limits, read_image
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.errors import DataError
 from rl_vlm.tools.serving.batches import Batches
+from rl_vlm.tools.serving.budget import Budget, NotInTime
 from rl_vlm.tools.serving.protocol import APIError, ChatAnswer, ChatMessage, ChatRequest, Choice, ImagePart
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Sampling
 
+T = TypeVar("T")
 DATA_URL = re.compile(r"data:image/[^,\s]{1,99};base64,")
+MAX_PIXELS = 2**27
+"""Pixels of the images of all requests at once, and of one request. If `data.max_image_pixels` is more, that counts."""
 
 
 class ChatService:
@@ -42,21 +45,30 @@ class ChatService:
         self.data = data
         self.context = context
         self.default = default
+        self.pixels = Budget(max(MAX_PIXELS, data.max_image_pixels))
         self.building = threading.Lock()  # tokenizers are not safe for threads
 
-    def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Wait for the completions of a request.
+    def answer(self, request: ChatRequest, end: float) -> ChatAnswer:
+        """Wait for the completions of a request until `end`, a time of `time.monotonic`.
 
-        Raises APIError if the request cannot be answered, DataError if the engine refuses it, and Stopping if the
-        endpoint stops.
+        Raises APIError if the request cannot be answered, DataError if the engine refuses it, NotInTime after `end`,
+        and Stopping if the endpoint stops.
         """
         check_served(request, self.name, self.data)
-        sample = to_sample(request.messages, self.data.max_image_pixels)
-        prompt = self.build(sample)
-        draw = secrets.token_hex(8) if request.seed is None else f"seed {request.seed}"
-        sampling = to_sampling(request, len(prompt.token_ids), self.context, self.default)
-        future: Future[Group] = self.batches.submit(RolloutRequest(draw, prompt), sampling)
-        completions = future.result().completions
+        num_pixels = count_pixels(request.messages, self.data.max_image_pixels)
+        if num_pixels > self.pixels.total:
+            message = f"the images have {num_pixels} pixels, and the endpoint takes at most {self.pixels.total}"
+            raise APIError(400, message, "messages", "too_many_pixels")
+        with self.pixels.held(num_pixels, end - time.monotonic()):
+            prompt = self.build(to_sample(request.messages, self.data.max_image_pixels))
+            draw = secrets.token_hex(8) if request.seed is None else f"seed {request.seed}"
+            sampling = to_sampling(request, len(prompt.token_ids), self.context, self.default)
+            future: Future[Group] = self.batches.submit(RolloutRequest(draw, prompt), sampling)
+            try:
+                completions = future.result(end - time.monotonic()).completions
+            except TimeoutError:
+                future.cancel()
+                raise NotInTime from None
         choices = [to_choice(one, request.stop, self.builder.processor.tokenizer) for one in completions]
         return ChatAnswer(self.name, choices, len(prompt.token_ids))
 
@@ -107,38 +119,53 @@ def to_sampling(request: ChatRequest, num_prompt_tokens: int, context: int | Non
 
 
 def to_sample(messages: Sequence[ChatMessage], max_image_pixels: int) -> Sample:
-    """Convert messages to a sample with decoded images.
-
-    Raises APIError if an image is no data URL, cannot be decoded, or has more than `max_image_pixels`.
-    """
-    images: list[Image.Image] = []
-    converted = []
-    for i, message in enumerate(messages):
-        blocks: list[dict[str, Any]] = []
-        for j, part in enumerate(message.content):
-            if isinstance(part, ImagePart):
-                images.append(decode(part.image_url.url, f"messages[{i}].content[{j}].image_url.url", max_image_pixels))
-                blocks.append({"type": "image"})
-            else:
-                blocks.append({"type": "text", "text": part.text})
-        converted.append({"role": message.role, "content": blocks})
+    """Convert messages to a sample with decoded images. Raises APIError if an image cannot be decoded."""
+    images = [checked(read_image, url, max_image_pixels, param)[0] for url, param in data_urls(messages)]
+    converted = [
+        {
+            "role": message.role,
+            "content": [
+                {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+                for part in message.content
+            ],
+        }
+        for message in messages
+    ]
     return Sample("of the request", converted, images, {}, converted)
 
 
-def decode(url: str, param: str, max_image_pixels: int) -> Image.Image:
-    """Decode the image of a data URL like images of data sets. Raises APIError for anything else."""
-    if not DATA_URL.match(url):
-        raise APIError(
-            400,
-            f"{param} is no data URL; send the image itself as data:image/png;base64,… (nothing is fetched or opened)",
-            param,
-            "invalid_image_url",
-        )
+def count_pixels(messages: Sequence[ChatMessage], max_image_pixels: int) -> int:
+    """Return the number of pixels of all images, from their headers.
+
+    Raises APIError if an image is no data URL, has a bad header, or has more than `max_image_pixels`.
+    """
+    return sum(checked(check_image, url, max_image_pixels, param) for url, param in data_urls(messages))
+
+
+def data_urls(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str]]:
+    """Yield each image's data URL and its place in the request. Raises APIError for any other URL."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content):
+            if not isinstance(part, ImagePart):
+                continue
+            param = f"messages[{i}].content[{j}].image_url.url"
+            if not DATA_URL.match(part.image_url.url):
+                raise APIError(
+                    400,
+                    f"{param} is no data URL; send the image itself as data:image/png;base64,… (nothing is fetched or "
+                    "opened)",
+                    param,
+                    "invalid_image_url",
+                )
+            yield part.image_url.url, param
+
+
+def checked(read: Callable[..., T], url: str, max_image_pixels: int, param: str) -> T:
+    """Call a function that reads an image of data sets. Raises APIError instead of DataError."""
     try:
-        image, _ = read_image(url, Path(), max_image_pixels, param)
+        return read(url, Path(), max_image_pixels, param)
     except DataError as error:
         raise APIError(400, str(error), param, "invalid_image") from error
-    return image
 
 
 def to_choice(completion: Completion, stops: Sequence[str], tokenizer: Any) -> Choice:

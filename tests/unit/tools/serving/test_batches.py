@@ -39,6 +39,9 @@ class Engine:
     def sync(self, source: Any, version: int) -> int:
         raise NotImplementedError
 
+    def sleep(self) -> bool:
+        return True
+
     def close(self) -> None: ...
 
 
@@ -118,3 +121,22 @@ def test_closing_answers_what_waits_and_refuses_the_rest():
         jobs.submit(request("c"), GREEDY)
     time.sleep(0.4)  # the engine's own answer comes too late, and is dropped
     assert isinstance(in_work.exception(), Stopping)
+
+
+def test_a_request_for_which_nobody_waits_is_not_generated():
+    engine = Engine()
+    jobs = Batches(engine, 64)
+    given_up, other = jobs.submit(request("a"), GREEDY), jobs.submit(request("b"), GREEDY)
+    assert given_up.cancel()
+    start(jobs.run)
+    assert other.result(5).group_id == "b"
+    assert (engine.seen, jobs.unanswered) == ([(["b"], GREEDY)], set())
+
+
+def test_a_request_that_is_given_up_while_it_is_generated_does_no_harm():
+    jobs = Batches(Engine(seconds=0.3), 64)
+    start(jobs.run)
+    given_up = jobs.submit(request("a"), GREEDY)
+    time.sleep(0.1)
+    assert given_up.cancel()
+    assert jobs.submit(request("b"), GREEDY).result(5).group_id == "b"
