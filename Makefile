@@ -58,14 +58,14 @@ check-lock: $(INSTALLED)  ## Fail if the compiled requirements do not fit pyproj
 
 $(INSTALLED): requirements/dev.txt requirements/overrides.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m pip install --quiet uv==0.13.9
 	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt --requirement requirements/dev.txt
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --editable .
 	touch $@
 
 .venv-gpu/.installed: requirements/gpu.txt pyproject.toml
 	$(PYTHON) -m venv .venv-gpu
-	.venv-gpu/bin/python -m pip install --quiet uv
+	.venv-gpu/bin/python -m pip install --quiet uv==0.13.9
 	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --requirement requirements/gpu.txt
 	.venv-gpu/bin/uv pip install --python .venv-gpu/bin/python --no-deps --editable .
 	touch $@

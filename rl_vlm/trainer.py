@@ -1,7 +1,8 @@
 """GRPO, in the order of `Trainer.step`:
 
     draw rows ─ generate ─ rewards ─ advantages               once per generation window, see rollout/collector.py
-    check the engine ─ prefetch ─ old and reference log-probs  once per generation window
+    check of the engine, if due ─ engine sleeps ─ prefetch
+    old and reference log-probs                                once per generation window
     groups ─► objective ─► gradients ─► update                        every optimizer step
 
 `passes/` runs a model over groups, and `algorithm/` has the loss. `run/` calls the step, evaluates, and writes files.

@@ -20,13 +20,14 @@ from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.hardware import Card
-from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
+from rl_vlm.plan.memory import KV_CACHE, Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
 from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.vllm import CUDA_GRAPHS, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
+from rl_vlm.rollout.vllm.arguments import keeps_weights
 from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt
 
@@ -256,7 +257,7 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
     """Return the memory of sampling from the trained model itself: caches, logits, and gathered weights."""
     sampled = config.rollout
     parts = {
-        "KV cache": hf_cache_bytes(
+        KV_CACHE: hf_cache_bytes(
             model.config, model.prompt_tokens, sampled.max_completion_length, sampled.num_generations,
             sampled.max_num_seqs,
         ),
@@ -265,7 +266,7 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
     weights, gathers = model.weights, hardware.sharding.gathers(hardware.num_ranks)
     by_layer = gathers and not sampled.ds3_gather_for_generation
     if config.model.dtype == "float32":
-        parts["KV cache"] *= 2
+        parts[KV_CACHE] *= 2
     else:  # autocast keeps its copies of trained weights during a rollout, unless these are freed after each layer
         parts["LM head and copies"] = 2 * (weights.largest_trained if by_layer else weights.num_trained)
     if gathers:
@@ -281,11 +282,13 @@ def vllm_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollou
     needed, utilization = vllm_needs(config, model, hardware.card), config.vllm.vllm_gpu_memory_utilization
     held = round(utilization * hardware.card.memory)
     sleeps = config.vllm.vllm_enable_sleep_mode
+    sends_adapter = config.model.use_peft and config.rollout.lora_sync == "adapter"
+    keeps = sleeps and keeps_weights(config, sends_adapter, model.weights.trains_vision)
     cache = needed.cache(hardware.card, utilization)
     return Rollouts(
-        {"vLLM": held - cache, "KV cache": cache},
+        {"vLLM": held - cache, KV_CACHE: cache},
         CUDA_GRAPHS if sleeps else held,  # sleep mode does not free CUDA graphs
-        needed.weights if sleeps else 0,
+        needed.weights if keeps else 0,
         can_start=needed.num_sequences(hardware.card, utilization) > 0,
     )
 

@@ -13,6 +13,8 @@ from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
 from rl_vlm.stages import Stage
 
+KV_CACHE = "KV cache"
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -36,9 +38,15 @@ class Rollouts:
     while_training: int
     """Bytes that vLLM keeps during training."""
     in_host_memory: int = 0
-    """Bytes of sleeping weights."""
+    """Bytes of sleeping weights. Weights that are sent before every rollout are not kept."""
     can_start: bool = True
     """Whether vLLM's fraction of the card holds its weights and one sequence. Otherwise vLLM does not start."""
+
+    @property
+    def while_syncing(self) -> dict[str, int]:
+        """Return the bytes while weights are sent. If vLLM sleeps during training, its cache is not allocated yet."""
+        sleeps = self.while_training < sum(self.while_sampling.values())
+        return {name: size for name, size in self.while_sampling.items() if not (sleeps and name == KV_CACHE)}
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class MemoryPlan:
             Stage.ENTROPY: without_gradients,
             Stage.TRAINING: training | self.gradients | gathered | self.training_parts(),
             Stage.UPDATE: training | self.gradients | update,
-            Stage.WEIGHT_SYNC: self.held | self.rollouts.while_sampling | block,  # vLLM is awake, with its cache
+            Stage.WEIGHT_SYNC: self.held | self.rollouts.while_syncing | block,
             Stage.SAVE: training | block,
         }
         return [Phase(stage.value, parts[stage]) for stage in self.stages]
@@ -152,8 +160,11 @@ class MemoryPlan:
 
     @property
     def free_for_vllm(self) -> int:
-        """Return the bytes left for vLLM while it is awake, if it sleeps during training."""
-        return self.available - sum(self.held.values()) - self.largest_block
+        """Return the bytes left for vLLM while it is awake, if it sleeps during training.
+
+        Gathered weights do not count: they are sent before the cache is allocated.
+        """
+        return self.available - sum(self.held.values())
 
     @property
     def beside_micro_batch(self) -> int:

@@ -47,13 +47,13 @@ class AgreementCheck:
         self.last: Agreement | None = None
 
     def is_due(self, progress: Progress) -> bool:
-        """Return whether to check before this step's passes. After the first check, the engine needs equal weights."""
+        """Return whether to check before this step's passes. The engine must have the policy's latest weights."""
         rollout = self.config.rollout
-        if rollout.facts.samples_from_policy:
+        if rollout.facts.samples_from_policy or self.engine.sent_version != progress.policy_version:
             return False
         if self.last is None:
             return True
-        if not rollout.agreement_steps or self.engine.sent_version != progress.policy_version:
+        if not rollout.agreement_steps:
             return False
         if self.last.policy_version == 0:
             return progress.policy_version > 0
@@ -89,13 +89,13 @@ class AgreementCheck:
         mean, largest, bound = gaps.mean().item(), gaps.max().item(), self.config.vllm.vllm_max_logp_difference
         if mean <= bound:
             return
-        if self.first is None:
-            which, before = "the first rollouts", ""
-            advice = "Are model, precision (model.dtype) and pixel limits the same on both sides?"
-        else:
+        which, before = "the first rollouts", ""
+        advice = "Are model, precision (model.dtype) and pixel limits the same on both sides?"
+        if progress.policy_version > 0:
             which = f"rollouts before step {progress.global_step + 1}"
-            before = f" The mean was {self.first.mean:.3g} at the first check, before step {self.first.step + 1}."
             advice = "Does the generator have the trained weights, the adapter included?"
+        if self.first is not None:
+            before = f" The mean was {self.first.mean:.3g} at the first check, before step {self.first.step + 1}."
         raise RolloutError(
             f"Log-probs of {which} differ between generator and trainer by {mean:.3g} in the mean and {largest:.3g} at "
             f"most; vllm.vllm_max_logp_difference allows a mean of {bound:g}.{before} {advice} Some difference is "

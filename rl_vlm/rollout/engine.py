@@ -82,7 +82,7 @@ class SyncedEngine:
         self.weights = weights
         self.ranks = ranks
         self.sent_version = -1
-        """Version of the weights that were sent last, or -1 if none were sent."""
+        """Version of the weights that the engine has, or -1 if none were sent or it has not kept them."""
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order."""

@@ -44,11 +44,6 @@ class PolicyWeights:
         return adapter.r
 
     @property
-    def sends_all(self) -> bool:
-        """Return whether every weight of the model is sent: no adapter alone, and no frozen vision tower."""
-        return not self.sends_adapter and not self.policy.vision.is_frozen
-
-    @property
     def is_sharded(self) -> bool:
         """Return whether each rank holds a shard of the policy's weights."""
         return any(is_shard(parameter) for parameter in self.policy.parameters())

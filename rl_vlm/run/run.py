@@ -242,6 +242,8 @@ class Run:
         except BaseException:
             restore_random_states(states)
             raise
+        finally:
+            self.collector.sleep_engine()
         return metrics
 
     def save_if_due(self, is_last: bool) -> None:
@@ -260,6 +262,7 @@ class Run:
         Older checkpoints are not deleted while steps are skipped because they are not finite.
         """
         self.writer.finish()
+        self.collector.sleep_engine()  # which is awake if generation was interrupted
         with self.ranks.agree():
             check_held(self.directory.path)
             self.refuse_nonfinite_weights()

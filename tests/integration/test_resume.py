@@ -25,6 +25,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError, RewardError
 from rl_vlm.model.loading import make_initial_model
+from rl_vlm.passes.passes import Passes
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run import build as build_module
@@ -105,6 +106,52 @@ def test_weights_are_sent_before_an_evaluation_and_after_a_checkpoint(
     given = {"engine": "vllm_server", "weight_sync_steps": 3, "save_steps": 3, **settings}
     train(make_config(tiny_checkpoint, tmp_path, **given))
     assert " ".join(found) == expected
+
+
+def test_an_engine_sleeps_before_the_passes_and_gets_the_weights_that_it_does_not_keep(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of two updates, with an evaluation after each window, and a check after the first update."""
+    calls: list[str] = []
+
+    class Sleeper(Copy):
+        is_awake = False
+
+        def sync(self, source: Any, version: int) -> int:
+            calls.append(f"sync:{version}")
+            self.is_awake = True
+            return super().sync(source, version)
+
+        def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
+            assert self.is_awake
+            calls.append(requests[0].group_id.split("/")[0])
+            return super().generate(requests, sampling)
+
+        def sleep(self) -> bool:
+            calls.extend(["sleep"] * self.is_awake)
+            self.is_awake = False
+            return False
+
+    def engine(config: RunConfig, _: str, weights: PolicyWeights, builder: PromptBuilder, *__: Any) -> HFEngine:
+        policy = copy.deepcopy(weights.policy)
+        return Sleeper.for_policy(policy, builder.processor.tokenizer, config.rollout.max_num_seqs)
+
+    gradients = Passes.gradients
+
+    def noted(passes: Passes, *arguments: Any, **named: Any) -> Any:
+        calls.append("train")
+        return gradients(passes, *arguments, **named)
+
+    monkeypatch.setattr(Passes, "gradients", noted)
+    monkeypatch.setattr(build_module, "training_engine", engine)
+    given = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 2, "num_iterations": 2, "max_steps": 6}
+    train(make_config(tiny_checkpoint, tmp_path, engine="vllm", **given))
+    assert " ".join(calls) == (
+        "sync:0 evaluation sleep "
+        "sync:0 0 check sleep train train sync:2 evaluation sleep "
+        "sync:2 2 check sleep train train sync:4 evaluation sleep "
+        "sync:4 4 sleep train train sync:6 evaluation sleep"
+    )
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ def cpu_arguments(config: RunConfig, model: str) -> dict[str, Any]:
     }
 
 
+def keeps_weights(config: RunConfig, sends_adapter: bool, trains_vision: bool) -> bool:
+    """Return whether vLLM must keep its weights while it sleeps: unless every weight is sent before each rollout."""
+    return sends_adapter or not trains_vision or config.rollout.weight_sync_steps > 1
+
+
 def max_model_length(config: RunConfig) -> int | None:
     """Return the maximum number of tokens of a prompt and its completion, or None for the model's own limit."""
     prompt = config.data.max_prompt_length

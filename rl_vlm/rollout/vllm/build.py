@@ -15,7 +15,7 @@ from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.model.loading import adapter_rank, base_of, is_adapter
 from rl_vlm.model.quantization import checkpoint_config
-from rl_vlm.rollout.vllm.arguments import engine_arguments, weight_transfer
+from rl_vlm.rollout.vllm.arguments import engine_arguments, keeps_weights, weight_transfer
 from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.vllm.process import LOOPBACK, start_servers, stop_servers
@@ -32,8 +32,10 @@ def training_engine(
     rank = weights.adapter_rank()
     tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank)
     adapter = Path(initial) if is_adapter(initial) and rank else None
-    keeps_weights = not weights.sends_all or config.rollout.weight_sync_steps > 1
-    return VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter, keeps_weights)
+    keeps = keeps_weights(config, weights.sends_adapter, trains_vision=not weights.policy.vision.is_frozen)
+    engine = VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter, keeps)
+    engine.sleep()  # until the first weights are sent: to gather them takes memory
+    return engine
 
 
 def training_servers(

@@ -69,6 +69,8 @@ class VLLMEngine:
         self.sleep_level = 1 if keeps_weights else 2
         self.asleep: set[str] = set()
         """vLLM's tags of the memory that is freed."""
+        self.has_weights = True
+        """False once sleep mode has discarded the weights, and while others are loaded."""
         self.is_one_of_several = arguments.get("distributed_executor_backend") == "external_launcher"
         self.is_parallel = self.is_one_of_several and arguments["tensor_parallel_size"] > 1
         self.llm: Any = start_vllm(
@@ -116,6 +118,8 @@ class VLLMEngine:
         """Sample for all ranks that share a model, and return this rank's responses."""
         from vllm import SamplingParams
 
+        if not self.has_weights:
+            raise RolloutError("vLLM has discarded its weights, and no others were sent")
         everyones, mine = gather(arguments) if self.is_parallel else (arguments(), slice(None))
         prompts = [prompt for prompt, _ in everyones]
         params = [SamplingParams(**sampling) for _, sampling in everyones]
@@ -138,6 +142,7 @@ class VLLMEngine:
         The memory of the KV cache stays free meanwhile, for the weights that are gathered.
         """
         self.wake_up(WEIGHTS)
+        self.has_weights = source.sends_adapter
         if source.sends_adapter:
             with tempfile.TemporaryDirectory() as directory:
                 num_bytes = source.save_adapter(Path(directory))
@@ -149,6 +154,7 @@ class VLLMEngine:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
         self.set_version(version)
+        self.has_weights = True
         return num_bytes
 
     def load_adapter(self, directory: Path) -> None:
@@ -192,11 +198,12 @@ class VLLMEngine:
 
     def sleep(self) -> bool:
         """Free the device's memory for training, if sleep mode is set. Return whether the weights are kept."""
-        if self.sleeps and self.asleep != {WEIGHTS, KV_CACHE}:
+        if self.sleeps and self.has_weights and self.asleep != {WEIGHTS, KV_CACHE}:
             self.wake_up(WEIGHTS, KV_CACHE)  # vLLM cannot sleep while it is half awake
             self.llm.sleep(level=self.sleep_level)
             self.asleep = {WEIGHTS, KV_CACHE}
-        return self.sleep_level == 1 or not self.asleep
+            self.has_weights = self.sleep_level == 1
+        return self.has_weights
 
     def close(self) -> None:
         if self.is_one_of_several:  # a full shutdown, now or at exit, would end the trainer's process group

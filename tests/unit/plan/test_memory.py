@@ -75,12 +75,14 @@ def test_what_is_held_in_training():
     assert parts_of(a_plan(), "generation") == held | {"vLLM": 700, "KV cache": 900}
 
 
-def test_vllm_is_awake_while_weights_are_sent():
-    parts = parts_of(a_plan(), "weight_sync")
-    assert (parts["vLLM"], parts["KV cache"], parts["gathered weights"]) == (700, 900, 800)
+def test_the_cache_of_a_sleeping_vllm_is_not_allocated_while_weights_are_sent():
     plan = a_plan()
-    # 5% and 0.6 GiB of the card are not available; beside vLLM are weights, moments, buffers and a block.
-    assert plan.free_for_vllm == plan.available - (4000 + 8000 + 64) - 800
+    parts = parts_of(plan, "weight_sync")
+    assert (parts["vLLM"], parts.get("KV cache"), parts["gathered weights"]) == (700, None, 800)
+    # 5% and 0.6 GiB of the card are not available; beside vLLM are weights, moments and buffers.
+    assert plan.free_for_vllm == plan.available - (4000 + 8000 + 64)
+    awake = parts_of(a_plan(rollouts=Rollouts({"vLLM": 700, "KV cache": 900}, 1600)), "weight_sync")
+    assert (awake["vLLM"], awake["KV cache"], awake["gathered weights"]) == (700, 900, 800)
 
 
 def test_gradients_of_zero3_stay_between_steps():
