@@ -9,7 +9,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from email.utils import mktime_tz, parsedate_tz
 from typing import TYPE_CHECKING, Any
@@ -94,17 +94,26 @@ async def send(
     client = shared_client(asyncio.get_running_loop(), use_proxies)
     try:
         async with asyncio.timeout(timeout), client.stream(method, url, json=body, headers=headers) as response:
-            content = await read_body(response, largest)
+            if response.is_success:
+                return await read_body(response, largest)
+            raise await refusal(response, key, largest)
     except TimeoutError as error:
         raise RequestError("cannot be reached", f"timed out after {timeout:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         detail = "timed out" if isinstance(error, httpx.TimeoutException) else reason(error)
         raise RequestError("cannot be reached", without(key, detail)) from error
-    if response.is_success:
-        return content
-    problem, text = f"answers with status {response.status_code}", without(key, content.decode(errors="replace"))
+
+
+async def refusal(response: httpx.Response, key: str, largest: int) -> RequestError:
+    """Build the error for an answer with an error status. Its detail is empty if the body cannot be read."""
+    import httpx
+
+    status, body = response.status_code, b""
+    with suppress(RequestError, httpx.HTTPError):
+        body = await read_body(response, largest)
     wait = retry_after(response.headers.get("Retry-After", ""))
-    raise RequestError(problem, text, response.status_code in RETRIED_STATUSES, response.status_code, wait)
+    text = without(key, body.decode(errors="replace"))
+    return RequestError(f"answers with status {status}", text, status in RETRIED_STATUSES, status, wait)
 
 
 async def read_body(response: httpx.Response, largest: int) -> bytes:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import TracebackException
 from typing import Literal, NamedTuple
 
 
@@ -125,11 +126,14 @@ def shorten(text: object, length: int = 300) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception on one line. If its `__str__` raises, return a note instead."""
-    refuse_shadow()
-    from rewards.contract import text_of
+    """Return the text of an exception on one line. If its `__str__` raises, return a note instead. Never raises."""
+    try:
+        refuse_shadow()
+        from rewards.contract import text_of
 
-    return text_of(error)
+        return text_of(error)
+    except Exception:  # another `rewards`, which `rl_vlm.reward` refuses, must not replace the error at hand
+        return " ".join(str(TracebackException.from_exception(error)).split())
 
 
 def refuse_shadow() -> None:

@@ -93,6 +93,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    except (AttributeError, LookupError, RecursionError, TypeError) as error:  # JSON of another form
+        raise DataError(f"{path} cannot be read: it is damaged ({type(error).__name__}: {error})") from error
 
 
 def read_json(path: Path) -> ListRows:

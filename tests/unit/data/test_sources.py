@@ -103,6 +103,21 @@ def test_rows_that_only_datasets_can_find(name: str, reason: str):
         open_source(name, "train", None, max_rows=64)
 
 
+DAMAGED = [
+    ("state.json", "{}"),
+    ("state.json", "[]"),
+    ("state.json", "3"),
+    ("state.json", '{"_data_files": []}'),
+    ("state.json", '{"_data_files": [{}]}'),
+    ("state.json", "[" * 100_000),
+    ("dataset_dict.json", "[]"),
+    ("dataset_dict.json", "{}"),
+    ("dataset_dict.json", '{"splits": 3}'),
+    ("dataset_dict.json", '{"splits": [1]}'),
+]
+"""Files of saved data, and contents that `save_to_disk` does not write."""
+
+
 @pytest.mark.parametrize("max_rows", [None, 64])
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -113,6 +128,7 @@ def test_rows_that_only_datasets_can_find(name: str, reason: str):
         ("broken.parquet", r"broken\.parquet"),
         ("broken", r"^broken cannot be read"),
         ("splits", r"^splits has no split 'train'; it has dev\."),
+        *((f"damaged{i}", rf"^damaged{i} cannot be read: ") for i in range(len(DAMAGED))),
     ],
 )
 def test_what_cannot_be_opened_is_named_in_a_dry_run_and_in_a_run(name: str, message: str, max_rows: int | None):
@@ -121,5 +137,9 @@ def test_what_cannot_be_opened_is_named_in_a_dry_run_and_in_a_run(name: str, mes
     Path("broken").mkdir()
     Path("broken/state.json").write_text('{"_data_files": [{"filename": "none.arrow"}]}')
     datasets.DatasetDict({"dev": datasets.Dataset.from_list(ROWS)}).save_to_disk("splits")
+    for i, (file, content) in enumerate(DAMAGED):
+        Path(f"damaged{i}").mkdir()
+        Path(f"damaged{i}", "dataset_info.json").write_text("{}")
+        Path(f"damaged{i}", file).write_text(content)
     with pytest.raises(DataError, match=message):
         open_source(name, "train", None, max_rows=max_rows)

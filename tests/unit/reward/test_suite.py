@@ -262,15 +262,21 @@ def test_a_column_does_not_become_a_setting_of_a_built_in(suite, timeout):
     assert rounded(rewards.score([group(["<answer>7</answer>"], tags="digit", allow_outside="")], STATE)) == [[[1.0]]]
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize("shadow", ["rewards.py", "rewards/__init__.py"])
 def test_a_package_that_shadows_ours_is_named_and_not_run(tmp_path, monkeypatch, shadow):
     (tmp_path / shadow).parent.mkdir(exist_ok=True)
     (tmp_path / shadow).write_text("raise RuntimeError('this file must not run')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rewards")
-    for importing in (refuse_shadow, lambda: text_of(ValueError())):
-        with pytest.raises(RewardError, match=f"`import rewards` finds {tmp_path / shadow} instead of rl-vlm's own"):
-            importing()
+    with pytest.raises(RewardError, match=f"`import rewards` finds {tmp_path / shadow} instead of rl-vlm's own"):
+        refuse_shadow()
+    assert text_of(ValueError("no\nluck")) == "no luck"
+    assert text_of(Unprintable()) == "<exception str() failed>"  # as in a traceback
 
 
 def test_the_example_of_the_documentation(suite):

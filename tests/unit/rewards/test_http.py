@@ -4,9 +4,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -15,14 +17,18 @@ from rewards import http
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        status, _, seconds = self.path.strip("/").partition("/")
+        path, _, query = self.path.partition("?")
+        status, _, seconds = path.strip("/").partition("/")
         self.send_response(int(status))
+        for name, value in parse_qsl(query):
+            self.send_header(name, value)
         self.send_header("Retry-After", "7")
         self.send_header("Location", "/200")
         self.end_headers()
         self.wfile.write(b"half")
         time.sleep(float(seconds or 0))
-        self.wfile.write(b" and half")
+        with suppress(ConnectionError):  # the client has read enough
+            self.wfile.write(b" and half")
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
@@ -37,19 +43,55 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
-def get(address: str, timeout: float = 5.0) -> bytes:
-    return asyncio.run(http.send("GET", address, "token", None, timeout))
+def get(address: str, timeout: float = 5.0, largest: int = 100) -> bytes:
+    return asyncio.run(http.send("GET", address, "token", None, timeout, largest))
 
 
 def test_the_content_of_an_answer(url: str):
     assert get(f"{url}/200") == b"half and half"
 
 
-@pytest.mark.parametrize("status", [302, 404, 500])
-def test_what_is_no_success_is_refused(url: str, status: int):
-    with pytest.raises(http.RequestError) as refusal:
+@pytest.mark.parametrize(
+    ("status", "may_help"),
+    [(302, False), (401, False), (404, False), (408, True), (409, True), (425, True), (429, True), (500, True)],
+)
+def test_what_is_no_success_is_refused(url: str, status: int, may_help: bool):
+    with pytest.raises(http.RequestError, match=f"answers with status {status}: half and half") as refusal:
         get(f"{url}/{status}")
-    assert (refusal.value.status, refusal.value.detail, refusal.value.retry_after) == (status, "half and half", 7.0)
+    error = refusal.value
+    assert (error.status, error.detail, error.retry_after) == (status, "half and half", 7.0)
+    assert error.may_help == may_help
+
+
+UNREADABLE = pytest.mark.parametrize(
+    ("header", "largest", "problem"),
+    [
+        ("Content-Encoding=br", 100, "the encoding 'br', which was not asked for"),
+        ("Content-Encoding=deflate", 100, "the encoding 'deflate', which was not asked for"),
+        ("Content-Encoding=gzip", 100, "damaged gzip"),
+        ("", 12, "answers with more than"),
+        ("Content-Length=99", 100, "cannot be reached: peer closed connection"),
+    ],
+    ids=["brotli", "deflate", "damaged gzip", "too large", "cut"],
+)
+
+
+@UNREADABLE
+def test_a_success_whose_body_cannot_be_read_is_refused(url: str, header: str, largest: int, problem: str):
+    with pytest.raises(http.RequestError, match=problem) as refusal:
+        get(f"{url}/200?{header}", largest=largest)
+    assert refusal.value.status is None
+
+
+@UNREADABLE
+@pytest.mark.parametrize(("status", "may_help"), [(404, False), (503, True)])
+def test_a_body_that_cannot_be_read_does_not_hide_the_status(
+    url: str, status: int, may_help: bool, header: str, largest: int, problem: str
+):
+    with pytest.raises(http.RequestError, match=f"answers with status {status}$") as refusal:
+        get(f"{url}/{status}?{header}", largest=largest)
+    error = refusal.value
+    assert (error.status, error.detail, error.retry_after, error.may_help) == (status, "", 7.0, may_help)
 
 
 def test_a_slow_body_counts_as_well(url: str):

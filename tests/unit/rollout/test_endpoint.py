@@ -91,7 +91,7 @@ def engine(**changes: Any) -> OpenAIEngine:
 
 
 def status(code: int, retry_after: float | None = None) -> http.RequestError:
-    return http.RequestError(f"answers with status {code}", "busy", code >= 429, code, retry_after)
+    return http.RequestError(f"answers with status {code}", "busy", code in http.RETRIED_STATUSES, code, retry_after)
 
 
 def unreachable(reason: str) -> http.RequestError:
