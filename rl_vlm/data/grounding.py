@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,8 +27,7 @@ def fill_objects(messages: Any, objects: Any, where: str) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    found: list[str] = []
-    map_texts(messages, lambda text: found.append(text) or text)
+    found = list(texts_of(messages, "content"))
     num_marks = {mark: sum(text.count(mark) for text in found) for mark in MARKS}
     if not any(num_marks.values()):
         return messages
@@ -72,6 +71,16 @@ def written(values: list[Any], key: str, where: str) -> list[str]:
 def is_box(value: Any) -> bool:
     """Return whether a value is a list of 4 numbers (a box) or 2 numbers (a point)."""
     return isinstance(value, list) and len(value) in (2, 4) and all(isinstance(number, int | float) for number in value)
+
+
+def texts_of(holders: list[Any], key: str) -> Iterator[str]:
+    """Yield the texts under a key of the messages or blocks. Contents are texts or lists of blocks."""
+    for holder in holders:
+        value = holder.get(key) if isinstance(holder, dict) else None
+        if isinstance(value, list):
+            yield from texts_of(value, "text")
+        elif isinstance(value, str):
+            yield value
 
 
 def map_texts(messages: list[Any], change: Callable[[str], str]) -> list[Any]:

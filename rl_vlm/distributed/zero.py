@@ -39,11 +39,11 @@ class ZeRO:
         self.config = config
         zero = ranks.launch.deepspeed["zero_optimization"]
         self.name = f"ZeRO-{zero['stage']}"
-        sharding = row_of(zero)
-        self.equal_calls = sharding.shards_weights
-        self.needs_all_gradients = sharding.kind.needs_all_gradients
-        self.is_sharded = sharding.shards_state
-        self.loads_empty = sharding.shards_weights and not ranks.is_main
+        self.sharding = row_of(zero)
+        self.equal_calls = self.sharding.shards_weights
+        self.needs_all_gradients = self.sharding.kind.needs_all_gradients
+        self.is_sharded = self.sharding.shards_state
+        self.loads_empty = self.sharding.shards_weights and not ranks.is_main
 
     def deepspeed_config(self, hidden_size: int) -> dict[str, Any]:
         """Return a new config for `deepspeed.initialize`."""
@@ -51,7 +51,7 @@ class ZeRO:
 
     def place(self, policy: Any) -> None:
         """Move the policy to the rank's device; at stage 3 shard it, one layer after the other."""
-        if self.equal_calls:
+        if self.sharding.shards_weights:
             import deepspeed
 
             settings = self.deepspeed_config(hidden_size_of(policy))
@@ -63,7 +63,7 @@ class ZeRO:
     def place_frozen(self, policy: Any) -> None:
         """Place a policy that is not trained."""
         self.place(policy)
-        if self.equal_calls:
+        if self.sharding.shards_weights:
             import deepspeed
 
             settings = self.deepspeed_config(hidden_size_of(policy))
@@ -86,7 +86,7 @@ class ZeRO:
             # It has the same parameter groups, so the schedule sets both.
             self.adamw = map_pytorch_optim_to_deepspeed(optimizer)
         self.engine: Any = deepspeed.initialize(model=policy, optimizer=self.adamw, config=settings)[0]
-        if self.equal_calls:
+        if self.sharding.shards_weights:
             gather_weights_read(policy)
         return self.engine
 
@@ -118,7 +118,7 @@ class ZeRO:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """All-gather the policy's weights, for forwards that ranks run independently of each other."""
-        if not self.equal_calls:
+        if not self.sharding.shards_weights:
             yield
             return
         import deepspeed
@@ -173,7 +173,7 @@ class ZeRO:
         """Load this rank's part of a moment, which every rank passes whole."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        if not self.equal_calls:
+        if not self.sharding.shards_weights:
             return safe_set_full_optimizer_state(parameter, value.to(self.ranks.device), name)
         size = parameter.ds_tensor.numel()  # the last parts are padded if the ranks do not divide the weight
         part = value.flatten()[self.ranks.rank * size : (self.ranks.rank + 1) * size]
@@ -186,7 +186,7 @@ class ZeRO:
     def make_states(self) -> None:
         """Create the moments, which DeepSpeed's optimizer would create in its first update."""
         optimizer = self.engine.optimizer
-        groups = "fp32_partitioned_groups_flat" if self.equal_calls else "single_partition_of_fp32_groups"
+        groups = "fp32_partitioned_groups_flat" if self.sharding.shards_weights else "single_partition_of_fp32_groups"
         for flat in getattr(optimizer, groups):
             if not self.adamw.state.get(flat):
                 moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
@@ -195,7 +195,7 @@ class ZeRO:
 
     def link_states(self) -> None:
         """Connect parameters with their moments. DeepSpeed 0.19.8 does so after its first group's first update."""
-        if not self.equal_calls:
+        if not self.sharding.shards_weights:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 

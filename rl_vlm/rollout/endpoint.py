@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
 from rewards import http
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import image_urls, pixel_limits

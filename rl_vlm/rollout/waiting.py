@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
 from rewards.calling import background_loop
 from rl_vlm.distributed.signals import wait_for
 

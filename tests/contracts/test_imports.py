@@ -142,7 +142,8 @@ def test_files_check_that_rewards_are_ours_before_they_import_them():
     have_it = ("rewards/", "rl_vlm/reward/", "rl_vlm/errors.py")
     unchecked = []
     for file in sorted({found.file for found in ALL if not found.file.startswith(have_it)}):
-        in_order = [f for name in (f"{Path(file).parent}/__init__.py", file) for f in ALL if f.file == name]
+        packages = [f"{folder}/__init__.py" for folder in reversed(Path(file).parents)]
+        in_order = [found for name in (*packages, file) for found in ALL if found.file == name]
         checks = [i for i, found in enumerate(in_order) if component(found.module) == "rl_vlm.reward"]
         unchecked += [str(found) for found in in_order[: min(checks, default=None)] if package(found) == "rewards"]
     assert unchecked == []

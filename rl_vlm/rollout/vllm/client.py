@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
 from rewards import http
 from rl_vlm.errors import RolloutError, shorten
 from rl_vlm.rollout.waiting import run, watched
@@ -88,7 +87,9 @@ class VLLMClient:
             if error.status is None:
                 raise ServerLost(f"The vLLM server {self.url} does not answer ({error.detail or error}).") from None
             if error.status == 401:
-                raise RolloutError(f"The vLLM server {self.url} refuses the token: set {TOKEN} as there.") from None
+                raise RolloutError(
+                    f"The vLLM server {self.url} refuses the token: set {TOKEN} to the server's value."
+                ) from None
             kind = ServerLost if error.status >= 500 else RolloutError
             message = f"The vLLM server {self.url} answers {error.status} to {path}: {shorten(error.detail, 500)}"
             raise kind(message) from None

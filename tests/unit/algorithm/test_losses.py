@@ -196,13 +196,6 @@ def test_bounds_that_leave_no_weight_are_refused():
     config_of(vllm_importance_sampling_clip_min=3.0, vllm_importance_sampling_clip_max=0.0)  # no upper bound
 
 
-def test_a_correction_of_what_needs_none_is_refused():
-    settings = {"model": {"model_name_or_path": "none"}, "algorithm": {"vllm_importance_sampling_clip_max": 2.0}}
-    with pytest.raises(ValidationError, match="`vllm_importance_sampling_clip_max`"):
-        RunConfig.model_validate(settings)
-    RunConfig.model_validate(settings | {"rollout": {"max_rollout_tokens": 100}})
-
-
 def config_of(**algorithm):
     return RunConfig.model_validate(
         {"model": {"model_name_or_path": "none"}, "rollout": {"engine": "vllm"}, "algorithm": algorithm}

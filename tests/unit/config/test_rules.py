@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
 from rl_vlm.config.rules import Rule, broken, unread
 from rl_vlm.config.schema import RunConfig
 
@@ -36,3 +39,11 @@ def test_the_message_about_settings_without_effect_agrees_with_their_number():
         "`seed`, `max_steps` have no effect above 5; leave them out, or lower `seed`"
     ]
     assert messages(rule, train={"seed": 4}) == []
+
+
+def test_a_correction_of_samples_from_the_current_weights_is_refused():
+    corrected = {"algorithm": {"vllm_importance_sampling_clip_max": 2.0}}
+    message = "`vllm_importance_sampling_clip_max`: no effect on `engine` hf without `max_rollout_tokens`, .*; leave"
+    with pytest.raises(ValidationError, match=message):
+        messages(**corrected)
+    assert messages(**corrected, rollout={"max_rollout_tokens": 100}) == []

@@ -29,8 +29,15 @@ def test_many_points_are_means_of_consecutive_ones():
     assert thinned(points)[:2] == [Point(0.5, 0.5, 0.5, 2.5), Point(2.5, 2.5, 2.5, 4.5)]
 
 
-def test_the_curve_is_a_picture_even_without_lines(tmp_path: Path):
-    for i, lines in enumerate((LINES, [])):
-        draw_curve(lines, tmp_path / f"{i}.png")
-        with Image.open(tmp_path / f"{i}.png") as image:
+BLUE = (31, 119, 180)
+"""The first colour of matplotlib's default cycle."""
+
+
+def test_the_curve_has_a_panel_for_the_reward_and_one_for_scores_even_without_lines(tmp_path: Path):
+    for lines, has_points in ((LINES, True), ([], False)):
+        draw_curve(lines, tmp_path / "curve.png")
+        with Image.open(tmp_path / "curve.png") as image:
             assert image.size == (960, 540)
+            for left in (0, 480):
+                panel = image.convert("RGB").crop((left, 0, left + 480, 540))
+                assert (BLUE in {color for _, color in panel.getcolors(480 * 540) or []}) == has_points

@@ -76,15 +76,20 @@ def test_a_healthy_server_has_its_time_and_no_more(server):
         server.client(timeout=0.5).get("/weight_info")
 
 
-@pytest.mark.parametrize(("status", "kind"), [(400, RolloutError), (401, RolloutError), (500, ServerLost)])
-def test_what_a_refusal_means(status, kind, server):
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (400, RolloutError, "answers 400 to /v1/models: no such adapter"),
+        (401, RolloutError, r"refuses the token: set RL_VLM_SERVER_TOKEN to the server's value\."),
+        (500, ServerLost, "answers 500 to /v1/models: no such adapter"),
+    ],
+)
+def test_what_a_refusal_means(status, kind, message, server, monkeypatch):
+    monkeypatch.setattr(vllm_client, "WATCH_SECONDS", 60.0)  # else a health check may be refused first
     server.status, server.body = status, b"no such adapter"
-    with pytest.raises(RolloutError) as refusal:
+    with pytest.raises(RolloutError, match=message) as refusal:
         server.client(timeout=5.0).get("/v1/models")
     assert type(refusal.value) is kind
-    assert ("RL_VLM_SERVER_TOKEN" if status == 401 else f"answers {status} to /v1/models: no such adapter") in str(
-        refusal.value
-    )
 
 
 def test_a_server_that_starts_late_is_awaited(server, caplog):
