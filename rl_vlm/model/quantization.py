@@ -70,8 +70,8 @@ def refuse_quantized(source: str, config: ModelConfig) -> None:
     if quantization:
         raise ModelError(
             f"{source} is quantized ({dict(quantization).get('quant_method')}, by its config.json), but rl-vlm needs "
-            "weights of 16 or 32 bits: name the checkpoint that was quantized. model.load_in_4bit quantizes it while "
-            "loading"
+            "weights of 16 or 32 bits: name the checkpoint that it was made from. model.load_in_4bit quantizes that "
+            "one while loading"
         )
 
 

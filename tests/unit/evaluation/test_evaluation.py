@@ -146,7 +146,7 @@ def test_checkpoints_are_named_by_what_tells_them_apart():
     assert list(checkpoint_names(["runs/a/checkpoint-2", "runs/b/checkpoint-2"])) == [
         "runs_a_checkpoint-2", "runs_b_checkpoint-2",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="names a checkpoint twice: "):
         checkpoint_names(["model", "model/"])
 
 
