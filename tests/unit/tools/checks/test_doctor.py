@@ -398,7 +398,7 @@ def test_one_picture_in_most_rows(num_same: int, num: int, tmp_path: Path):
 
 @pytest.mark.parametrize(("temperature", "number"), [(0.29, 1), (0.3, 0), (1.0, 0), (1.5, 0), (1.51, 1)])
 def test_sampling_temperature(temperature: float, number: int, tmp_path: Path):
-    found = list(sampling_temperature(Subject(make_config("m", tmp_path, temperature=temperature))))
+    found = collect(sampling_temperature(Subject(make_config("m", tmp_path, temperature=temperature)))).findings
     assert [(finding.severity, finding.kind) for finding in found] == [("warning", "sampling temperature")] * number
 
 
