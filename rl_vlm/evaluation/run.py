@@ -19,6 +19,7 @@ from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
+from rl_vlm.distributed.installation import check_installation
 from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import check_evaluation_launch
 from rl_vlm.evaluation.difficulty import write_selected_rows
@@ -80,6 +81,7 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
     with joined(config.train) as ranks, ExitStack() as opened:
         with ranks.agree():
+            check_installation(config)
             check_evaluation_launch(ranks.launch, config.model.dtype)
             if ranks.is_main:
                 opened.enter_context(lock_directory(root))

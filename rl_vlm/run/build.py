@@ -27,6 +27,7 @@ from rl_vlm.data.fingerprint import data_fingerprint
 from rl_vlm.data.loader import PromptLoader, PromptSource
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.data.sampler import PromptSampler
+from rl_vlm.distributed.installation import check_installation
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.distributed.progress import SignOfLife
 from rl_vlm.distributed.ranks import Ranks, joined
@@ -138,6 +139,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     """Build the parts of a run; `opened` closes them. Raises RLVLMError if they cannot be built."""
     ranks = opened.enter_context(joined(config.train))
     with ranks.agree():
+        check_installation(config)
         strategy = select_strategy(ranks, config)
         plan = batch_sizes(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory

@@ -6,14 +6,13 @@ import math
 import platform
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, requires, version
+from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from packaging.requirements import Requirement
-
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.installation import VERSION, gpu_faults, installed_versions, wrong_versions
 from rl_vlm.errors import Finding
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.plan.hardware import GIB
@@ -30,11 +29,12 @@ LEAST_SHARED = GIB
 
 
 def machine(subject: Subject) -> Checking[None]:
-    """Check packages, ports, servers to join, and shared memory."""
+    """Check packages, drivers, ports, servers to join, and shared memory."""
     config, installed = subject.config, installed_versions()
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
     yield Note(f"versions: {', '.join([f'python {platform.python_version()}', *shown])}")
     yield from wrong_versions(requires("rl-vlm") or [], installed)
+    yield from gpu_faults(config)
     yield from unreachable_servers(config)
     yield from small_shared_memory(config)
     if config.rollout.facts.uses_servers and not config.vllm.vllm_server_base_url:
@@ -44,35 +44,12 @@ def machine(subject: Subject) -> Checking[None]:
             yield Note(f"ports for servers and for weights: {len(ports)} can be opened on {LOOPBACK}")
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the installed versions of the packages that rl-vlm or its extras require."""
-    found = {}
-    for name in {Requirement(text).name for text in requires("rl-vlm") or []}:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def wrong_versions(requirements: list[str], installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each package that is missing or has the wrong version. Packages of extras may be missing."""
-    for requirement in map(Requirement, requirements):
-        found = installed.get(requirement.name)
-        is_extra = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if is_extra if found is None else requirement.specifier.contains(found, prereleases=True):
-            continue
-        needed = f"{requirement.name}{requirement.specifier}"
-        what = f"{requirement.name} {found or 'is not installed'}; rl-vlm needs {needed}"
-        yield Finding("error", "package version", what, f"pip install '{needed}'")
-
-
 def old_transformers(model_type: str, installed: str) -> Iterator[Finding]:
     """Yield a finding if this version of transformers is too old for the model's family."""
     family = FAMILIES.get(model_type)
     if family is not None and not family.is_available:
         what = f"{model_type} needs transformers {family.since}; {installed} is installed"
-        yield Finding("error", "package version", what, f"pip install 'transformers>={family.since}'")
+        yield Finding("error", VERSION, what, f"pip install 'transformers>={family.since}'")
 
 
 def unreachable_servers(config: RunConfig) -> Iterator[Finding]:

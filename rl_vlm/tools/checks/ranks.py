@@ -18,11 +18,12 @@ from typing import Any
 
 from rl_vlm.config.changes import flat_settings
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.distributed.installation import installed_versions
 from rl_vlm.distributed.launcher import check_variables
 from rl_vlm.distributed.meeting_point import connect
 from rl_vlm.errors import ConfigError, Finding, Severity, shorten
 from rl_vlm.tools.checks.diagnosis import Checking, Note
-from rl_vlm.tools.checks.machine import installed_versions, unreachable_servers
+from rl_vlm.tools.checks.machine import unreachable_servers
 
 LIMIT = timedelta(seconds=60)
 """Time limit for the report of a rank. Launchers on other machines may start later."""

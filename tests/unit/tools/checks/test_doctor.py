@@ -74,32 +74,6 @@ async def served(completions: list[str], solution: list[str]) -> list[float]:
     raise AssertionError("a function that may cost much is not called")
 
 
-@pytest.mark.parametrize(
-    ("installed", "expected"),
-    [
-        ({"torch": "2.11.0", "transformers": "5.17.0"}, []),
-        ({"torch": "2.12.0+cu130", "transformers": "5.19.0", "deepspeed": "0.19.8"}, []),
-        ({"torch": "2.10.1", "transformers": "5.17.0"}, ["torch 2.10.1; rl-vlm needs torch>=2.11"]),
-        (
-            {"torch": "2.11.0", "transformers": "6.0.0", "deepspeed": "0.18.0"},
-            [
-                "transformers 6.0.0; rl-vlm needs transformers<6,>=5.17",
-                "deepspeed 0.18.0; rl-vlm needs deepspeed>=0.19.8",
-            ],
-        ),
-        ({"transformers": "5.17.0"}, ["torch is not installed; rl-vlm needs torch>=2.11"]),
-    ],
-)
-def test_versions(installed: dict[str, str], expected: list[str]):
-    required = ["torch>=2.11", "transformers>=5.17,<6", 'deepspeed>=0.19.8; extra == "deepspeed"']
-    assert [finding.what for finding in machine.wrong_versions(required, installed)] == expected
-
-
-def test_this_environment_is_right():
-    assert list(machine.wrong_versions(["torch>=2.11"], machine.installed_versions())) == []
-    assert {"torch", "transformers", "accelerate"} <= machine.installed_versions().keys()
-
-
 @pytest.mark.parametrize(("installed", "number"), [("5.17.0", 1), ("5.19.0", 0)])
 def test_a_family_that_needs_a_newer_transformers(installed: str, number: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rl_vlm.model.families.version", lambda name: installed)
