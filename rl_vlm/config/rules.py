@@ -231,9 +231,6 @@ CONFLICTS = (
     Rule("trainable_modules", lambda run: run.model.trainable_modules is not None and run.model.freeze_vision_tower,
          "`trainable_modules` and `freeze_vision_tower` are both given; keep one of them: `trainable_modules` freezes "
          "all modules that it does not name"),
-    Rule("expandable_segments", lambda run: run.memory.expandable_segments is True and run.vllm.vllm_enable_sleep_mode,
-         "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`: vLLM cannot put such segments to sleep; "
-         "leave one of them out"),
     Rule("max_staleness", lambda run: run.rollout.facts.shares_device,
          f"`max_staleness` needs `engine` {APART}: {{rollout.engine}} shares its device with the trainer"),
     Rule("max_rollout_tokens",

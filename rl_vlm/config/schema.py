@@ -449,7 +449,7 @@ class MemoryConfig(Section):
     layers, else all of them."""
     expandable_segments: bool | None = None
     """Let PyTorch's CUDA allocator grow its segments, which avoids fragmentation (`PYTORCH_ALLOC_CONF`; a value in the
-    environment wins). Not with `vllm_enable_sleep_mode`. Default: true with `engine` hf."""
+    environment wins). vLLM switches it off for its own memory in sleep mode. Default: true with `engine` hf."""
 
 
 class LogConfig(Section):

@@ -223,10 +223,6 @@ def test_malformed_overrides(write):
     [
         ("sync_ref_model: true", "`sync_ref_model` needs `beta` above 0"),
         ("{sync_ref_model: true, beta: 0.1, use_peft: true}", "`sync_ref_model` cannot be used with `use_peft`"),
-        (
-            "{engine: vllm, vllm_enable_sleep_mode: true, expandable_segments: true}",
-            "`expandable_segments` cannot be used with `vllm_enable_sleep_mode`",
-        ),
         ("{trainable_modules: [lm_head], use_peft: true}", "`trainable_modules` cannot be used with `use_peft`"),
         ("{trainable_modules: lm_head, freeze_vision_tower: true}", "`freeze_vision_tower` are both given"),
         ("loss_type: cispo", "`loss_type` cispo needs `epsilon_high`"),
@@ -429,7 +425,8 @@ def test_settings_at_their_defaults_have_no_effect_and_pass(write):
     [
         "{resume_from_checkpoint: auto, overwrite_output_dir: true}",
         "{vllm_num_servers: 1, vllm_server_timeout: 240, vllm_gpu_memory_utilization: 0.3, vllm_server_base_url: []}",
-        "{engine: vllm, vllm_enable_sleep_mode: true, vllm_max_logp_difference: 1, vllm_num_servers: 1}",
+        "{engine: vllm, vllm_enable_sleep_mode: true, expandable_segments: true, vllm_max_logp_difference: 1}",
+        "{engine: vllm, vllm_num_servers: 1}",
         "{engine: vllm_server, vllm_server_base_url: 'http://a:1', vllm_num_servers: 1, vllm_request_timeout: 9}",
         "{use_peft: true, beta: 0.1, init_lora_weights: orthogonal}",
         "{use_peft: true, init_lora_weights: pissa}",
