@@ -95,13 +95,15 @@ def test_times_of_the_savings():
     )
 
 
-def test_sleep_mode_frees_memory_and_costs_two_copies_of_the_weights():
-    run = run_config(rollout={"engine": "vllm"}, vllm={"vllm_gpu_memory_utilization": 0.3})
+@pytest.mark.parametrize(("weight_sync_steps", "copies"), [(1, 0), (2, 2)])
+def test_sleep_mode_frees_memory_and_copies_weights_that_are_not_sent_again(weight_sync_steps: int, copies: int):
+    rollout = {"engine": "vllm", "weight_sync_steps": weight_sync_steps}
+    run = run_config(rollout=rollout, vllm={"vllm_gpu_memory_utilization": 0.3})
     found = by_name(run, hardware(20))
     awake, asleep = found["ddp"], found["ddp, vllm.vllm_enable_sleep_mode=true"]
     assert awake.plan.rollouts.while_training == round(0.3 * awake.plan.card.memory)
     assert asleep.plan.peak.total < awake.plan.peak.total
-    assert asleep.seconds - awake.seconds == pytest.approx(2 * (GIB / 2) / 25e9, rel=1e-3)  # in bfloat16
+    assert asleep.seconds - awake.seconds == pytest.approx(copies * (GIB / 2) / 25e9, rel=1e-3)  # in bfloat16
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
