@@ -29,11 +29,17 @@ VERSION = "package version"
 
 def check_installation(config: RunConfig) -> None:
     """Raise ConfigError if the run would use other hardware than the machine has. Log other faults as warnings."""
-    for finding in [*gpu_faults(config), *wrong_versions(requires("rl-vlm") or [], installed_versions())]:
+    for finding in faults(config):
         message = f"{finding.kind}: {finding.what}. {finding.remedy}"
         if finding.severity == "error" and finding.kind != VERSION:
             raise ConfigError(message)
         logger.warning("%s", message)
+
+
+def faults(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding for each fault of the packages, the driver and the compiler."""
+    yield from wrong_versions(requires("rl-vlm") or [], installed_versions())
+    yield from gpu_faults(config)
 
 
 def gpu_faults(config: RunConfig) -> Iterator[Finding]:

@@ -81,7 +81,8 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
     root = Path(config.train.output_dir).absolute() / "evaluation"  # a function may change the working directory
     with joined(config.train) as ranks, ExitStack() as opened:
         with ranks.agree():
-            check_installation(config)
+            if config.evaluation.endpoint_url is None:  # else nothing is computed here
+                check_installation(config)
             check_evaluation_launch(ranks.launch, config.model.dtype)
             if ranks.is_main:
                 opened.enter_context(lock_directory(root))

@@ -273,6 +273,7 @@ class Collector:
         except BaseException:
             self.window = position["window"]
             self.loader.load_state_dict(position["loader"])
+            # An engine that slept in the block may not have kept its weights.
             self.engine.sent_version = min(position["sent_version"], self.engine.sent_version)
             restore_random_states(position["random"])
             if self.partial_rollouts is not None:

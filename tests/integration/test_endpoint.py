@@ -15,7 +15,8 @@ from launch import cli
 from rewards import http
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import RolloutError
+from rl_vlm.distributed import installation
+from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.evaluation.run import evaluate_run
 from rl_vlm.rollout import endpoint as openai
 from tests.helpers import tiny_run
@@ -68,6 +69,16 @@ def test_greedy_scores_are_those_of_the_model_itself(server, tiny_checkpoint, tm
     assert len(server.bodies) == 5
     (system, user) = server.bodies[0]["messages"]
     assert (system["content"], [part["type"] for part in user["content"]]) == ("Be brief.", ["image_url", "text"])
+
+
+def test_the_machine_of_an_endpoints_client_needs_no_gpu(server, tiny_checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "nvidia0").touch()  # a card that torch cannot use
+    monkeypatch.setattr(installation, "DEVICES", tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    evaluate_run(endpoint_config(server, tmp_path / "served"))
+    with pytest.raises(ConfigError, match="this machine has NVIDIA cards"):
+        evaluate_run(make_config(tiny_checkpoint, tmp_path / "local", eval_dataset_name=tiny_run.HELD_OUT_ROWS))
 
 
 def test_completions_of_a_prompt_have_seeds_of_their_own(server, tmp_path):

@@ -7,12 +7,11 @@ import platform
 import shutil
 import socket
 from collections.abc import Iterator
-from importlib.metadata import requires
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.installation import VERSION, gpu_faults, installed_versions, wrong_versions
+from rl_vlm.distributed.installation import VERSION, faults, installed_versions
 from rl_vlm.errors import Finding
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.plan.hardware import GIB
@@ -33,8 +32,7 @@ def machine(subject: Subject) -> Checking[None]:
     config, installed = subject.config, installed_versions()
     shown = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
     yield Note(f"versions: {', '.join([f'python {platform.python_version()}', *shown])}")
-    yield from wrong_versions(requires("rl-vlm") or [], installed)
-    yield from gpu_faults(config)
+    yield from faults(config)
     yield from unreachable_servers(config)
     yield from small_shared_memory(config)
     if config.rollout.facts.uses_servers and not config.vllm.vllm_server_base_url:
