@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from queue import Queue
 from threading import Thread
 from typing import Any
@@ -62,26 +63,38 @@ class NCCLSender:
 
     def connect(self) -> Any:
         """Build vLLM's sending side, as rank 0 of a process group with the server's GPUs."""
-        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        sender = self
-
-        class SentWeights(WeightSource):
-            def metadata(self) -> list[ParamMeta]:
-                torch.cuda.synchronize()  # the transfer uses other streams, and the update may still be running
-                return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in sender.weights()]
-
-            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                return ((name, weight.cuda()) for name, weight in sender.weights())
 
         address = address_towards(self.client.url)
         world_size = 1 + self.client.get("/get_world_size")["world_size"]
         port = free_port(address)
         info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0)
         control = Control(self.client, failed=self.outcome.put)
-        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=SentWeights())
+        source = source_of(lambda: self.weights())  # of each transfer
+        return WeightTransferTrainerFactory.trainer_init(info, client=control, source=source)
+
+
+def source_of(weights: Weights) -> Any:
+    """Build vLLM's `WeightSource` of the weights, whose names, types and shapes must not change."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    def described(source: WeightSource) -> list[ParamMeta]:
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in weights()]
+
+    class SentWeights(WeightSource):
+        """vLLM 0.33 reads a cached property and calls `iter_full`. vLLM 0.32 calls `metadata` and `__iter__`."""
+
+        metadata: Any = cached_property(described) if isinstance(WeightSource.metadata, property) else described
+
+        def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+            torch.cuda.synchronize()  # the transfer uses other streams, and the update may still be running
+            for name, weight in weights():
+                yield name, weight.cuda()
+
+        __iter__ = iter_full
+
+    return SentWeights()
 
 
 class Control:

@@ -1,7 +1,12 @@
 """How a transfer by NCCL ends, with something else in the place of NCCL."""
 
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from threading import Event, Thread
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +15,7 @@ from torch import Tensor
 
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
-from rl_vlm.rollout.vllm.nccl import Control, NCCLSender
+from rl_vlm.rollout.vllm.nccl import Control, NCCLSender, source_of
 
 URL = "http://server:8000"
 
@@ -104,3 +109,87 @@ def test_other_errors_come_out_as_they_are():
 
     with pytest.raises(KeyError, match="lm_head"):
         sender.send(broken)
+
+
+class Broadcasts:
+    """Takes the place of NCCL's communicator, and keeps the tensors that are broadcast."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def broadcast(self, tensor: Tensor, src: int, stream: Any) -> None:
+        self.tensors.append(tensor.clone())
+
+
+class Requests(Server):
+    """Keeps the requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[str, Any]] = []
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        self.requests.append((path, body))
+
+
+@pytest.fixture
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(Tensor, "cuda", lambda self: self)
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")
+def test_the_sending_side_of_the_installed_vllm_announces_and_broadcasts_the_weights(no_gpu_needed: None):
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    current = {"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3, 4, 5], dtype=torch.bfloat16)}
+    server, broadcasts = Requests(), Broadcasts()
+    control, source = Control(server, failed=print), source_of(lambda: iter(current.items()))
+    engine: Any = NCCLTrainerWeightTransferEngine(client=control, source=source, packed=False)
+    engine.model_update_group = broadcasts
+    engine.send_weights()
+    current["a"] = torch.tensor([[7.0, 8.0]])
+    engine.send_weights()
+    assert [tensor.tolist() for tensor in broadcasts.tensors] == [[[1, 2]], [3, 4, 5], [[7, 8]], [3, 4, 5]]
+    assert [path for path, _ in server.requests] == 2 * [
+        "/start_weight_update", "/update_weights", "/finish_weight_update"
+    ]  # fmt: skip
+    assert server.requests[1][1] == {
+        "update_info": {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[1, 2], [3]]}
+    }
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class SourceOf33:
+    """Has the rules of vLLM 0.33's `WeightSource`, which is not installed here. They are copied from its source."""
+
+    def __init_subclass__(cls) -> None:
+        if not isinstance(cls.__dict__.get("metadata"), cached_property):
+            raise TypeError(f"{cls.__name__}.metadata must be a functools.cached_property")
+
+    @property
+    def metadata(self) -> list[ParamMeta]:
+        raise NotImplementedError
+
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+
+def test_the_source_follows_the_rules_of_vllm_0_33(monkeypatch: pytest.MonkeyPatch, no_gpu_needed: None):
+    base: Any = ModuleType("base")
+    base.ParamMeta, base.WeightSource = ParamMeta, SourceOf33
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    current = {"a": torch.tensor([[1.0, 2.0]])}
+    source = source_of(lambda: iter(current.items()))
+    assert source.metadata == [ParamMeta("a", torch.float32, (1, 2))]
+    assert source.metadata is source.metadata
+    current["a"] = torch.tensor([[7.0, 8.0]])
+    assert [(name, weight.tolist()) for name, weight in source.iter_full()] == [("a", [[7, 8]])]
