@@ -16,9 +16,12 @@ from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.data.samples import load_rows
+from rl_vlm.distributed.shardings import UNSHARDED
 from rl_vlm.functions import live
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.model.families import FAMILIES
+from rl_vlm.plan.build import Hardware, inspect_model, plan_memory
+from rl_vlm.plan.hardware import parse_card
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
 from tests.tiny.build import TINY_FAMILIES
@@ -97,19 +100,33 @@ def test_commands_for_several_machines_fit_the_larger_run(tmp_path: Path, monkey
     assert [command for command in commands if cli.main(command) != 0] == []
 
 
-def test_the_run_from_python(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
+    """The trainer of the README's run from Python, which is not started."""
     rows = datasets.Dataset.from_list([{"prompt": "How many?", "solution": "3"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: rows)
     monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: {"optimizer_steps": 0})
     names: dict[str, Any] = {}
     exec(block("python", "from datasets import load_dataset"), names)
-    config = names["trainer"].config
+    return names["trainer"]
+
+
+def test_the_run_from_python(trainer: GRPOTrainer):
+    config = trainer.config
     check_trainable(config)
     assert batch_sizes(config, world_size=1).completions_per_step == 128
-    with live(names["trainer"].objects), RewardSuite(config.rewards) as suite:
+    with live(trainer.objects), RewardSuite(config.rewards) as suite:
         table = suite.score([group("How many?", ["<answer>7</answer>", "7"])], TrainerState(0, 1, 0.0))
         suite.check_columns(load_rows(config.data, "train")[0].columns)
     assert [round(brevity, 3) for _, brevity in table.scores_PGF[0].tolist()] == [-0.018, -0.001]
+
+
+@pytest.mark.ci
+def test_the_run_from_python_fits_the_card_that_is_named(trainer: GRPOTrainer):
+    size = re.search(r"By the memory plan, it fits one card of (\d+) GB", README)
+    assert size
+    hardware = Hardware(parse_card(f"{size[1]}GB"), 1, 1, UNSHARDED)
+    assert plan_memory(trainer.config, hardware, inspect_model(trainer.config)).fits
 
 
 def test_the_page_of_families_names_each_and_its_table_holds_what_is_built():
