@@ -26,7 +26,7 @@ BATCHES = {
     "qwen2_5_vl_3b_lora": (1, 8, 8, 64, 8, 8),
     "qwen2_5_vl_3b_lora_grounding": (1, 8, 8, 64, 8, 8),
     "qwen2_5_vl_72b_full": (256, 256, 8, 2048, 1, 256),
-    "qwen2_5_vl_72b_lora": (256, 256, 8, 2048, 1, 256),
+    "qwen2_5_vl_72b_lora": (16, 64, 8, 512, 4, 64),
     "qwen2_5_vl_7b_full": (8, 128, 5, 640, 16, 512),  # EasyR1: global batch 128, rollout batch 512, n 5
     "qwen2_5_vl_7b_lora": (6, 6, 4, 24, 1, 6),  # 4 completions per device × 6 = 6 groups of 4
     "qwen2_5_vl_7b_qlora": (1, 8, 8, 64, 8, 8),
