@@ -30,7 +30,7 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
     from rl_vlm.model.loading import base_of, initial_checkpoint
     from rl_vlm.rollout.vllm.arguments import engine_arguments
     from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
-    from rl_vlm.rollout.vllm.process import start_servers, stop_servers
+    from rl_vlm.rollout.vllm.process import start_servers, stop_servers, wait_until_healthy
 
     initial = initial_checkpoint(config, Ranks())
     arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial))
@@ -39,9 +39,8 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
     servers = []
     try:
         servers = start_servers(arguments, settings, token, Path(config.train.output_dir) / "servers", host, port)
-        for server in servers:
-            client = VLLMClient(server.url, token, settings.vllm_request_timeout)
-            server.wait_until_healthy(client, settings.vllm_server_timeout)
+        clients = [VLLMClient(server.url, token, settings.vllm_request_timeout) for server in servers]
+        wait_until_healthy(servers, clients, settings.vllm_server_timeout)
         print(how_to_join([reachable(server.url) for server in servers], token, trainer, settings), flush=True)
         if host not in LOCAL_HOSTS:
             print(OPEN_TO_OTHERS.format(host=host), file=sys.stderr)

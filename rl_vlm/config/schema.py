@@ -223,10 +223,12 @@ class VLLMConfig(Section):
     """Servers that the run starts if it joins none."""
     vllm_server_devices: list[str] = []
     """`CUDA_VISIBLE_DEVICES` of each server that the run starts. Default: that of the trainer."""
-    vllm_server_timeout: float = Field(default=240.0, gt=0)
-    """Seconds to wait for a server to be ready, whether the run starts it or joins it."""
-    vllm_request_timeout: float = Field(default=240.0, gt=0)
-    """Seconds to wait for a response from a server before it counts as lost."""
+    vllm_server_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds to wait for a server to be ready, whether the run starts it or joins it. At its first start it loads the
+    weights and compiles kernels."""
+    vllm_request_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds to wait for a response from a server before it counts as lost. A response may wait for a whole window of
+    long completions, or for weights that the server loads. A server that hangs is noticed earlier."""
     vllm_max_logp_difference: float = Field(default=0.1, gt=0)
     """Maximum mean difference of log-probs between vLLM and the trainer. Above it, a run ends."""
     vllm_weight_transfer: Literal["auto", "nccl", "shared_directory"] = "auto"

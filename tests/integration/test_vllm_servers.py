@@ -14,12 +14,13 @@ import psutil
 import pytest
 from PIL import Image
 
+from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.rollout.vllm.arguments import engine_arguments
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 from rl_vlm.rollout.vllm.preemptions import totals_of_servers
-from rl_vlm.rollout.vllm.process import ServerProcess, free_port
+from rl_vlm.rollout.vllm.process import ServerProcess, free_port, server_environment, wait_until_healthy
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run.run import train
@@ -52,10 +53,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     checkpoint = sharp_checkpoint("qwen2_5_vl", folder / "checkpoint")
     arguments = engine_arguments(make_config(checkpoint, engine="vllm_server"), str(checkpoint), lora_rank=None)
     token = secrets.token_urlsafe()
-    process = ServerProcess(arguments, token, folder / "server.log", HOST, None)
+    process = ServerProcess(arguments, server_environment(VLLMConfig(), token, None), folder / "server.log", HOST)
     client = VLLMClient(process.url, token, TIMEOUT)
     try:
-        process.wait_until_healthy(client, TIMEOUT)
+        wait_until_healthy([process], [client], TIMEOUT)
         yield Served(checkpoint, process, client)
     finally:
         process.stop()
@@ -213,9 +214,10 @@ def test_an_unreachable_address_is_named(tmp_path: Path, served: Served) -> None
 
 def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     token = secrets.token_urlsafe()
-    process = ServerProcess({"model": str(tmp_path / "nothing")}, token, tmp_path / "server.log", HOST, None)
+    environment = server_environment(VLLMConfig(), token, None)
+    process = ServerProcess({"model": str(tmp_path / "nothing")}, environment, tmp_path / "server.log", HOST)
     with pytest.raises(RolloutError, match=r"(?s)ended with status \d+. The end of .*server.log:.*nothing"):
-        process.wait_until_healthy(VLLMClient(process.url, token, TIMEOUT), TIMEOUT)
+        wait_until_healthy([process], [VLLMClient(process.url, token, TIMEOUT)], TIMEOUT)
     process.stop()
 
 

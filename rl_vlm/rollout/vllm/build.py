@@ -18,7 +18,7 @@ from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.rollout.vllm.arguments import engine_arguments, keeps_weights, weight_transfer
 from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
-from rl_vlm.rollout.vllm.process import LOOPBACK, start_servers, stop_servers
+from rl_vlm.rollout.vllm.process import LOOPBACK, start_servers, stop_servers, wait_until_healthy
 from rl_vlm.rollout.vllm.servers import VLLMServers
 from rl_vlm.rollout.weights import CheckpointWeights, PolicyWeights
 
@@ -133,8 +133,8 @@ def server_engine(
         expected["weight_transfer"] = weight_transfer(config)
     try:
         with ranks.agree():
-            for process, client in zip(processes, clients, strict=False):
-                process.wait_until_healthy(client, vllm.vllm_server_timeout)
+            if processes:
+                wait_until_healthy(processes, clients, vllm.vllm_server_timeout)
             for client in () if starts else clients:
                 client.wait_until_up(vllm.vllm_server_timeout)
         with ranks.agree():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from contextlib import suppress
 from typing import Any
 
 from rewards import http
+from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import RolloutError, shorten
 from rl_vlm.rollout.waiting import run, watched
 
@@ -61,21 +61,33 @@ class VLLMClient:
         """Raise ServerLost if the server does not answer a health check within seconds."""
         run(self.answer_health_check())
 
+    def is_healthy(self) -> bool:
+        """Return whether the server answers a health check within seconds."""
+        try:
+            self.check_health()
+        except ServerLost:
+            return False
+        return True
+
     async def answer_health_check(self) -> None:
         """Send a health check and await the answer. Raises ServerLost if it does not come within seconds."""
         await self.content("GET", "/health", min(self.timeout, HEALTH_SECONDS))
 
     def wait_until_up(self, seconds: float) -> None:
-        """Wait for a server that somebody else starts. Raises ServerLost if it is not healthy within this time."""
+        """Wait for a server that somebody else starts. Counts as progress, and a stop of the run ends it.
+
+        Raises ServerLost if the server is not healthy within this time.
+        """
         deadline = time.monotonic() + seconds
         try:
             return self.check_health()
         except ServerLost as error:
             logger.warning("%s It has %g s to start (vllm.vllm_server_timeout).", error, seconds)
         while time.monotonic() < deadline:
+            stop.check()
             time.sleep(min(1.0, seconds))
-            with suppress(ServerLost):
-                return self.check_health()
+            if self.is_healthy():
+                return None
         raise ServerLost(f"The vLLM server {self.url} is not up after {seconds:g} s (vllm.vllm_server_timeout).")
 
     async def content(self, method: str, path: str, timeout: float, body: Any = None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config.schema import VLLMConfig
+from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.rollout.vllm.arguments import ENVIRONMENT
-from rl_vlm.rollout.vllm.client import TOKEN, ServerLost, VLLMClient
+from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
 from rl_vlm.rollout.vllm.plugin import LIFELINE
 
 LOOPBACK = "127.0.0.1"
@@ -30,9 +32,9 @@ class ServerProcess:
     """A vLLM server process. It does not outlive this process."""
 
     def __init__(
-        self, arguments: dict[str, Any], token: str, log: Path, host: str, device: str | None, port: int | None = None
+        self, arguments: dict[str, Any], environment: dict[str, str], log: Path, host: str, port: int | None = None
     ) -> None:
-        """`arguments` go to vLLM's engine. `device` is its CUDA_VISIBLE_DEVICES. Returns before the server answers."""
+        """`arguments` go to vLLM's engine. Returns before the server answers."""
         self.port = free_port(host, port or 0)
         self.url = f"http://{host}:{self.port}"
         self.log = log
@@ -43,23 +45,12 @@ class ServerProcess:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command,
-                env=server_environment(token, device),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the trainer handles interrupts at the terminal
             )
-
-    def wait_until_healthy(self, client: VLLMClient, timeout: float) -> None:
-        """Wait for an answer. Raises RolloutError, with the end of the log, if the server exits or the time is up."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            self.check_running()
-            try:
-                return client.check_health()
-            except ServerLost:
-                time.sleep(0.5)
-        raise self.failure(f"did not answer within {timeout:g} s")
 
     def check_running(self) -> None:
         """Raise RolloutError, with the end of the log, if the server has exited."""
@@ -94,9 +85,30 @@ def start_servers(
         raise ConfigError("vLLM servers need the package vllm: set up GPUs with `make gpu`, or use rollout.engine: hf")
     devices = settings.vllm_server_devices or [None] * settings.vllm_num_servers
     return [
-        ServerProcess(arguments, token, logs / f"{i}.log", host, device, port and port + i)
+        ServerProcess(
+            arguments, server_environment(settings, token, device), logs / f"{i}.log", host, port and port + i
+        )
         for i, device in enumerate(devices)
     ]
+
+
+def wait_until_healthy(servers: Sequence[ServerProcess], clients: Sequence[VLLMClient], timeout: float) -> None:
+    """Wait until all servers answer. Counts as progress, and a stop of the run ends it.
+
+    Raises RolloutError, with the end of a log, as soon as a server exits, or after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    waiting = dict(zip(servers, clients, strict=True))
+    while True:
+        stop.check()
+        for server in servers:
+            server.check_running()
+        waiting = {server: client for server, client in waiting.items() if not client.is_healthy()}
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            raise next(iter(waiting)).failure(f"did not answer within {timeout:g} s (vllm.vllm_server_timeout)")
+        time.sleep(0.5)
 
 
 def stop_servers(servers: Sequence[ServerProcess]) -> None:
@@ -130,8 +142,11 @@ def flags(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
-def server_environment(token: str, device: str | None) -> dict[str, str]:
-    """Return a server's environment: this process's, without the launcher's variables, plus the plugin's."""
+def server_environment(settings: VLLMConfig, token: str, device: str | None) -> dict[str, str]:
+    """Return a server's environment: this process's, without the launcher's variables, plus the plugin's.
+
+    `device` is its CUDA_VISIBLE_DEVICES.
+    """
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     ours = {
@@ -145,4 +160,5 @@ def server_environment(token: str, device: str | None) -> dict[str, str]:
     }
     if device is not None:
         ours["CUDA_VISIBLE_DEVICES"] = device
-    return ENVIRONMENT | inherited | ours
+    own_limit = {"VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(settings.vllm_server_timeout))}  # 600 by default
+    return ENVIRONMENT | own_limit | inherited | ours

@@ -424,7 +424,7 @@ def test_settings_at_their_defaults_have_no_effect_and_pass(write):
     "settings",
     [
         "{resume_from_checkpoint: auto, overwrite_output_dir: true}",
-        "{vllm_num_servers: 1, vllm_server_timeout: 240, vllm_gpu_memory_utilization: 0.3, vllm_server_base_url: []}",
+        "{vllm_num_servers: 1, vllm_server_timeout: 1800, vllm_gpu_memory_utilization: 0.3, vllm_server_base_url: []}",
         "{engine: vllm, vllm_enable_sleep_mode: true, expandable_segments: true, vllm_max_logp_difference: 1}",
         "{engine: vllm, vllm_num_servers: 1}",
         "{engine: vllm_server, vllm_server_base_url: 'http://a:1', vllm_num_servers: 1, vllm_request_timeout: 9}",

@@ -47,6 +47,7 @@ MEANS_OURS = {
     "eval_steps": 0,  # `eval_strategy` is "no"
     "gradient_accumulation_steps": None, "per_device_train_batch_size": None,  # 1 and 8, in `batch_sizes`
     "greater_is_better": True,
+    "vllm_server_timeout": 1800.0,  # here it includes the start of a server
 }  # fmt: skip
 """Settings whose default here is what TRL makes of its own, which looks different."""
 

@@ -289,15 +289,13 @@ def test_serve_stays_until_it_is_stopped_or_a_server_ends(end, status, config, c
     class Server:
         url, seen = "http://127.0.0.1:8000", []
 
-        def wait_until_healthy(self, *_: object) -> None:
-            self.seen.append("healthy")
-
         def check_running(self) -> None:
             raise end
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(arguments, "checkpoint_config", lambda *_: Qwen2_5_VLConfig())
     monkeypatch.setattr(vllm_process, "start_servers", lambda *_: [Server()])
+    monkeypatch.setattr(vllm_process, "wait_until_healthy", lambda servers, *_: servers[0].seen.append("healthy"))
     monkeypatch.setattr(vllm_process, "stop_servers", lambda servers: servers[0].seen.append("stopped"))
     monkeypatch.setenv("RL_VLM_SERVER_TOKEN", "secret")
     assert cli.main(["serve", config, "--host", "10.0.0.7"]) == status
