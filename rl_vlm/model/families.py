@@ -75,8 +75,6 @@ class Family:
     """Values of per-token inputs at completion tokens. The default is 0."""
     joins_images: bool = False
     """Whether image inputs of several prompts can be batched by concatenation along dimension 0."""
-    softcaps_logits: bool = False
-    """Whether the model bounds its logits by `final_logit_softcapping` (Gemma 2, arXiv:2408.00118, section 2)."""
     cross_attends: bool = False
     """Whether images enter through cross-attention layers, not as tokens of the row (Mllama). Text before an image
     attends to all images of a forward, so a forward holds one prompt."""
@@ -107,11 +105,6 @@ class Family:
         found = [getattr(config, name, None) for name in ("image_token_id", *self.other_placeholders)]
         tokens = [ids if isinstance(ids, list) else [ids] for ids in found]
         return sorted({token for ids in tokens for token in ids if token is not None})
-
-    def final_logits(self, logits: Tensor, config: PreTrainedConfig) -> Tensor:
-        """Apply the model's soft cap to the LM head's output, if it has one."""
-        bound = config.get_text_config().final_logit_softcapping if self.softcaps_logits else None
-        return logits if bound is None else bound * torch.tanh(logits / bound)
 
     def image_prefixes(self, config: PreTrainedConfig) -> tuple[str, ...]:
         """Return the name prefixes of parameters that a forward without images does not use."""
@@ -154,7 +147,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("gemma3", TOWER, joins_images=True),
         Family(
-            "gemma4", ("model.vision_tower", "model.embed_vision"), joins_images=True, softcaps_logits=True,
+            "gemma4", ("model.vision_tower", "model.embed_vision"), joins_images=True,
             other_placeholders=("video_token_id", "audio_token_id"),
         ),
         Family(

@@ -23,6 +23,7 @@ from rl_vlm.model.families import Family
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import shared_row
+from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
 from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_rows, to_device
 
@@ -184,7 +185,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probs and entropies of the sampling distribution, after temperature and token bans."""
         with self.autocast():
-            logits = self.family.final_logits(head(hidden), self.transformer.config)
+            logits = final_logits(head(hidden), self.transformer.config)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.temperature == 1 else logits / self.temperature
         logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)

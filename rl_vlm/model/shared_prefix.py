@@ -8,10 +8,11 @@ code is not changed:
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
 
 These are two calls of SDPA. On CUDA, one call of FlexAttention over the whole row replaces them: it skips fully masked
-blocks and needs no gathered keys.
+blocks and needs no gathered keys. If the model applies a soft cap to its attention scores, `softcap` computes it.
 
 The layout of the row is passed to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
-same layout. Outside of `shared_row` the registered functions call transformers' own sdpa attention.
+same layout. Outside of `shared_row` the registered functions call transformers' own sdpa attention, which has no soft
+cap, or `capped_attention`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_vlm.model.block_masks import make_block_mask
+from rl_vlm.model.softcap import capped_attention, score_cap
 from rl_vlm.types import to_device
 
 if TYPE_CHECKING:
@@ -203,7 +205,7 @@ def shared_row(layout: RowLayout | None) -> Iterator[None]:
 
 
 def enable_shared_rows(model: PreTrainedModel) -> None:
-    """Route the language model's attention through this module. Other forwards use transformers' sdpa."""
+    """Route the language model's attention through this module."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -218,8 +220,12 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        softcap = kwargs.get("softcap")
         if isinstance(attention_mask, RowLayout):
-            return shared_attention(query[0], key[0], value[0], attention_mask, kwargs["scaling"])[None], None
+            row = shared_attention(query[0], key[0], value[0], attention_mask, kwargs["scaling"], softcap)
+            return row[None], None
+        if softcap is not None:
+            return capped_attention(query, key, value, attention_mask, kwargs["scaling"], softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     AttentionMaskInterface.register("group_shared", mask)
@@ -233,30 +239,38 @@ def shared_attention(
     value: Float[Tensor, "kv_heads row value_dim"],
     layout: RowLayout,
     scale: float,
+    softcap: float | None = None,
 ) -> Float[Tensor, "row heads value_dim"]:
     """Compute attention over a packed row: each prefix to itself, each completion to its prefix and itself."""
     if not isinstance(layout.masks, RowMasks):
-        return block_attention(query, key, value, layout.masks, scale)
+        return block_attention(query, key, value, layout.masks, scale, softcap)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
-    def attend(queries: Tensor, keys: Tensor, **mask: Any) -> Tensor:
+    def attend(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query[queries], key[keys], value[keys]))
-        out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **mask)
+        if softcap is None:
+            causal = mask is None
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+        else:
+            out = capped_attention(q, k, v, mask, scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)
 
-    prefix_mask = layout.masks.prefix
-    outputs = [attend(layout.prefix_index, layout.prefix_index, attn_mask=prefix_mask, is_causal=prefix_mask is None)]
+    outputs = [attend(layout.prefix_index, layout.prefix_index, layout.masks.prefix)]
     if layout.completion_index.numel():
         keys = torch.cat([layout.prefix_index[layout.owner_N], layout.completion_index], dim=1)
-        outputs.append(attend(layout.completion_index, keys, attn_mask=layout.masks.completion))
+        outputs.append(attend(layout.completion_index, keys, layout.masks.completion))
     return torch.cat(outputs)[layout.output_index]
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float) -> Tensor:
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float, softcap: float | None
+) -> Tensor:
     """Compute the same attention with one FlexAttention call over the row."""
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
-    return attend(query[None], key[None], value[None], block_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    score_mod = None if softcap is None else score_cap(softcap, query.device)
+    row = attend(query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True)
+    return row[0].transpose(0, 1)
 
 
 @cache

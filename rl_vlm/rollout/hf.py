@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -31,6 +32,7 @@ from rl_vlm.errors import OutOfMemory
 from rl_vlm.model.families import stop_token_ids
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.loading import load_policy
+from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.recovery import Failure, described, repeated
 from rl_vlm.rollout.engine import WeightSource
@@ -102,6 +104,7 @@ class HFEngine:
         self.banned_token_ids = vision.family.banned_token_ids(vision.model.config)
         self.max_num_seqs = max_num_seqs
         self.autocast = autocast
+        self.cache_name = cache_name(vision.model.base_model)
         self.policy_version = 0
         self.counters: Counter[str] = Counter()
         self.lockstep: Lockstep | None = None
@@ -135,7 +138,7 @@ class HFEngine:
         extra = {name: torch.zeros_like(token) for name in self.vision.idle_prompt.token_inputs}
         prompt = replace(self.vision.idle_prompt, token_ids=token, token_inputs=extra, mm_inputs={})
         row = token_inputs(prompt, [], list(extra), self.vision.family, self.model)
-        self.model(**collate_rows([row], self.model.device), use_cache=True, logits_to_keep=1)
+        self.run_model(collate_rows([row], self.model.device))
 
     def together(self, num_vision_calls: int) -> AbstractContextManager[None]:
         """Return the context of one forward with this many vision calls. In lockstep, all ranks run it together."""
@@ -241,11 +244,11 @@ class HFEngine:
         with self.together(len(self.vision.calls(prompts))):
             features = self.vision.encode(prompts)
             with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
-                output = self.model(**kwargs, **image_inputs, use_cache=True, logits_to_keep=1)
+                cache, logits = self.run_model(kwargs | image_inputs)
         next_positions = torch.stack([row["position_ids"].max() + 1 for row in rows]).to(device)[:, None]
         next_positions = next_positions.expand(*kwargs["position_ids"].shape[:-1], 1)
         cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
-        return Prefix(output.past_key_values, output.logits[:, -1], kwargs["attention_mask"], next_positions, cross)
+        return Prefix(cache, logits, kwargs["attention_mask"], next_positions, cross)
 
     def decode(
         self, prefix: Prefix, keys_N: Int[Tensor, " completions"], to_continue: Sequence[Completion], sampling: Sampling
@@ -281,16 +284,24 @@ class HFEngine:
         """Append tokens to the completions `rows`, from index `step` on, and return the logits after the last one."""
         num_new = tokens_NS.shape[1]
         mask = prefix.mask[rows]
+        kwargs = {
+            "input_ids": tokens_NS,
+            "attention_mask": torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
+            "position_ids": prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
+            **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
+        }
         with self.together(num_vision_calls=0):
-            return self.model(
-                input_ids=tokens_NS,
-                attention_mask=torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
-                position_ids=prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
-                past_key_values=prefix.cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
-            ).logits[:, -1]
+            return self.run_model(kwargs, prefix.cache)[1]
+
+    def run_model(
+        self, kwargs: dict[str, Any], cache: Cache | None = None
+    ) -> tuple[Cache, Float[Tensor, "rows vocabulary"]]:
+        """Run one forward that appends tokens to the cache. Return the cache, and the logits after the last token."""
+        past = {} if cache is None else {self.cache_name: cache}
+        output = self.model.base_model(**kwargs, **past, use_cache=True)
+        head: Any = self.model.get_output_embeddings()
+        logits = final_logits(head(output.last_hidden_state[:, -1]), self.model.config)
+        return getattr(output, self.cache_name), logits
 
     def completions(
         self,
@@ -321,6 +332,11 @@ def evaluation_engine(config: RunConfig, checkpoint: str, builder: PromptBuilder
     """Load a checkpoint, and build an engine that samples from it."""
     policy = load_policy(config, checkpoint, None).to(ranks.device)
     return HFEngine.for_policy(policy, builder.processor.tokenizer, config.rollout.max_num_seqs)
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """Return the name of the KV cache in the model's arguments and output, which newer transformers call `cache`."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 @contextmanager

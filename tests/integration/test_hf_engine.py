@@ -258,7 +258,7 @@ def test_a_prompt_and_its_images_are_computed_once_per_group(engine, prompts):
     for max_num_seqs, num_batches in ((64, 1), (3, 2), (2, 2)):  # the last decodes groups of 3 in slices
         engine.max_num_seqs = max_num_seqs
         counters.clear()
-        with recorded(engine.model) as calls:
+        with recorded(engine.model.base_model) as calls:
             engine.generate(requests, make_sampling())
         prefills = [call for call in calls if "pixel_values" in call]
         assert len(prefills) == num_batches == counters["vision_forwards"]
@@ -272,7 +272,7 @@ def test_the_cache_is_used_and_modes_come_back_with_gradient_checkpointing_on(en
     model.gradient_checkpointing_enable({"use_reentrant": False})
     modes = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
     try:
-        with recorded(model) as calls:
+        with recorded(model.base_model) as calls:
             engine.generate(make_requests(prompts, "one"), make_sampling(max_completion_length=5))
         assert [call["input_ids"].shape[1] for call in calls] == [len(prompts["one"].token_ids), 1, 1, 1, 1]
         assert modes == [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]

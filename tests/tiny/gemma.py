@@ -26,6 +26,14 @@ def sliding_sizes(tokenizer: Any, hidden_size: int, model_type: str, num_layers:
     }
 
 
+def capped_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
+    """The same, with soft caps so low that they show."""
+    return sliding_sizes(tokenizer, hidden_size, model_type) | {
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 0.5,
+    }
+
+
 def _gemma3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
     from transformers import Gemma3Config
 
@@ -150,7 +158,7 @@ GEMMA: dict[str, TinyFamily] = {
         tuple(_GEMMA3_TOKENS.values()), _gemma3_config, _gemma3_processor, _GEMMA3_TOKENS, _random_projector
     ),
     "paligemma": _paligemma("gemma", text_sizes),
-    "paligemma2": _paligemma("gemma2", sliding_sizes),
+    "paligemma2": _paligemma("gemma2", capped_sizes),
     "gemma4": _gemma4(4, hidden_size_per_layer_input=8, num_kv_shared_layers=2),
     "gemma4_bidirectional": _gemma4(2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
     "gemma4_moe": _gemma4(

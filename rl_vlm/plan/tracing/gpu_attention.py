@@ -40,7 +40,7 @@ def attention_as_on_gpu() -> Iterator[None]:
     def without_masks(layout: RowLayout, mask_function: MaskFunction) -> RowLayout:
         return layout
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, mask: None, scale: float) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: None, scale: float, softcap: float | None) -> Tensor:
         return KeptByFlexAttention.apply(query.to(value.dtype), key.to(value.dtype), value)
 
     with (

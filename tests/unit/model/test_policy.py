@@ -1,4 +1,4 @@
-from math import log
+from math import exp, log, tanh
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +16,10 @@ BANNED = [2, 4]
 class HeadOnly(nn.Module):
     """A model whose logits are its hidden states."""
 
-    config = SimpleNamespace(image_token_id=BANNED[0], video_token_id=BANNED[1])
+    text_config = SimpleNamespace(final_logit_softcapping=None)
+    config = SimpleNamespace(
+        image_token_id=BANNED[0], video_token_id=BANNED[1], get_text_config=lambda: HeadOnly.text_config
+    )
     device = torch.device("cpu")
 
     def __init__(self, vocabulary):
@@ -52,6 +55,15 @@ def test_temperature_divides_the_logits():
     logits = torch.tensor([[2 * log(1.0), 2 * log(3.0), 0.0, 2 * log(4.0), 0.0]])
     logprobs, _ = make_policy(temperature=2.0).logprobs(logits, torch.tensor([3]))
     assert logprobs.tolist() == pytest.approx([log(4 / 8)])
+
+
+def test_a_soft_cap_bounds_the_logits_of_each_chunk_before_the_temperature(monkeypatch):
+    monkeypatch.setattr(HeadOnly, "text_config", SimpleNamespace(final_logit_softcapping=2.0))
+    monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", 5)  # one token at once
+    logits = torch.tensor([[0.0, 1.0, 9.0, -8.0, 3.0], [5.0, 0.0, 0.0, -1.0, 0.0]])
+    first, second = ([exp(2 * tanh(x / 2) / 0.5) for x in row] for row in ([0.0, 1.0, -8.0], [5.0, 0.0, -1.0]))
+    logprobs, _ = make_policy(temperature=0.5).logprobs(logits, torch.tensor([1, 0]))
+    assert logprobs.tolist() == pytest.approx([log(first[1] / sum(first)), log(second[0] / sum(second))])
 
 
 def test_scores_are_fp32_under_bf16():

@@ -11,6 +11,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from rl_vlm.model import shared_prefix
 from rl_vlm.model.shared_prefix import RowLayout, shared_attention, shared_row
 
 F, T = False, True
@@ -79,8 +80,13 @@ def test_completions_of_one_token_need_no_place_in_the_row():
     assert shared_attention(row, row, row, layout, scale=0.5).shape == (5, 2, 4)
 
 
-@pytest.mark.parametrize("rule", [CAUSAL, or_masks(CAUSAL, bidirectional_mask_function)])
-def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule):
+RULES = pytest.mark.parametrize("rule", [CAUSAL, or_masks(CAUSAL, bidirectional_mask_function)])
+SOFTCAPS = pytest.mark.parametrize("softcap", [None, 0.5])
+
+
+@RULES
+@SOFTCAPS
+def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule, softcap):
     query, key, value = torch.randn(4, 9, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)  # two query heads a key head
     query.requires_grad_()
     owner = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1])
@@ -88,20 +94,46 @@ def test_attention_is_that_of_the_whole_row_under_a_mask(layout, rule):
     sees = (owner[:, None] == owner) & ((part == 0) | (part[:, None] == part))
     sees = sees & ~((part[:, None] == 0) & (part != 0))  # a prefix never sees a completion
     sees = sees.tril() if rule is CAUSAL else sees
-    logits = query @ key.repeat_interleave(2, dim=0).mT * 0.3
-    expected = logits.masked_fill(~sees, -torch.inf).softmax(-1) @ value.repeat_interleave(2, dim=0)
-    ours = shared_attention(query, key, value, layout.with_masks(rule), scale=0.3)
+    scores = query @ key.repeat_interleave(2, dim=0).mT * 0.3
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    expected = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value.repeat_interleave(2, dim=0)
+    ours = shared_attention(query, key, value, layout.with_masks(rule), 0.3, softcap)
     torch.testing.assert_close(ours.transpose(0, 1), expected, rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(ours.sum(), query)
     assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("rule", [CAUSAL, or_masks(CAUSAL, bidirectional_mask_function)])
-def test_one_flex_attention_over_the_row_is_the_same(layout, rule):
+@RULES
+@SOFTCAPS
+def test_one_flex_attention_over_the_row_is_the_same(layout, rule, softcap):
     query, key, value = torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
-    expected = shared_attention(query, key, value, layout.with_masks(rule), scale=0.3)
+    expected = shared_attention(query, key, value, layout.with_masks(rule), 0.3, softcap)
     blocks = replace(layout, masks=layout.block_mask(rule))
-    torch.testing.assert_close(shared_attention(query, key, value, blocks, scale=0.3), expected)
+    torch.testing.assert_close(shared_attention(query, key, value, blocks, 0.3, softcap), expected)
+
+
+@SOFTCAPS
+def test_its_compiled_gradients_are_the_same(softcap, monkeypatch):
+    """As a GPU compiles it, but without Triton, and without the check that refuses gradients on a CPU."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(shared_prefix.flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(shared_prefix, "flex_attention", compiled)
+    rule = or_masks(CAUSAL, bidirectional_mask_function)
+    for lengths in ([40, 23], [50, 11]):
+        layout = RowLayout.build([90, 30], [lengths, [17]])
+        row = len(layout.output_index)
+        query, key, value = (
+            torch.randn(heads, row, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+        )
+        both = [layout.with_masks(rule), replace(layout, masks=layout.block_mask(rule))]
+        outputs = [shared_attention(query, key, value, layout, 0.9, softcap) for layout in both]
+        torch.testing.assert_close(*outputs)
+        weights = torch.randn_like(outputs[0])
+        of_split, of_row = (torch.autograd.grad((output * weights).sum(), (query, key, value)) for output in outputs)
+        torch.testing.assert_close(of_row, of_split)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_layout_is_active_only_inside(layout):

@@ -1,0 +1,85 @@
+"""Soft caps: models can bound their attention scores and their logits (Gemma 2, arXiv:2408.00118, section 2).
+
+    attention   softmax(mask(cap(query · key · scale))) · value
+    logits      cap(LM head)                                          cap(x) = bound · tanh(x / bound)
+
+SDPA cannot compute this attention. FlexAttention can, with a `score_mod`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CHUNK_SCORES = 2**24
+"""Number of scores (rows x heads x queries x keys) that are computed at once: 64 MiB in float32."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""FlexAttention's change of a score: (score, batch, head, query position, key position) -> score."""
+
+
+def capped_attention(
+    query: Float[Tensor, "rows heads queries dim"],
+    key: Float[Tensor, "rows kv_heads keys dim"],
+    value: Float[Tensor, "rows kv_heads keys value_dim"],
+    mask: Bool[Tensor, "#rows 1 queries keys"] | None,
+    scale: float,
+    softcap: float,
+) -> Float[Tensor, "rows heads queries value_dim"]:
+    """Compute attention with a soft cap, in chunks of queries. The backward pass recomputes each chunk's scores.
+
+    `mask` is True where a query attends to a key. None means causal attention of the last tokens among the keys.
+    """
+    (rows, heads, queries, _), keys = query.shape, key.shape[2]
+    if mask is None:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    at_once = max(1, CHUNK_SCORES // (rows * heads * keys))
+    outputs = [
+        checkpoint(chunk_attention, *chunk, key, value, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(query.split(at_once, dim=2), mask.split(at_once, dim=2), strict=True)
+    ]
+    return torch.cat(outputs, dim=2)
+
+
+def chunk_attention(query: Tensor, mask: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float) -> Tensor:
+    """Compute `capped_attention` of some queries at once. Scores are bounded in float32, as in fused kernels."""
+    kv_heads, queries = key.shape[1], query.shape[2]
+    of_kv_head = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # so that keys and values are not repeated
+    products = of_kv_head @ key.mT
+    scores = soft_capped(products.to(torch.promote_types(products.dtype, torch.float32)) * scale, softcap)
+    by_head = scores.unflatten(2, (-1, queries)).masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+    weights = by_head.softmax(-1).to(value.dtype).flatten(2, 3)
+    return (weights @ value).unflatten(2, (-1, queries)).flatten(1, 2)
+
+
+@cache
+def score_cap(softcap: float, device: torch.device) -> ScoreMod:
+    """Return the soft cap as a `score_mod`. It is the same function in each forward, so it is compiled once.
+
+    The bound is a tensor, since FlexAttention cannot be compiled for dynamic lengths with a float from a closure.
+    """
+    bound = torch.full((), softcap, device=device)
+    return lambda score, b, h, q, k: bound * torch.tanh(score / bound)
+
+
+def final_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Apply the soft cap of the language model's config to the LM head's output, if there is one.
+
+    transformers' own forwards of PaliGemma 2 omit it before 5.24, and those of Gemma 3 still do.
+    """
+    bound = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return logits if bound is None else soft_capped(logits, bound)
+
+
+def soft_capped(values: Tensor, bound: float) -> Tensor:
+    """Bound values smoothly to ± `bound`."""
+    return bound * torch.tanh(values / bound)
