@@ -20,7 +20,7 @@ import torch
 from rl_vlm.passes.peaks import CudaPeak
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = "torch transformers trl peft accelerate flash-attn".split()
+PACKAGES = "torch triton transformers trl peft accelerate flash-attn vllm".split()
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc returns tensors to the system as soon as they are freed, so that the resident size is the memory in use."""
 

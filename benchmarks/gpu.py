@@ -8,7 +8,7 @@
 
 A part that fails keeps what it has measured, and the next one runs. The exit status is then 1.
 
-It needs torch, transformers, accelerate and peft beside this project. What compares with TRL is left out without it.
+`docs/gpu_benchmarks.md` describes the parts, their packages, and how to send the figures.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 import torch
 
 from benchmarks.common import environment, markdown_table
+from benchmarks.flops import Training
 from benchmarks.gpu_parts.bench import Bench
 from rl_vlm.passes.allocator import EXPANDABLE, VARIABLES
 
+RECOMPUTED = Training(gradient_checkpointing=True)
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "correctness": ("correctness", {}),
-    "training_3b": ("training_pass", {"model": "3b"}),
-    "training_7b": ("training_pass", {"model": "7b"}),
+    "correctness_1": ("correctness", {"half": 1}),
+    "correctness_2": ("correctness", {"half": 2}),
+    "vllm_lora": ("vllm_engine", {"lora_r": 32}),
+    "vllm_full": ("vllm_engine", {"lora_r": 0}),
+    "training_3b": ("training_pass", {"model": "3b", "training": Training()}),
+    "training_3b_checkpointing": ("training_pass", {"model": "3b", "training": RECOMPUTED}),
+    "training_3b_lora": ("training_pass", {"model": "3b", "training": replace(RECOMPUTED, lora_r=32)}),
+    "training_7b": ("training_pass", {"model": "7b", "training": Training(lora_r=16)}),
     "attention": ("attention", {}),
     "rollouts": ("rollouts", {}),
     "digits": ("digits", {}),

@@ -2,8 +2,8 @@
 
 Heads are those of the models. A row holds prompts of 1,040 tokens with 8 completions each. FlexAttention is compiled at
 its first call for these heads; later rows of other lengths must not compile it again. Its block mask is made in strips,
-without a compiler. The third is `flash_attn_varlen_func`, if flash-attn is installed: each completion attends to a copy
-of its prompt's keys.
+without a compiler. The table has the registers, spills and shared memory of its kernels as Triton tells them. The third
+is `flash_attn_varlen_func`, if flash-attn is installed: each completion attends to a copy of its prompt's keys.
 """
 
 from __future__ import annotations
@@ -16,15 +16,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from transformers.masking_utils import causal_mask_function
 
 from benchmarks.common import version_of
 from benchmarks.gpu_parts.bench import Bench
+from rl_vlm.errors import shorten
 from rl_vlm.model.shared_prefix import RowLayout, block_attention, compiled_flex_attention, shared_attention
 
-HEAD = ("heads", "row", "way", "forward_ms", "forward_backward_ms", "mask_ms", "first_call_s", "compilations")
-HEADS = {"3b": (16, 2, 128), "7b": (28, 4, 128), "toy": (4, 2, 16)}
-"""Query heads, key heads, and the width of a head."""
+HEAD = (
+    "heads", "row", "way", "forward_ms", "forward_backward_ms", "mask_ms", "first_call_s", "compilations", "kernels",
+    "note",
+)  # fmt: skip
+HEADS = {
+    "3b": (16, 2, 128), "7b": (28, 4, 128), "gemma_4b": (8, 4, 256), "qwen3_5": (8, 2, 256), "toy": (4, 2, 16),
+}  # fmt: skip
+"""Query heads, key heads, and the width of a head: Qwen2.5-VL-3B and 7B, Gemma 3 4B, Qwen3.5 and MiniCPM-V 4.6."""
 CAUSAL: Any = causal_mask_function
 PROMPT = 1040
 COMPLETIONS = 8
@@ -63,13 +72,13 @@ class Row:
 
 def measure(bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield a row of the table for each way, number of heads and length of completions."""
-    names = ["toy"] if bench.small else ["3b", "7b"]
+    names = ["toy"] if bench.small else [name for name in HEADS if name != "toy"]
     for name in bench.in_time({f"heads of {name}": name for name in names}):
         forget_compiled()
         yield from ({"heads": name} | row for row in rows_of(bench, HEADS[name]))
-    for name in bench.in_time({"random lengths": names[-1]}):
+    for name in bench.in_time({f"random lengths, heads of {name}": name for name in names[:1]}):
         forget_compiled()
-        rows = f"FlexAttention, {NUM_ROWS} rows of random lengths"
+        rows = f"FlexAttention, {NUM_ROWS} rows of random lengths, with and without gradients"
         yield {"heads": name, "way": rows} | compilations(bench, HEADS[name])
 
 
@@ -79,15 +88,41 @@ def rows_of(bench: Bench, heads: tuple[int, int, int]) -> Iterator[dict[str, Any
     for size, (prompt, completion, prompts) in enumerate(sizes):
         row = Row.make(bench, heads, [(prompt, [completion] * COMPLETIONS)] * prompts)
         for way, build in ways(bench, row).items():
+            found: dict[str, Any] = {"row": row.query.shape[1], "way": way}
             is_first = size == 0 and way == "FlexAttention"
-            first_call = {"first_call_s": bench.seconds(build())} if is_first else {}
-            yield {"row": row.query.shape[1], "way": way} | first_call | figures(bench, row, build)
+            try:
+                if is_first:
+                    found["first_call_s"] = bench.seconds(build())
+                found |= figures(bench, row, build)
+            except RuntimeError as error:  # no kernel for these heads fits the card
+                found["note"] = shorten(error)
+            yield found | ({"kernels": kernels()} if is_first else {})
 
 
 def forget_compiled() -> None:
     """Make the next call of FlexAttention compile it."""
     torch._dynamo.reset()
+    PyCodeCache.cache_clear()
     compiled_flex_attention.cache_clear()
+
+
+def kernels() -> str | None:
+    """Describe the Triton kernels of what is compiled; None if there are none, as on CPUs.
+
+    A spilled register costs traffic to local memory in every thread.
+    """
+    launchers = [
+        launcher
+        for module in PyCodeCache.modules
+        for kernel in vars(module).values()
+        if isinstance(kernel, CachingAutotuner)
+        for launcher in kernel.launchers
+    ]
+    found = [
+        f"{launcher.n_regs} registers, {launcher.n_spills} spilled, {launcher.shared} bytes shared"
+        for launcher in launchers
+    ]
+    return "; ".join(dict.fromkeys(found)) or None
 
 
 Attend = Callable[[], Tensor]
@@ -159,18 +194,26 @@ def figures(bench: Bench, row: Row, build: Callable[[], Attend]) -> dict[str, An
 
 
 def compilations(bench: Bench, heads: tuple[int, int, int]) -> dict[str, Any]:
-    """Count what is compiled while FlexAttention takes rows of other lengths, after one such row."""
+    """Count what is compiled while FlexAttention takes rows of other lengths, after one such row.
+
+    Rows below 128 tokens, and rows without gradients, are graphs of their own. The limit on their number is that of
+    runs; if it is reached, the note says so.
+    """
     draw = random.Random(0)
 
     def run() -> None:
-        longest = 20 if bench.small else 800
+        longest = 20 if bench.small or draw.random() < 0.2 else 800
         lengths = [(draw.randint(4, longest), [draw.randint(1, longest) for _ in range(4)]) for _ in range(2)]
         row = Row.make(bench, heads, lengths)
-        block_attention(row.query, row.key, row.value, row.layout.block_mask(CAUSAL), row.scale)
+        with torch.set_grad_enabled(draw.random() < 0.5):
+            block_attention(row.query, row.key, row.value, row.layout.block_mask(CAUSAL), row.scale)
 
     first = bench.seconds(run)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    num_rows = 2 if bench.small else NUM_ROWS
-    seconds = bench.seconds(lambda: [run() for _ in range(num_rows)])
+    num_rows, found = 2 if bench.small else NUM_ROWS, {}
+    try:
+        found["forward_ms"] = 1e3 * bench.seconds(lambda: [run() for _ in range(num_rows)]) / num_rows
+    except FailOnRecompileLimitHit:
+        found["note"] = "the limit on recompilations was reached"
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    return {"first_call_s": first, "forward_ms": 1e3 * seconds / num_rows, "compilations": compiled}
+    return {"first_call_s": first, "compilations": compiled} | found

@@ -36,8 +36,6 @@ HEAD = (
     "model", "G", "completion", "side", "ms_per_group", "unique_tokens_per_s", "mfu", "mfu_from_language", "peak_gib",
     "micro_batch_tokens", "kernels", "note",
 )  # fmt: skip
-TRAINING = {"3b": Training(), "7b": Training(lora_r=16)}
-"""A tower is trained with the 3B model, and frozen with the 7B one. Nothing is recomputed."""
 SMALL_WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
 COMPARED = 800
 """Length of completions at which all sides are measured and kernels summed; at others shared rows alone."""
@@ -74,13 +72,13 @@ class Case:
         return ", ".join(f"{name} {value}" for name, value in self.labels.items())
 
 
-def measure(bench: Bench, model: str) -> Iterator[dict[str, Any]]:
+def measure(bench: Bench, model: str, training: Training) -> Iterator[dict[str, Any]]:
     """Yield a row for each side of each group. Those of this project come first, and have one model."""
     works = [Workload(completion_tokens=n, num_generations=g) for n in (COMPARED, 200, 2000) for g in (8, 16)]
     works = [SMALL_WORK] if bench.small else works
     shape = SHAPES["toy" if bench.small else model]
     with tempfile.TemporaryDirectory() as directory:
-        setup = Setup.build(shape, works[0], TRAINING[model], Path(directory), bench.device)
+        setup = Setup.build(shape, works[0], training, Path(directory), bench.device)
         setups = [replace(setup, work=work, group=make_group(setup.group.group.prompt, work)) for work in works]
         compared = [each for each in setups if each.work.completion_tokens == works[0].completion_tokens]
         own = [Case(each, "shared", is_profiled=each in compared) for each in setups]
@@ -117,8 +115,11 @@ def other_rows(bench: Bench, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Yield the rows of the floor and of TRL, with gradient checkpointing where the card has no room without."""
     for case in bench.in_time({str(case): case for case in cases}):
         setup = case.setup
-        recomputed = replace(setup, training=replace(setup.training, gradient_checkpointing=True))
-        for tried, note in ((setup, None), (recomputed, "with gradient checkpointing")):
+        ways: list[tuple[Setup, str | None]] = [(setup, None)]
+        if not setup.training.gradient_checkpointing:
+            recomputed = replace(setup, training=replace(setup.training, gradient_checkpointing=True))
+            ways.append((recomputed, "with gradient checkpointing"))
+        for tried, note in ways:
             free_memory()
             found = figures_of_other(bench, tried, case.side)
             if found is not None:

@@ -10,20 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import memory
+from benchmarks.gpu_parts import attention, correctness, memory, vllm_engine
 from benchmarks.gpu_parts.bench import Bench, peak_flops
 from benchmarks.gpu_parts.training_pass import kind_of
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.passes.budget import PlannedBudget, TokenBudget
 from rl_vlm.stages import Stage
 from rl_vlm.types import Progress
+from tests.gpu.test_shared_attention import FAMILIES
 from tests.unit.model.test_vision import make_encoder
 
 FIGURES = {
-    "correctness": {"passed"},
+    "correctness_1": {"passed"},
+    "correctness_2": {"passed"},
+    "vllm_lora": {"seconds"},
+    "vllm_full": {"seconds"},
     "training_3b": {"ms_per_group", "unique_tokens_per_s"},
+    "training_3b_checkpointing": {"ms_per_group", "unique_tokens_per_s"},
+    "training_3b_lora": {"ms_per_group", "unique_tokens_per_s"},
     "training_7b": {"ms_per_group", "unique_tokens_per_s"},
     "attention": {"forward_ms"},
     "rollouts": {"tokens_per_s", "prefill_share", "decode_step_ms"},
@@ -33,7 +41,11 @@ FIGURES = {
     "memory_expandable": {"planned_gib"},
 }
 """What every row of a part has."""
-QUICK = ("correctness", "training_3b", "attention", "rollouts")
+VLLM_STEPS = [
+    "start", "first sync", "agreement", "agreement before new weights are sent", "sync of new weights",
+    "agreement after the sync", "wake up", "rollout", "sleep", "wake up again", "agreement after sleep",
+]  # fmt: skip
+QUICK = ("correctness_1", "vllm_lora", "training_3b", "attention", "rollouts")
 """Parts of a minute or less; the others are in the slow tier."""
 
 
@@ -50,8 +62,14 @@ def test_a_part_measures_something_on_any_machine(part: str, tmp_path: Path) -> 
         assert all(row[name] for name in FIGURES[part]), row
     if part.startswith("training"):
         assert [row["side"] for row in result["rows"]] == ["shared", "dense", *3 * ["shared"], "floor", "trl"]
-    if part == "correctness":
+    if part.startswith("correctness"):
         assert sum(row["failed"] for row in result["rows"]) == 0
+    if part.startswith("vllm"):
+        assert [row["step"] for row in result["rows"]] == VLLM_STEPS
+        gaps = {row["step"]: row["mean_gap"] for row in result["rows"] if "mean_gap" in row}
+        assert gaps.keys() == {"agreement", "agreement after the sync", "agreement after sleep"}
+        assert max(gaps.values()) < 1e-5
+        assert all("no sleep mode" in row["note"] for row in result["rows"] if row["step"] in ("sleep", "wake up"))
 
 
 @pytest.fixture
@@ -111,7 +129,7 @@ def test_parts_run_after_those_that_die_or_hang(
 def test_a_part_in_its_own_process(tmp_path: Path) -> None:
     gpu.main(["attention", "--device", "cpu", "--small", "--seconds", "0", "--json", str(tmp_path)])
     result = json.loads((tmp_path / "attention.json").read_text())
-    assert (result["rows"], result["left_out"]) == ([], ["heads of toy", "random lengths"])
+    assert (result["rows"], result["left_out"]) == ([], ["heads of toy", "random lengths, heads of toy"])
 
 
 def test_a_part_sees_its_allocator_and_no_gpu_on_a_cpu() -> None:
@@ -139,7 +157,53 @@ def test_the_largest_budget_that_fits_is_found_by_bisection(monkeypatch: pytest.
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.parse(["training"])
-    assert "no such part: training; there are correctness, training_3b" in capsys.readouterr().err
+    assert "no such part: training; there are correctness_1, correctness_2" in capsys.readouterr().err
+
+
+def test_each_family_has_tests_of_its_own() -> None:
+    families = [family for half in correctness.FAMILIES.values() for family in half]
+    assert sorted(families) == sorted(FAMILIES)
+    assert correctness.only("qwen3_vl") == "qwen3_vl and not qwen3_vl_moe"
+    assert correctness.only("glm4v") == "glm4v"
+
+
+TESTS = """
+import time
+def test_passes(): pass
+def test_fails(): assert False
+def test_hangs(): time.sleep(300)
+"""
+
+
+@pytest.mark.ci
+def test_outcomes_before_a_time_limit_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "test_some.py"
+    path.write_text(TESTS)
+    selected = [str(path), f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
+    found = correctness.run_tests([*selected, "-k", "not hangs"], time.monotonic() + 300)
+    assert (found["passed"], found["failed"], found["note"]) == (1, 1, None)
+    assert "assert False" in capfd.readouterr().err
+    found = correctness.run_tests([*selected, "-k", "hangs or passes"], time.monotonic() + 60)
+    assert (found["passed"], found["failed"], found["note"]) == (1, 0, "ended at the time limit")
+    found = correctness.run_tests([*selected, "-k", "nothing"], time.monotonic() + 300)
+    assert (found["passed"], found["note"]) == (0, "pytest ended with status 5")
+
+
+def test_kernels_are_those_that_were_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers of the A100's backward with heads of 256 dimensions."""
+    kernel = object.__new__(CachingAutotuner)
+    monkeypatch.setattr(kernel, "launchers", [SimpleNamespace(n_regs=32, n_spills=11832, shared=137216)], raising=False)
+    module = SimpleNamespace(triton_0=kernel, triton_1=kernel, other=3)
+    monkeypatch.setattr(PyCodeCache, "modules", [module])
+    assert attention.kernels() == "32 registers, 11832 spilled, 137216 bytes shared"
+    monkeypatch.setattr(PyCodeCache, "modules", [])
+    assert attention.kernels() is None
+
+
+def test_vllm_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
+    rows = list(vllm_engine.measure(Bench(torch.device("cpu"), small=True), lora_r=0))
+    assert rows == [{"step": "start", "note": "vLLM is not installed"}]
 
 
 @pytest.mark.parametrize(
