@@ -134,7 +134,7 @@ def ways(bench: Bench, row: Row) -> dict[str, Callable[[], Attend]]:
 
     def flex() -> Attend:
         mask = row.layout.block_mask(CAUSAL)
-        return lambda: block_attention(row.query, row.key, row.value, mask, row.scale)
+        return lambda: block_attention(row.query, row.key, row.value, mask, row.scale, softcap=None)
 
     def sdpa() -> Attend:
         layout = replace(row.layout, masks=row.layout.dense_masks(CAUSAL))
@@ -206,7 +206,7 @@ def compilations(bench: Bench, heads: tuple[int, int, int]) -> dict[str, Any]:
         lengths = [(draw.randint(4, longest), [draw.randint(1, longest) for _ in range(4)]) for _ in range(2)]
         row = Row.make(bench, heads, lengths)
         with torch.set_grad_enabled(draw.random() < 0.5):
-            block_attention(row.query, row.key, row.value, row.layout.block_mask(CAUSAL), row.scale)
+            block_attention(row.query, row.key, row.value, row.layout.block_mask(CAUSAL), row.scale, softcap=None)
 
     first = bench.seconds(run)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
