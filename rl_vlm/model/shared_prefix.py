@@ -30,6 +30,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from rl_vlm.errors import ModelError
 from rl_vlm.model.block_masks import make_block_mask
 from rl_vlm.model.softcap import capped_attention, score_cap
 from rl_vlm.types import to_device
@@ -85,6 +86,12 @@ class RowLayout:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (1, 1, len(self.output_index), len(self.output_index))
+
+    def __getitem__(self, index: tuple[slice, ...]) -> RowLayout:
+        """Return this layout for a slice of the mask that keeps all of it (Gemma 4). Raises ModelError for others."""
+        if any(part.indices(size) != (0, size, 1) for part, size in zip(index, self.shape, strict=True)):
+            raise ModelError(f"the model computes a part {index} of a shared row. Set memory.prefix_sharing: dense")
+        return self
 
     @staticmethod
     def build(

@@ -180,8 +180,8 @@ def convolve_row(
 def delta_rule_of_row(
     stock: Callable[..., tuple[Tensor, Tensor]],
     row: SharedRow,
-    query: Float[Tensor, "1 row heads dim"],
-    key: Float[Tensor, "1 row heads dim"],
+    query: Float[Tensor, "1 row key_heads dim"],
+    key: Float[Tensor, "1 row key_heads dim"],
     value: Float[Tensor, "1 row heads value_dim"],
     g: Float[Tensor, "1 row heads"],
     beta: Float[Tensor, "1 row heads"],

@@ -11,6 +11,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from rl_vlm.errors import ModelError
 from rl_vlm.model import shared_prefix
 from rl_vlm.model.shared_prefix import RowLayout, shared_attention, shared_row
 
@@ -134,6 +135,13 @@ def test_its_compiled_gradients_are_the_same(softcap, monkeypatch):
         of_split, of_row = (torch.autograd.grad((output * weights).sum(), (query, key, value)) for output in outputs)
         torch.testing.assert_close(of_row, of_split)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_part_of_a_layouts_mask_is_refused(layout):
+    everything = slice(None)
+    assert layout[everything, everything, slice(0, None), everything] is layout
+    with pytest.raises(ModelError, match=r"Set memory\.prefix_sharing: dense"):
+        layout[everything, everything, slice(-1, None), everything]
 
 
 def test_a_layout_is_active_only_inside(layout):
