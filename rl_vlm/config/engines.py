@@ -52,8 +52,8 @@ class Engine:
 
 VLLM = frozenset(
     """
-    vllm_model_impl vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size vllm_enforce_eager
-    vllm_max_logp_difference
+    vllm_model_impl vllm_model_runner vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
+    vllm_enforce_eager vllm_max_logp_difference
     """.split()
 )
 """Settings that vLLM reads wherever it runs."""
@@ -64,8 +64,8 @@ VLLM_ON_SERVERS = VLLM | {
 }  # fmt: skip
 VLLM_SETTINGS = VLLM_IN_PROCESS | VLLM_ON_SERVERS
 READ_BY_STARTED_SERVERS = (
-    "vllm_model_impl", "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size",
-    "vllm_enforce_eager", "vllm_num_servers", "vllm_server_devices",
+    "vllm_model_impl", "vllm_model_runner", "vllm_gpu_memory_utilization", "vllm_max_model_length",
+    "vllm_tensor_parallel_size", "vllm_enforce_eager", "vllm_num_servers", "vllm_server_devices",
 )  # fmt: skip
 """Settings that a server reads when it starts. A run that joins the server ignores them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 """Defaults of vLLM's environment variables, which the user can override."""
+
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's environment variable that chooses its model runner."""
 
 ADAPTER_NAME = "policy"
 
@@ -54,6 +58,22 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
     if not torch.cuda.is_available():
         arguments |= cpu_arguments(config, model)
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def model_runner(choice: str) -> dict[str, str]:
+    """Return the environment variable for `vllm_model_runner`: none with `auto`.
+
+    Raises ConfigError if the environment chooses another one.
+    """
+    if choice == "auto":
+        return {}
+    wanted = {"v1": "0", "v2": "1"}[choice]
+    found = os.environ.get(MODEL_RUNNER, wanted)
+    if found != wanted:
+        raise ConfigError(
+            f"vllm.vllm_model_runner: {choice} needs {MODEL_RUNNER}={wanted}, and the environment has {found}; unset it"
+        )
+    return {MODEL_RUNNER: wanted}
 
 
 def weight_transfer(config: RunConfig) -> str:

@@ -33,7 +33,8 @@ def training_engine(
     tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank)
     adapter = Path(initial) if is_adapter(initial) and rank else None
     keeps = keeps_weights(config, weights.sends_adapter, trains_vision=not weights.policy.vision.is_frozen)
-    engine = VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter, keeps)
+    arguments |= beside_ranks(config, ranks.world_size)
+    engine = VLLMEngine(arguments, tokens, builder, adapter, keeps, config.vllm.vllm_model_runner)
     engine.sleep()  # until the first weights are sent: to gather them takes memory
     return engine
 
@@ -57,7 +58,8 @@ def evaluation_engine(config: RunConfig, checkpoint: str, builder: PromptBuilder
     """Build vLLM in this process, with the weights of a checkpoint."""
     tokens, arguments, _ = parts_of_checkpoint(config, checkpoint, builder)
     adapter = Path(checkpoint) if is_adapter(checkpoint) else None
-    local = VLLMEngine(arguments | beside_ranks(config, ranks.world_size), tokens, builder, adapter)
+    arguments |= beside_ranks(config, ranks.world_size)
+    local = VLLMEngine(arguments, tokens, builder, adapter, model_runner=config.vllm.vllm_model_runner)
     local.set_version(0)
     return local
 

@@ -10,18 +10,20 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.distributed.progress import mark_progress
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError, Stopped
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.engine import WeightSource
-from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME, ENVIRONMENT
+from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME, ENVIRONMENT, MODEL_RUNNER, model_runner
 from rl_vlm.rollout.vllm.preemptions import METRIC, Preemptions, total_in_process
 from rl_vlm.rollout.vllm.requests import (
     GeneratedTokens,
@@ -54,14 +56,15 @@ class VLLMEngine:
         renderer: PromptRenderer,
         adapter: Path | None = None,
         keeps_weights: bool = True,
+        model_runner: str = "auto",
     ) -> None:
-        """`arguments` are passed to `vllm.LLM`. `adapter` is the initial PEFT adapter.
+        """`arguments` are passed to `vllm.LLM`. `adapter` is the initial PEFT adapter. `model_runner` is the setting.
 
         If `keeps_weights` is False, sleep mode discards the weights instead of copying them to the host. Every weight
         must then be sent again before the next call.
 
-        Raises ConfigError if vLLM is not installed, or if sleep mode has no GPU. Raises ModelError if vLLM cannot run
-        the model.
+        Raises ConfigError if vLLM is not installed, if sleep mode has no GPU, or if vLLM has another model runner.
+        Raises ModelError if vLLM cannot run the model.
         """
         self.tokens = tokens
         self.renderer = renderer
@@ -74,7 +77,7 @@ class VLLMEngine:
         self.is_one_of_several = arguments.get("distributed_executor_backend") == "external_launcher"
         self.is_parallel = self.is_one_of_several and arguments["tensor_parallel_size"] > 1
         self.llm: Any = start_vllm(
-            arguments | {"weight_transfer_config": {"backend": "rl_vlm"}, "disable_log_stats": False}
+            arguments | {"weight_transfer_config": {"backend": "rl_vlm"}, "disable_log_stats": False}, model_runner
         )
         # Ranks that share a model take each step together, so none can stop alone.
         before_steps(self.llm.llm_engine, mark_progress if self.is_parallel else stop.check)
@@ -213,8 +216,8 @@ class VLLMEngine:
             self.llm.llm_engine.engine_core.shutdown()
 
 
-def start_vllm(arguments: dict[str, Any]) -> Any:
-    """Start `vllm.LLM` in this process."""
+def start_vllm(arguments: dict[str, Any], runner: str = "auto") -> Any:
+    """Start `vllm.LLM` in this process, with this model runner."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= ENVIRONMENT | os.environ
     try:
@@ -229,17 +232,46 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
     register()
     if arguments.get("enable_sleep_mode") and not torch.cuda.is_available():
         raise ConfigError("vllm.vllm_enable_sleep_mode needs a GPU; set it to false")
-    num_threads = torch.get_num_threads()
+    num_threads, states = torch.get_num_threads(), random_states()
     try:
-        return LLM(**arguments)
+        with model_runner_set(runner):
+            return LLM(**arguments)
     except ValueError as error:
         raise ModelError(
             f"vLLM does not run {arguments['model']} as it is set up: {error}\n"
             "The engine hf runs every supported family."
         ) from error
     finally:
+        restore_random_states(states)  # vLLM seeds the global generators
         if torch.get_num_threads() != num_threads:  # vLLM sets it to 1, and the trainer prepares images here
             torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def model_runner_set(choice: str) -> Iterator[None]:
+    """Set vLLM's environment variable for `vllm_model_runner` in this context.
+
+    vLLM keeps the values that it reads at its first start. Raises ConfigError if it then read another value.
+    """
+    from vllm import envs
+
+    added = model_runner(choice).items() - os.environ.items()
+    os.environ.update(added)
+    try:
+        if wants_v2(os.environ.get(MODEL_RUNNER)) != envs.VLLM_USE_V2_MODEL_RUNNER:
+            raise ConfigError(
+                f"vllm.vllm_model_runner: {choice} has no effect, because vLLM has already started in this process, "
+                "with another one; start a new process"
+            )
+        yield
+    finally:
+        for name, _ in added:
+            del os.environ[name]
+
+
+def wants_v2(value: str | None) -> bool | None:
+    """Convert the environment variable as vLLM does."""
+    return None if value is None else bool(int(value))
 
 
 def before_steps(engine: Any, check: Callable[[], None]) -> None:

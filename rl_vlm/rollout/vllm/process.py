@@ -19,7 +19,7 @@ from typing import Any
 from rl_vlm.config.schema import VLLMConfig
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, RolloutError
-from rl_vlm.rollout.vllm.arguments import ENVIRONMENT
+from rl_vlm.rollout.vllm.arguments import ENVIRONMENT, model_runner
 from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
 from rl_vlm.rollout.vllm.plugin import LIFELINE
 
@@ -79,7 +79,8 @@ def start_servers(
 ) -> list[ServerProcess]:
     """Start the configured servers, on consecutive ports from `port`, or on free ones. Does not wait for them.
 
-    Raises ConfigError if vLLM is not installed, RolloutError if a port is taken.
+    Raises ConfigError if vLLM is not installed, or if the environment chooses another model runner than the settings.
+    Raises RolloutError if a port is taken.
     """
     if find_spec("vllm") is None:
         raise ConfigError("vLLM servers need the package vllm: set up GPUs with `make gpu`, or use rollout.engine: hf")
@@ -161,4 +162,4 @@ def server_environment(settings: VLLMConfig, token: str, device: str | None) -> 
     if device is not None:
         ours["CUDA_VISIBLE_DEVICES"] = device
     own_limit = {"VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(settings.vllm_server_timeout))}  # 600 by default
-    return ENVIRONMENT | own_limit | inherited | ours
+    return ENVIRONMENT | own_limit | inherited | ours | model_runner(settings.vllm_model_runner)

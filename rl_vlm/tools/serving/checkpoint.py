@@ -21,7 +21,8 @@ REVISION = ["model.model_revision"]
 PROCESSOR = "data.min_pixels data.max_pixels data.max_image_pixels data.chat_template_kwargs".split()
 GENERATION = "rollout.max_completion_length rollout.max_num_seqs memory.expandable_segments".split()
 VLLM = """
-    vllm.vllm_model_impl vllm.vllm_gpu_memory_utilization vllm.vllm_max_model_length vllm.vllm_enforce_eager
+    vllm.vllm_model_impl vllm.vllm_model_runner vllm.vllm_gpu_memory_utilization vllm.vllm_max_model_length
+    vllm.vllm_enforce_eager
 """.split()
 SERVED = [*MODEL, *REVISION, *PROCESSOR, *GENERATION, *VLLM]
 """The settings that serving reads, by full name."""

@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config
 
 from rl_vlm.config.schema import DataConfig, ModelConfig, RunConfig
-from rl_vlm.rollout.vllm.arguments import engine_arguments
+from rl_vlm.errors import ConfigError
+from rl_vlm.rollout.vllm.arguments import engine_arguments, model_runner
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -20,3 +21,14 @@ def test_prefixes_of_models_with_states_are_not_cached_on_cpus(
     run = RunConfig(model=ModelConfig(model_name_or_path=str(tmp_path)), data=DataConfig(dataset_name="rows.jsonl"))
     arguments = engine_arguments(run, str(tmp_path), lora_rank=None)
     assert arguments.get("enable_prefix_caching", True) is (is_cached or has_gpu)
+
+
+def test_the_model_runner_is_vllms_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert [model_runner(choice) for choice in ("auto", "v1", "v2")] == [
+        {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    ]  # fmt: skip
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert (model_runner("auto"), model_runner("v2")) == ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    with pytest.raises(ConfigError, match="v1 needs VLLM_USE_V2_MODEL_RUNNER=0, and the environment has 1; unset it"):
+        model_runner("v1")

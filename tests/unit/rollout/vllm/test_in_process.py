@@ -1,5 +1,7 @@
 """Sleep mode and adapters of vLLM in this process. vLLM is a stand-in: its CPU build has no sleep mode."""
 
+import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,12 +9,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.errors import RolloutError
+from rl_vlm.errors import ConfigError, RolloutError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.engine import SyncedEngine
@@ -165,7 +169,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_engine(
     monkeypatch: pytest.MonkeyPatch, llm: StandIn, keeps_weights: bool = True, kind: type[VLLMEngine] = VLLMEngine
 ) -> VLLMEngine:
-    monkeypatch.setattr(in_process, "start_vllm", lambda arguments: llm)
+    monkeypatch.setattr(in_process, "start_vllm", lambda *_: llm)
     return kind({"enable_sleep_mode": True}, TokenRules([], []), Renderer(), keeps_weights=keeps_weights)
 
 
@@ -262,3 +266,56 @@ def scored(group: Any) -> ScoredGroup:
     size = len(group.completions)
     zeros = torch.zeros(size)
     return ScoredGroup(group, zeros[:, None], zeros, zeros, torch.ones(size, dtype=torch.bool), has_variance=False)
+
+
+class Envs:
+    """In the place of `vllm.envs`, which reads a variable at each access until vLLM's first start."""
+
+    def __init__(self) -> None:
+        self.kept: list[bool | None] = []
+
+    @property
+    def VLLM_USE_V2_MODEL_RUNNER(self) -> bool | None:
+        value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+        return self.kept[0] if self.kept else None if value is None else bool(int(value))
+
+
+def start(envs: Envs, seed: int) -> None:
+    """Start an engine as vLLM does: it seeds the generators, and keeps its environment."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    envs.kept.append(envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
+@pytest.fixture
+def envs(monkeypatch: pytest.MonkeyPatch) -> Envs:
+    envs, module = Envs(), sys.modules["vllm"]
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    vars(module).update(envs=envs, LLM=lambda **arguments: start(envs, arguments["seed"]))
+    vars(sys.modules["rl_vlm.rollout.vllm.receiver"]).update(register=lambda: None)
+    return envs
+
+
+@pytest.mark.parametrize(("runner", "value"), [("auto", None), ("v1", False), ("v2", True)])
+def test_vllm_starts_with_the_model_runner_of_the_settings(runner: str, value: bool | None, envs: Envs):
+    in_process.start_vllm({"seed": 0}, runner)
+    assert envs.kept == [value]
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    in_process.start_vllm({"seed": 0}, runner)
+    for other in {"auto", "v1", "v2"} - {runner}:
+        with pytest.raises(ConfigError, match=f"vllm_model_runner: {other} has no effect, because vLLM has already"):
+            in_process.start_vllm({"seed": 0}, other)
+
+
+def test_vllm_changes_neither_the_random_generators_nor_the_threads(envs: Envs):
+    def drawn() -> tuple[float, float, float, int]:
+        return random.random(), np.random.rand(), torch.rand(()).item(), torch.get_num_threads()
+
+    states = random_states()
+    expected = drawn()
+    restore_random_states(states)
+    in_process.start_vllm({"seed": 7})
+    assert drawn() == expected

@@ -137,3 +137,10 @@ def test_the_wait_for_a_server_is_progress_and_ends_with_the_run(starting: Start
     monkeypatch.setattr(stop, "signum", 15)
     with pytest.raises(Stopped):
         wait_until_healthy([starting], [client_of(starting)], timeout=600.0)
+
+
+@pytest.mark.parametrize(("runner", "value"), [("auto", None), ("v1", "0"), ("v2", "1")])
+def test_servers_get_their_model_runner(runner, value, monkeypatch):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    environment = server_environment(VLLMConfig(vllm_model_runner=runner), "", None)
+    assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == value
