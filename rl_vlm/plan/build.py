@@ -25,9 +25,9 @@ from rl_vlm.plan.packaged import packaged_config, packaged_models
 from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
-from rl_vlm.plan.vllm import CUDA_GRAPHS, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
+from rl_vlm.plan.vllm import ImageSize, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
-from rl_vlm.rollout.vllm.arguments import keeps_weights
+from rl_vlm.rollout.vllm.arguments import allowed_lora_rank, keeps_weights
 from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt
 
@@ -69,6 +69,8 @@ class Model:
     prompt_tokens: int
     patches: int
     """Patches of a prompt's image."""
+    image_tokens: int = 0
+    """Tokens of a prompt's image."""
 
     @property
     def width(self) -> int:
@@ -116,7 +118,9 @@ def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: P
     weights = count_weights(config, directory)
     activations = trace_activations(with_built_in_loss(in_16_bits(config)), model_config, prompt, on_gpu)
     activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
-    return Model(model_config, weights, activations, len(prompt.token_ids), num_patches(model_config, prompt))
+    image_tokens = int((prompt.token_ids == getattr(model_config, "image_token_id", -1)).sum())
+    patches = num_patches(model_config, prompt)
+    return Model(model_config, weights, activations, len(prompt.token_ids), patches, image_tokens)
 
 
 def with_built_in_loss(config: RunConfig) -> RunConfig:
@@ -282,19 +286,27 @@ def vllm_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollou
     needed, utilization = vllm_needs(config, model, hardware.card), config.vllm.vllm_gpu_memory_utilization
     held = round(utilization * hardware.card.memory)
     sleeps = config.vllm.vllm_enable_sleep_mode
-    sends_adapter = config.model.use_peft and config.rollout.lora_sync == "adapter"
-    keeps = sleeps and keeps_weights(config, sends_adapter, model.weights.trains_vision)
+    keeps = sleeps and keeps_weights(config, sends_adapter(config), model.weights.trains_vision)
     cache = needed.cache(hardware.card, utilization)
     return Rollouts(
         {"vLLM": held - cache, KV_CACHE: cache},
-        CUDA_GRAPHS if sleeps else held,  # sleep mode does not free CUDA graphs
+        needed.graphs if sleeps else held,  # sleep mode does not free CUDA graphs
         needed.weights if keeps else 0,
         can_start=needed.num_sequences(hardware.card, utilization) > 0,
     )
 
 
+def sends_adapter(config: RunConfig) -> bool:
+    """Return whether vLLM gets the adapter and applies it, instead of merged or full weights."""
+    return config.model.use_peft and config.rollout.lora_sync == "adapter"
+
+
 def vllm_needs(config: RunConfig, model: Model, card: Card) -> VLLMMemory:
-    """Return the memory that vLLM needs on one GPU of this kind. Raises ConfigError if it cannot divide the model."""
+    """Return the memory that vLLM needs on one GPU of this kind. Raises ConfigError if it cannot divide the model.
+
+    If `data.max_pixels` is not set, vLLM profiles the largest image of the checkpoint's processor, which is not known
+    here, and the prompt's image takes its place.
+    """
     return vllm_memory(
         model.config,
         model.weights.num,
@@ -303,6 +315,8 @@ def vllm_needs(config: RunConfig, model: Model, card: Card) -> VLLMMemory:
         config.vllm.vllm_tensor_parallel_size,
         batched_tokens(card),
         enforce_eager=config.vllm.vllm_enforce_eager,
+        image=ImageSize(model.image_tokens, model.patches),
+        lora_rank=allowed_lora_rank(config.model.lora_r) if sends_adapter(config) else 0,
     )
 
 

@@ -26,7 +26,19 @@ LARGE_CARD = 70 * GIB
 
 CUDA_GRAPHS = GIB // 2
 """Bytes of vLLM's CUDA graphs, an assumption; sleep mode keeps them. vLLM measures them at start and prints "CUDA graph
-memory profiling"."""
+memory profiling". With LoRA it captures each graph twice, with and without an adapter (`get_lora_capture_cases`)."""
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """The size of an image for a model."""
+
+    tokens: int
+    """Tokens in the language model."""
+    patches: int
+
+
+NO_IMAGE = ImageSize(0, 0)
 
 
 @dataclass(frozen=True)
@@ -34,22 +46,30 @@ class VLLMMemory:
     """Bytes of one GPU's share of vLLM."""
 
     weights: int
+    """Weights, with the buffers of an adapter."""
     activations: int
-    """Peak of vLLM's profiling pass, which runs `max_num_batched_tokens` tokens at once, with CUDA graphs."""
+    """Peak of vLLM's profiling pass, which runs `max_num_batched_tokens` tokens at once."""
+    graphs: int
+    """CUDA graphs."""
     bytes_per_sequence: int
     """KV cache of one prompt with its completion."""
+
+    @property
+    def beside_cache(self) -> int:
+        """Return all bytes but the KV cache."""
+        return self.weights + self.activations + self.graphs
 
     def utilization(self, card: Card, num_sequences: int) -> float:
         """Return the smallest `vllm_gpu_memory_utilization` that holds this many sequences, rounded up to two decimals.
 
         A value above 1 does not fit.
         """
-        needed = self.weights + self.activations + num_sequences * self.bytes_per_sequence
+        needed = self.beside_cache + num_sequences * self.bytes_per_sequence
         return math.ceil(100 * needed / card.memory) / 100
 
     def cache(self, card: Card, utilization: float) -> int:
         """Return the bytes that `vllm_gpu_memory_utilization` leaves for the KV cache."""
-        return max(0, int(card.memory * utilization) - self.weights - self.activations)
+        return max(0, int(card.memory * utilization) - self.beside_cache)
 
     def num_sequences(self, card: Card, utilization: float) -> int:
         """Return the number of full-length sequences that the KV cache holds at once."""
@@ -64,22 +84,28 @@ def batched_tokens(card: Card) -> int:
 def vllm_memory(
     config: Any, num_parameters: int, num_vision_parameters: int, tokens_per_sequence: int,
     tensor_parallel_size: int = 1, max_num_batched_tokens: int = 8192, enforce_eager: bool = False,
+    image: ImageSize = NO_IMAGE, lora_rank: int = 0,
 ) -> VLLMMemory:  # fmt: skip
     """Compute vLLM's memory for a transformers config in bfloat16.
 
-    `tokens_per_sequence` counts prompt, images and completion. Raises ConfigError if `tensor_parallel_size` does not
-    divide the attention heads.
+    `tokens_per_sequence` counts prompt, images and completion. `image` is the largest image that vLLM's processor
+    admits. `lora_rank` is vLLM's limit on the rank of adapters, or 0 without adapters. Raises ConfigError if
+    `tensor_parallel_size` does not divide the attention heads.
     """
     text = config.get_text_config()
     check_tensor_parallel(text, tensor_parallel_size)
     language = num_parameters - num_vision_parameters
     divides_vision = vision_heads(config) % tensor_parallel_size == 0
     vision = math.ceil(num_vision_parameters / tensor_parallel_size) if divides_vision else num_vision_parameters
-    activations = profile_peak(text, max_num_batched_tokens, tensor_parallel_size)
+    lora = lora_bytes(text, lora_rank, tensor_parallel_size)
+    graphs = 0 if enforce_eager else CUDA_GRAPHS * (2 if lora_rank else 1)
     blocks = math.ceil(tokens_per_sequence / BLOCK_TOKENS)
     return VLLMMemory(
-        weights=BF16_BYTES * (math.ceil(language / tensor_parallel_size) + vision),
-        activations=activations + (0 if enforce_eager else CUDA_GRAPHS),
+        weights=BF16_BYTES * (math.ceil(language / tensor_parallel_size) + vision) + lora,
+        activations=profiled_bytes(
+            config, image, max_num_batched_tokens, tensor_parallel_size, tensor_parallel_size if divides_vision else 1
+        ),
+        graphs=graphs,
         bytes_per_sequence=blocks * BLOCK_TOKENS * kv_bytes_per_token(config, tensor_parallel_size),
     )
 
@@ -110,6 +136,62 @@ def vision_heads(config: Any) -> int:
     """Return the attention heads of the vision tower."""
     vision = config.vision_config
     return getattr(vision, "num_heads", None) or vision.num_attention_heads
+
+
+def profiled_bytes(
+    config: Any, image: ImageSize, max_num_batched_tokens: int, language_gpus: int, vision_gpus: int
+) -> int:
+    """Return the activations of vLLM's profiling pass (`GPUModelRunner.profile_run`, model runner V2).
+
+    The vision tower runs first, on as many images as fit into `max_num_batched_tokens`, but at least one
+    (`MultiModalBudget`). Its outputs then stay in the encoder cache while the language model runs. A buffer for the
+    embeddings of one step remains (`EncoderRunner`). Deepstack layers of the tower have outputs and buffers too.
+    """
+    text, vision = config.get_text_config(), config.vision_config
+    language = profile_peak(text, max_num_batched_tokens, language_gpus)
+    if not image.tokens:
+        return language
+    hidden = BF16_BYTES * text.hidden_size * (1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()))
+    num_images = max(1, max_num_batched_tokens // image.tokens)
+    tower = vision_peak(vision, num_images * image.patches, vision_gpus)
+    return max(tower, num_images * image.tokens * hidden + language) + max_num_batched_tokens * hidden
+
+
+def vision_peak(vision: Any, patches: int, tensor_parallel_size: int = 1) -> int:
+    """Estimate the activations of the vision tower: the patches and the widest layer of one forward in bfloat16.
+
+    The widest layer is the MLP. It holds two hidden states. With a gate, as in Qwen2.5-VL, it adds two projections and
+    their product, otherwise one projection and its activation.
+    """
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    intermediate = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
+    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    pixels = 3 * getattr(vision, "temporal_patch_size", 1) * patch**2
+    num_projections = 3 if getattr(vision, "hidden_act", None) == "silu" else 2
+    per_patch = num_projections * math.ceil(intermediate / tensor_parallel_size) + 2 * width + pixels
+    return BF16_BYTES * patches * per_patch
+
+
+def lora_bytes(text: Any, rank: int, tensor_parallel_size: int = 1) -> int:
+    """Return the bytes of vLLM's buffers for one adapter of this rank, in bfloat16.
+
+    vLLM allocates them at start for every linear layer of the language model and for all experts, also for layers that
+    the adapter does not change (`LoRAModelManager._create_lora_modules`). Of the two matrices, tensor parallelism
+    divides the one beside the divided weight. Qwen3's embeddings are left out; they take less than 1%.
+    """
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    query = heads * head_dim // tensor_parallel_size
+    key_value = max(1, text.num_key_value_heads // tensor_parallel_size) * head_dim
+    attention = (3 * hidden + query + 2 * key_value) + (query + hidden)
+    num_experts = getattr(text, "num_experts", None) or 0
+    if num_experts:  # the gate and up projections of an expert share a matrix (`FusedMoE3DWithLoRA`)
+        inner = text.moe_intermediate_size // tensor_parallel_size
+        mlp = (hidden + num_experts) + num_experts * (2 * hidden + 3 * inner)
+    else:
+        inner = text.intermediate_size // tensor_parallel_size
+        mlp = 3 * hidden + 3 * inner
+    return BF16_BYTES * rank * text.num_hidden_layers * (attention + mlp)
 
 
 def profile_peak(text: Any, max_num_batched_tokens: int, tensor_parallel_size: int = 1) -> int:

@@ -5,12 +5,16 @@ from rl_vlm.errors import ConfigError
 from rl_vlm.plan.hardware import Card, parse_card
 from rl_vlm.plan.packaged import packaged_config
 from rl_vlm.plan.vllm import (
+    ImageSize,
     batched_tokens,
     check_tensor_parallel,
     hf_cache_bytes,
     hf_logits_bytes,
     kv_bytes_per_token,
+    lora_bytes,
     profile_peak,
+    profiled_bytes,
+    vision_peak,
     vllm_memory,
 )
 
@@ -76,10 +80,70 @@ def test_what_a_utilization_holds():
     assert memory.num_sequences(CARD, 0.1) == 0  # the weights alone take more
 
 
-def test_cuda_graphs_take_half_a_gib_more():
+@pytest.mark.parametrize(("rank", "eager", "graphs"), [(0, False, GIB // 2), (32, False, GIB), (32, True, 0)])
+def test_cuda_graphs_are_captured_twice_with_an_adapter(rank, eager, graphs):
     config = config_of("Qwen/Qwen2.5-VL-3B-Instruct")
-    eager, graphs = (vllm_memory(config, 10**9, 0, 1024, enforce_eager=eager) for eager in (True, False))
-    assert graphs.activations - eager.activations == GIB // 2
+    memory = vllm_memory(config, 10**9, 0, 1024, enforce_eager=eager, lora_rank=rank)
+    assert memory.graphs == graphs
+    assert memory.beside_cache == memory.weights + memory.activations + graphs
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "gpus", "expected"),
+    [
+        # hidden 2048, 16 heads and 2 KV heads of 128, MLP 11008, 36 layers: the matrices beside the hidden states, then
+        # those beside the projections
+        (
+            "Qwen/Qwen2.5-VL-3B-Instruct", 32, 1,
+            2 * 32 * 36 * (3 * 2048 + 2048 + 2 * 2048 + 2048 + 2048 + 2 * 256 + 2048 + 2 * 11008 + 11008),
+        ),
+        # hidden 3584, 28 heads and 4 KV heads of 128, MLP 18944, 28 layers; the second line is halved
+        (
+            "Qwen/Qwen2.5-VL-7B-Instruct", 16, 2,
+            2 * 16 * 28 * (3 * 3584 + 3584 + 2 * 3584 + 3584 + (3584 + 2 * 512 + 3584 + 2 * 18944 + 18944) // 2),
+        ),
+        # hidden 2048, 32 heads and 4 KV heads of 128, router and 128 experts of 768, 48 layers
+        (
+            "Qwen/Qwen3-VL-30B-A3B-Instruct", 16, 1,
+            2 * 16 * 48 * (3 * 2048 + 4096 + 2 * 512 + 4096 + 2048 + 2048 + 128 + 128 * (2048 + 2 * 768 + 768 + 2048)),
+        ),
+    ],
+)  # fmt: skip
+def test_buffers_of_an_adapter(name, rank, gpus, expected):
+    config = config_of(name)
+    assert lora_bytes(config.get_text_config(), rank, gpus) == expected
+    merged, adapter = (
+        vllm_memory(config, 10**9, 0, 1024, tensor_parallel_size=gpus, lora_rank=lora) for lora in (0, rank)
+    )
+    assert adapter.weights - merged.weights == expected
+
+
+def test_the_tower_with_and_without_a_gate():
+    # patches of 3 x 2 x 14 x 14 and 3 x 2 x 16 x 16 values
+    gated = config_of("Qwen/Qwen2.5-VL-7B-Instruct").vision_config
+    assert vision_peak(gated, 1000) == 2 * 1000 * (3 * 3420 + 2 * 1280 + 1176)
+    assert vision_peak(gated, 1000, tensor_parallel_size=4) == 2 * 1000 * (3 * 855 + 2 * 1280 + 1176)
+    assert vision_peak(config_of("Qwen/Qwen3-VL-4B-Instruct").vision_config, 1000) == 2 * 1000 * (
+        2 * 4096 + 2 * 1024 + 1536
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "expected"),
+    [
+        # 8 images of 1,000 tokens in 8,192. 3B: the tower takes 32,000 x 27,992 bytes, the language model less
+        ("Qwen/Qwen2.5-VL-3B-Instruct", ImageSize(1000, 4000), 895_744_000 + 8192 * 4096),
+        # 7B: the outputs of the tower, 8,000 x 7,168, and the language model
+        ("Qwen/Qwen2.5-VL-7B-Instruct", ImageSize(1000, 4000), 57_344_000 + 1_048_576_000 + 8192 * 7168),
+        # one image that is larger than the batch
+        ("Qwen/Qwen2.5-VL-7B-Instruct", ImageSize(20_000, 80_000), 80_000 * 27_992 + 8192 * 7168),
+        # three deepstack layers: buffers of 4 x 2 x 2560 bytes per token
+        ("Qwen/Qwen3-VL-4B-Instruct", ImageSize(1000, 4000), 32_000 * 23_552 + 8192 * 20_480),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", ImageSize(0, 0), 1_048_576_000),
+    ],
+)
+def test_the_profiling_pass_runs_the_tower_first(name, image, expected):
+    assert profiled_bytes(config_of(name), image, 8192, 1, 1) == expected
 
 
 @pytest.mark.parametrize(
