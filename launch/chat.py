@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.help import LOCAL_HOSTS, add_host, port_or_any
@@ -74,11 +75,14 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
 
     Raises ConfigError if the port cannot be used.
     """
+    from rl_vlm.config.precision import with_precision
+    from rl_vlm.distributed.ranks import Ranks
     from rl_vlm.log.terminal import hide_bars_of_libraries
     from rl_vlm.tools.serving.build import chat_service
     from rl_vlm.tools.serving.server import API_KEY, ChatServer
 
     hide_bars_of_libraries()
+    served = replace(served, config=with_precision(served.config, Ranks().device.type))
     server = ChatServer(host, port, os.environ.get(API_KEY, ""))
     try:
         service = chat_service(served, name)

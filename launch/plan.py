@@ -12,6 +12,7 @@ import yaml
 
 from launch.help import add_sharding, path
 from rl_vlm.config import yaml_text
+from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Kind, Sharding, kinds, listed_names
 from rl_vlm.errors import ConfigError
@@ -55,6 +56,7 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
     from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table, smallest_table
     from rl_vlm.plan.suggest import Models, setups, smallest
 
+    config = with_precision(config, "cuda")
     check_setup(config, hardware.sharding, hardware.num_ranks)
     model = inspect_model(config)
     plan, models = plan_memory(config, hardware, model), Models(config, model)

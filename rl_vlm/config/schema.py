@@ -16,6 +16,9 @@ from rl_vlm.config.rules import CONFLICTS, UNREAD, broken
 BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
 
+PRECISION = "a run computes in bfloat16 on CUDA and in float32 elsewhere, and trained weights stay in float32"
+"""Precision of a run without `model.dtype`, in words."""
+
 
 class Section(BaseModel):
     """Settings of one part of a run. Numbers are finite, and text is not empty."""
@@ -44,8 +47,9 @@ class ModelConfig(Section):
     """Hub revision: branch, tag or commit."""
     trust_remote_code: bool = False
     """Run custom Python code of the checkpoint."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision. `bfloat16` keeps trainable weights and optimizer state in float32."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Compute precision. `bfloat16` keeps trainable weights and optimizer state in float32. Default: `bfloat16` on
+    CUDA, `float32` elsewhere."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the vision tower and of the dense path."""
     freeze_vision_tower: bool = False
@@ -74,6 +78,18 @@ class ModelConfig(Section):
     """The 16 values of a 4-bit weight: NF4, quantiles of a normal distribution, or FP4, floating-point numbers."""
     use_bnb_nested_quant: bool = False
     """Hold the scales of the 4-bit blocks in 8 bits as well (double quantization): 0.52 bytes per weight, not 0.56."""
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _refuse_auto(cls, value: Any) -> Any:
+        if value == "auto":
+            raise ValueError(f"leave it out instead: {PRECISION}")
+        return value
+
+    @property
+    def precision(self) -> Literal["float32", "bfloat16"]:
+        """Return `dtype`. If it is left out, and `with_precision` has not set it, return a CPU's precision."""
+        return self.dtype or "float32"
 
 
 class DataSource(Section):

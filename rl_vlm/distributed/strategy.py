@@ -89,7 +89,7 @@ class Strategy(Protocol):
 
 def select_strategy(ranks: Ranks, config: RunConfig) -> Strategy:
     """Return the strategy that the launcher asks for. Raises LaunchError if it contradicts the run's settings."""
-    check_precision(ranks.launch.mixed_precision, config.model.dtype)
+    check_precision(ranks.launch.mixed_precision, config.model.precision)
     kind = ranks.launch.facts
     check_optim(config.train.optim, kind.name, kind.shards_state)
     return resolve_name(kind.strategy)(ranks, config)

@@ -58,7 +58,7 @@ def check_zero_config(asked: Mapping[str, Any], config: RunConfig, world_size: i
         if name in SECTIONS and not isinstance(value, Mapping | None):
             raise LaunchError(f'the DeepSpeed config sets {name} to {value!r}: write a section, {{"{name}": {{…}}}}')
     check_batches(asked, config, world_size)
-    check_precision(asked, config.model.dtype)
+    check_precision(asked, config.model.precision)
     check_zero(asked.get("zero_optimization") or {})
     check_readable(asked)
 

@@ -16,6 +16,7 @@ from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.function_names import is_live_name
 from rl_vlm.config.load import check_evaluable
+from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
@@ -83,7 +84,8 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
         with ranks.agree():
             if config.evaluation.endpoint_url is None:  # else nothing is computed here
                 check_installation(config)
-            check_evaluation_launch(ranks.launch, config.model.dtype)
+            configs = {name: with_precision(each, ranks.device.type) for name, each in configs.items()}
+            check_evaluation_launch(ranks.launch, next(iter(configs.values())).model.precision)
             if ranks.is_main:
                 opened.enter_context(lock_directory(root))
         return evaluate_in(root, configs, options, ranks)

@@ -47,7 +47,7 @@ class Hints:
 
 def loading_line(config: RunConfig, device: object) -> str:
     """Say which model is loaded, and how."""
-    return f"loading the model {config.model.model_name_or_path} ({config.model.dtype}, {device})"
+    return f"loading the model {config.model.model_name_or_path} ({config.model.precision}, {device})"
 
 
 def parameters_line(model: nn.Module) -> str:

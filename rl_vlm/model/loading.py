@@ -23,6 +23,7 @@ from rl_vlm.distributed.shards import set_whole
 from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function
 from rl_vlm.model.dropout import disable_dropout
+from rl_vlm.model.experts import enable_autocast_experts
 from rl_vlm.model.families import family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_unread_revision
 from rl_vlm.model.lora import check_adapter_settings, check_module_names
@@ -70,16 +71,17 @@ def load_policy(
     if config.model.attn_implementation == "sdpa":
         enable_shared_rows(transformer)
         enable_shared_states(transformer)
+    enable_autocast_experts(transformer)
     use_linear_patches(transformer)
     enable_recomputation(transformer, family, config.memory.gradient_checkpointing)
     refuse_unshareable(transformer, config.memory, config.model)
 
-    compute_dtype = getattr(torch, config.model.dtype)
+    dtype = compute_dtype(config.model)
     for parameter in model.parameters():
         if not parameter.requires_grad and not is_in_4bit(parameter):
-            parameter.data = parameter.data.to(compute_dtype)
+            parameter.data = parameter.data.to(dtype)
     offloads = config.memory.activation_offloading
-    return Policy(model, family, config.rollout.temperature, compute_dtype, idle_prompt, features, offloads)
+    return Policy(model, family, config.rollout.temperature, dtype, idle_prompt, features, offloads)
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
@@ -105,15 +107,24 @@ def context_length(config: ModelConfig, checkpoint: str) -> int | None:
 def load_model(
     initial: str, weights: Path | None, config: ModelConfig, empty: bool = False
 ) -> PreTrainedModel | PeftModel:
-    """Load the transformers or PEFT model from `weights` if the run is resumed, else from `initial`."""
+    """Load the transformers or PEFT model from `weights` if the run is resumed, else from `initial`.
+
+    The base model of an adapter is loaded in the compute precision, since it is not trained.
+    """
     source, load = str(weights or initial), empty_transformer if empty else load_transformer
     refuse_quantized(base_of(source), config)
     if is_adapter(source):
-        model = load_adapter(load(base_of(source), config), source)
+        model = load_adapter(load(base_of(source), config, compute_dtype(config)), source)
         check_adapter_settings(model.peft_config["default"], config, source)
         return model
-    model = load(source, config)
-    return add_lora(model, config) if config.use_peft else model
+    if config.use_peft:
+        return add_lora(load(source, config, compute_dtype(config)), config)
+    return load(source, config)
+
+
+def compute_dtype(config: ModelConfig) -> torch.dtype:
+    """Return the dtype of the computation, and of weights that are not trained."""
+    return getattr(torch, config.precision)
 
 
 def base_of(source: str) -> str:
@@ -142,11 +153,11 @@ def is_adapter(source: str) -> bool:
     return (Path(source) / ADAPTER_CONFIG).is_file()
 
 
-def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
-    """Load a transformers model in float32, or in 4 bits for QLoRA. Raises ModelError if its weights do not match."""
+def load_transformer(source: str, config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a transformers model in `dtype`, or in 4 bits for QLoRA. Raises ModelError if its weights do not match."""
     from transformers import AutoModelForImageTextToText
 
-    arguments = creation(config) | (load_in_4bit(source, config) if config.load_in_4bit else {})
+    arguments = creation(config, dtype) | (load_in_4bit(source, config) if config.load_in_4bit else {})
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         source, revision=config.model_revision, output_loading_info=True, **arguments
     )
@@ -156,12 +167,12 @@ def load_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def empty_transformer(source: str, config: ModelConfig) -> PreTrainedModel:
+def empty_transformer(source: str, config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Create the same model as `load_transformer`, with parameters on the meta device, which needs no memory."""
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
     with parameters_without_storage():
-        model = AutoModelForImageTextToText.from_config(checkpoint_config(source, config), **creation(config))
+        model = AutoModelForImageTextToText.from_config(checkpoint_config(source, config), **creation(config, dtype))
     model.tie_weights()  # on the meta device each use of a tied weight got a separate parameter
     with suppress(OSError):  # the checkpoint may have none
         model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)
@@ -173,12 +184,12 @@ def share_weight_names(model: Any, ranks: Ranks) -> None:
     (model._weight_conversions,) = ranks.gather([getattr(model, "_weight_conversions", None)] if ranks.is_main else [])
 
 
-def creation(config: ModelConfig) -> dict[str, Any]:
+def creation(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments for creating models."""
     # By default a model uses sdpa in every part that supports it. GOT-OCR2 raises an error if sdpa is named.
     attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
     return {
-        "trust_remote_code": config.trust_remote_code, "attn_implementation": attention, "dtype": torch.float32,
+        "trust_remote_code": config.trust_remote_code, "attn_implementation": attention, "dtype": dtype,
     }  # fmt: skip
 
 

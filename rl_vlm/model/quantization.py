@@ -28,7 +28,7 @@ def load_in_4bit(source: str, config: ModelConfig) -> dict[str, Any]:
     require_bitsandbytes("model.load_in_4bit")
     from transformers import BitsAndBytesConfig
 
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, config.precision)
     family = family_of(checkpoint_config(source, config))
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -269,12 +269,12 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
     }  # fmt: skip
     weights, gathers = model.weights, hardware.sharding.gathers(hardware.num_ranks)
     by_layer = gathers and not sampled.ds3_gather_for_generation
-    if config.model.dtype == "float32":
+    if config.model.precision == "float32":
         parts[KV_CACHE] *= 2
-    else:  # autocast keeps its copies of trained weights during a rollout, unless these are freed after each layer
-        parts["LM head and copies"] = 2 * (weights.largest_trained if by_layer else weights.num_trained)
+    else:  # autocast keeps its copies of trained weights during a rollout; gathered layers are in 16 bits already
+        parts["LM head and copies"] = 2 * (weights.largest_trained if gathers else weights.num_trained)
     if gathers:
-        parts["gathered weights"] = weights.rest_bytes + weights.layer_bytes if by_layer else weights.bytes
+        parts["gathered weights"] = weights.rest_bytes + weights.layer_gathered if by_layer else weights.all_gathered
     return Rollouts(parts, 0)
 
 

@@ -21,6 +21,7 @@ from rl_vlm.checkpoint.random_states import seed_random_generators
 from rl_vlm.config.batches import BatchSizes, batch_sizes, endless_warmup, total_optimizer_steps
 from rl_vlm.config.changes import function_sources
 from rl_vlm.config.data_sources import data_sources
+from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.fingerprint import data_fingerprint
@@ -119,6 +120,8 @@ class Data:
 class Parts:
     """All parts of a run. `saved` is the checkpoint to restore; so far only the models have loaded it."""
 
+    config: RunConfig
+    """The settings, with the precision that this device takes by default."""
     ranks: Ranks
     strategy: Strategy
     directory: RunDirectory
@@ -140,6 +143,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     ranks = opened.enter_context(joined(config.train))
     with ranks.agree():
         check_installation(config)
+        config = with_precision(config, ranks.device.type)
         strategy = select_strategy(ranks, config)
         plan = batch_sizes(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
@@ -161,10 +165,9 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         policy, reference = load_models(config, saved, data, strategy, ranks)
     for instrument in made:
         instrument.attach(policy)
-    num_steps = total_optimizer_steps(config, plan, len(data.usable))
-    if warning := endless_warmup(config.train, num_steps):
+    progress = Progress(total_optimizer_steps(config, plan, len(data.usable)))
+    if warning := endless_warmup(config.train, progress.max_steps):
         logger.warning("%s", warning)
-    progress = Progress(num_steps)
     budget = TokenBudget(
         ranks, progress, policy.vision, planned, config.memory.micro_batch_tokens,
         partial(append_change, directory.path),
@@ -192,7 +195,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
     return Parts(
-        ranks, strategy, directory, saved, trackers, rewards, data, evaluator, collector, trainer, budget, made,
+        config, ranks, strategy, directory, saved, trackers, rewards, data, evaluator, collector, trainer, budget, made,
         sources,
     )  # fmt: skip
 

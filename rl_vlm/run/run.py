@@ -61,10 +61,10 @@ class Run:
 
     def __init__(self, config: RunConfig, instruments: Sequence[MakeInstrument] = ()) -> None:
         """Build all parts, and restore their states if the run is resumed."""
-        self.config = config
         self.record = Record()
         with ExitStack() as opened:
             parts = self.parts = build_parts(config, opened, instruments)
+            config = self.config = parts.config
             self.ranks, self.directory, self.trackers = parts.ranks, parts.directory, parts.trackers
             self.trainer, self.evaluator, self.rewards = parts.trainer, parts.evaluator, parts.rewards
             self.collector, self.progress = parts.collector, self.trainer.progress

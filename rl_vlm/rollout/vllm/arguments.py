@@ -37,7 +37,7 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
         "model": model,
         "revision": config.model.model_revision,
         "trust_remote_code": config.model.trust_remote_code,
-        "dtype": config.model.dtype,
+        "dtype": config.model.precision,
         "seed": config.train.seed,
         "model_impl": vllm.vllm_model_impl,
         "tensor_parallel_size": vllm.vllm_tensor_parallel_size,

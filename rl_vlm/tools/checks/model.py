@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from rl_vlm.config.function_names import names_function
+from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
@@ -102,8 +103,10 @@ def loaded_model(subject: Subject) -> Checking[None]:
     """Load the model, and check the token budget and the effect of pixels."""
     found = subject.value(prompts)
     if found is not None and subject.value(size):
-        policy = load_policy(subject.elsewhere, found.checkpoint).to(Ranks().device)
-        yield from check_budget(subject.elsewhere, found.checkpoint, policy, found.builder, found.train)
+        ranks = Ranks()
+        config = with_precision(subject.elsewhere, ranks.device.type)
+        policy = load_policy(config, found.checkpoint).to(ranks.device)
+        yield from check_budget(config, found.checkpoint, policy, found.builder, found.train)
         yield from check_pixels(policy, found.builder, found.train)
 
 

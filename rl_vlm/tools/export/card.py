@@ -128,7 +128,7 @@ def training_rows(source: Source) -> list[tuple[str, Any]]:
         ("training data", ", ".join(data_names(source, "dataset_name"))),
         ("held-out data", ", ".join(data_names(source, "eval_dataset_name")) or "none"),
         ("reward functions", ", ".join(reward_names(source))),
-        ("`model.dtype`", source.model.dtype),
+        ("`model.dtype`", source.model.precision),
     ]
     for name in SETTINGS:
         of_adapter = name.startswith("model.lora_") or name in ("model.use_rslora", "model.load_in_4bit")

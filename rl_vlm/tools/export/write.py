@@ -49,7 +49,7 @@ def export(path: Path, merge: bool = False, to: Path | None = None, dtype: str |
     """
     source = find_source(path)
     directory = (to or source.checkpoint.absolute().parent / "export").resolve()
-    exported = Export(source, form_of(source, merge, dtype), dtype or source.model.dtype, directory.name)
+    exported = Export(source, form_of(source, merge, dtype), dtype or source.model.precision, directory.name)
     refuse_other_content(directory)
     store.check(source.checkpoint)
     unfinished = directory.with_name(f"unfinished-{directory.name}")
