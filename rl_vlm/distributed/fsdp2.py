@@ -45,12 +45,18 @@ class FSDP2:
         self.shard(policy, reshard=True)
 
     def shard(self, policy: Any, reshard: bool) -> None:
-        """Shard a policy. With `reshard`, layers free their weights after each forward; other modules always do."""
-        from torch.distributed.fsdp import fully_shard
+        """Shard a policy. With `reshard`, layers free their weights after each forward; other modules always do.
 
+        Layers are gathered in the compute precision, and their gradients are summed in float32. Weights outside of
+        layers, such as embeddings and the LM head, are gathered as they are held.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        # A layer's inputs keep their dtype: rotary angles are float32.
+        precision = MixedPrecisionPolicy(policy.compute_dtype, torch.float32, cast_forward_inputs=False)
         for layer in layers_of(policy, self.ranks.launch.layers):
             receive_weights(layer, self.ranks)
-            fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard)
+            fully_shard(layer, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=precision)
         receive_weights(policy, self.ranks)
         fully_shard(policy, mesh=self.mesh, reshard_after_forward=True)
         policy.to(self.ranks.device)  # buffers

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_rank
+from torch.distributed import all_gather_into_tensor, get_rank, get_world_size
 from torch.distributed.tensor import distribute_tensor
 
 
@@ -39,11 +39,11 @@ def whole(parameter: Any) -> Tensor:
     """Return the parameter, or an all-gathered copy if it is sharded; all ranks must call this together."""
     if hasattr(parameter, "full_tensor"):
         return parameter.detach().full_tensor()
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
+    if hasattr(parameter, "ds_id"):  # DeepSpeed's own gathering may round to 16 bits
+        part = parameter.ds_tensor.detach().to(parameter.device)
+        padded = part.new_empty(part.numel() * get_world_size(parameter.ds_process_group))
+        all_gather_into_tensor(padded, part, parameter.ds_process_group)
+        return padded[: parameter.ds_numel].view(parameter.ds_shape)
     return parameter.detach()
 
 
@@ -53,9 +53,10 @@ def set_whole(parameter: Any, value: Tensor) -> None:
         parts = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local_part(parameter).copy_(parts.to_local())
     elif hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        part = local_part(parameter)
+        start = parameter.ds_tensor.numel() * get_rank(parameter.ds_process_group)
+        part.copy_(value.flatten()[start : start + part.numel()])
+        if parameter.numel():  # a small weight, which stays gathered
             parameter.data.copy_(value)
     else:
         parameter.data.copy_(value)

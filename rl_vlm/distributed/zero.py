@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import whole_shape
 from rl_vlm.distributed.zero_config import check_zero_config, row_of, zero_config
 from rl_vlm.errors import LaunchError
 
@@ -55,9 +56,11 @@ class ZeRO:
             import deepspeed
 
             settings = self.deepspeed_config(hidden_size_of(policy))
-            for module in [*layers_of(policy), policy]:
+            layers = layers_of(policy)
+            for module in [*layers, policy]:
                 receive_weights(module, self.ranks)
                 deepspeed.zero.Init(module=module, config_dict_or_path=settings)
+            gather_as(policy.compute_dtype, layers)
         policy.to(self.ranks.device)
 
     def place_frozen(self, policy: Any) -> None:
@@ -225,6 +228,18 @@ def import_deepspeed() -> None:
 
 def hidden_size_of(policy: Any) -> int:
     return policy.transformer.config.get_text_config().hidden_size
+
+
+def gather_as(dtype: torch.dtype, layers: Sequence[nn.Module]) -> None:
+    """Let ranks gather the matrices of layers in a dtype. Ranks still hold them, and sum gradients, in float32.
+
+    DeepSpeed's `torch_autocast` would also sum gradients in 16 bits.
+    """
+    from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
+
+    for parameter in {p for layer in layers for p in layer.parameters()}:
+        if len(whole_shape(parameter)) > 1:
+            setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
 
 
 def gather_weights_read(policy: Any) -> None:

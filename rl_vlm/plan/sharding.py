@@ -55,9 +55,9 @@ def gathered_bytes(sharding: Sharding, weights: Weights, num_ranks: int) -> int:
     if not sharding.gathers(num_ranks):
         return gradients
     if sharding.frees_layers:  # the root's weights, a layer and the next one
-        return weights.rest_bytes + 2 * weights.layer_bytes + gradients
-    live = weights.bytes * min(1.0, MAX_LIVE_PARAMETERS / weights.num)
-    return int(live) + weights.layer_bytes + gradients
+        return weights.rest_bytes + 2 * weights.layer_gathered + gradients
+    live = weights.all_gathered * min(1.0, MAX_LIVE_PARAMETERS / weights.num)
+    return int(live) + weights.layer_gathered + gradients
 
 
 def update_bytes(sharding: Sharding, weights: Weights, num_ranks: int, optim: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,11 @@ class Weights:
     reference_bytes: int
     """Bytes of a separate reference model; 0 if there is none."""
     layer_bytes: int
-    """Bytes of the largest layer that is gathered at once."""
+    """Bytes of the largest layer, as it is held."""
+    layer_gathered: int
+    """Bytes of the largest layer, as forwards gather it: in the compute precision."""
+    layers_gathered: int
+    """Bytes of all layers, as forwards gather them."""
     rest_bytes: int
     """Bytes outside of layers: embeddings, LM head, norms."""
     layer_trained: int
@@ -51,6 +56,11 @@ class Weights:
     def bytes(self) -> int:
         return self.trained_bytes + self.frozen_bytes
 
+    @property
+    def all_gathered(self) -> int:
+        """Bytes of all weights, as forwards gather them. Those outside of layers keep their dtype."""
+        return self.layers_gathered + self.rest_bytes
+
 
 def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     """Count the weights of the model whose config is in the directory `checkpoint`."""
@@ -59,6 +69,10 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     trained = [p for p in parameters if p.requires_grad]
     layers = layers_of(policy)
     in_layers = {p for layer in layers for p in layer.parameters()}
+
+    def gathered(weights: Iterable[Tensor]) -> int:
+        return sum(p.numel() for p in weights) * policy.compute_dtype.itemsize
+
     in_4bit = quantized(policy) if config.model.load_in_4bit else []
     bits_saved = sum(p.numel() for p in in_4bit) * (policy.compute_dtype.itemsize - bytes_in_4bit(config.model))
     has_reference = config.algorithm.beta > 0 and policy.model is policy.transformer
@@ -70,8 +84,10 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
         num_trained=sum(p.numel() for p in trained),
         trained_bytes=num_bytes(trained),
         frozen_bytes=num_bytes(p for p in parameters if not p.requires_grad) - round(bits_saved),
-        reference_bytes=sum(p.numel() for p in parameters) * policy.compute_dtype.itemsize if has_reference else 0,
+        reference_bytes=num_bytes(parameters) if has_reference else 0,
         layer_bytes=max(num_bytes(layer.parameters()) for layer in layers),
+        layer_gathered=max(gathered(layer.parameters()) for layer in layers),
+        layers_gathered=gathered(in_layers),
         rest_bytes=num_bytes(p for p in parameters if p not in in_layers),
         layer_trained=max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers),
         largest_trained=max(p.numel() for p in trained),

@@ -25,7 +25,8 @@ ACTIVATIONS = Activations(
 FULL = Weights(
     num=NUM, num_active=NUM, num_vision=NUM // 4, trains_vision=True, num_trained=NUM, trained_bytes=GIB,
     frozen_bytes=0,
-    reference_bytes=0, layer_bytes=GIB // 16, rest_bytes=GIB // 16, layer_trained=NUM // 16, largest_trained=NUM // 16,
+    reference_bytes=0, layer_bytes=GIB // 16, layer_gathered=GIB // 32, layers_gathered=GIB * 15 // 32,
+    rest_bytes=GIB // 16, layer_trained=NUM // 16, largest_trained=NUM // 16,
     dequantized_bytes=0, matrix_rows_and_columns=2**20,
 )  # fmt: skip
 

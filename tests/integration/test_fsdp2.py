@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed import destroy_process_group, init_process_group
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.fsdp2 import FSDP2
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shards import whole as all_gathered
 from rl_vlm.model.reference import INITIAL_ADAPTER, Reference
 from rl_vlm.types import Forward
 from tests.helpers.builders import make_groups, make_policy, noise_image, whole
@@ -40,3 +42,24 @@ def test_adapters_are_trained_if_the_reference_gathers_them_first(
     assert torch.allclose(reference, with_adapter, atol=1e-5) == has_initial_adapter
     policy(Forward(batch)).logprobs_NT.sum().backward()
     assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
+
+
+def test_layers_are_gathered_in_16_bits_and_held_in_32(fsdp2: FSDP2, tiny_checkpoint: Path) -> None:
+    policy = make_policy(tiny_checkpoint, dtype="bfloat16")
+    batch = whole(make_groups(tiny_checkpoint, [([noise_image(16, 16, seed=1)], [3, 2])]), shared=True)
+    expected = policy(Forward(batch)).logprobs_NT.detach()
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    fsdp2.place(policy)
+
+    decoder: Any = policy.transformer.get_decoder()
+    read: dict[type, torch.dtype] = {}
+    for module in (decoder.embed_tokens, decoder.layers[0].mlp.up_proj):
+        module.register_forward_pre_hook(lambda module, inputs: read.update({type(module): module.weight.dtype}))
+    logprobs = policy(Forward(batch)).logprobs_NT
+    assert read == {torch.nn.Embedding: torch.float32, torch.nn.Linear: torch.bfloat16}
+    assert torch.equal(logprobs, expected)  # norms have weights of 1, which bfloat16 holds exactly
+    logprobs.sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(all_gathered(parameter), before[name])
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32

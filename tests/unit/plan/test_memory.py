@@ -21,6 +21,7 @@ GIB = 2**30
 CARD = Card("test", 20_000 + 2**30)
 WEIGHTS = Weights(
     num=1000, num_active=1000, num_trained=1000, trained_bytes=4000, frozen_bytes=0, reference_bytes=0, layer_bytes=320,
+    layer_gathered=160, layers_gathered=1600,
     rest_bytes=800, layer_trained=80, largest_trained=50, matrix_rows_and_columns=120, trains_vision=False,
     num_vision=100, dequantized_bytes=0,
 )  # fmt: skip
@@ -168,10 +169,10 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
 def test_rollouts_with_offloaded_weights_on_one_rank():
     config = a_config(engine="hf")
     whole = parts_of(planned(config, "zero3_offload"), "generation")
-    assert (whole["gathered weights"], whole["LM head and copies"]) == (4000, 2000)
+    assert (whole["gathered weights"], whole["LM head and copies"]) == (800 + 1600, 100)
     by_layer = parts_of(planned(a_config(engine="hf", ds3_gather_for_generation=False), "zero3_offload"), "generation")
     # In lockstep nothing stays gathered or cast: all outside of layers, a layer, and one tensor in bfloat16.
-    assert (by_layer["gathered weights"], by_layer["LM head and copies"]) == (800 + 320, 100)
+    assert (by_layer["gathered weights"], by_layer["LM head and copies"]) == (800 + 160, 100)
     assert "gathered weights" not in parts_of(planned(config, "zero3"), "generation")
     assert parts_of(planned(config, "zero3_offload"), "save")["gathered weights"] == 800
 
