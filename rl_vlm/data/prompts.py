@@ -155,7 +155,7 @@ class PromptBuilder:
         return self._templated(sample, tokenize=False) if self.processor.chat_template else self._lines(sample)
 
     def _chat(self, sample: Sample) -> BatchFeature:
-        return self._templated(sample, tokenize=True, return_dict=True, processor_kwargs={"return_tensors": "pt"})
+        return self._templated(sample, tokenize=True, return_dict=True, return_tensors="pt")
 
     def _templated(self, sample: Sample, **output: Any) -> Any:
         """Apply the chat template to the messages. `output` are arguments that set the form of the result."""

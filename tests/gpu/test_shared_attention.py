@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 FAMILIES = [
-    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "gemma4", "paligemma", "internvl", "llava_next",
-    "qwen3_5", "lfm2_vl",
+    "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma3", "gemma4", "paligemma", "paligemma2", "internvl",
+    "llava_next", "qwen3_5", "lfm2_vl",
 ]  # fmt: skip
 """Causal rows, deepstack features, experts, a position table, sliding windows with bidirectional images (Gemma), a
-bidirectional prefix, 1-D positions, tiles, states of linear attention and of convolutions."""
+bidirectional prefix, soft caps, 1-D positions, tiles, states of linear attention and of convolutions."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "checkpointing": {"gradient_checkpointing": True},
