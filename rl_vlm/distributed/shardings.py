@@ -56,6 +56,8 @@ class Sharding:
     """Gradients stay allocated from the first step on."""
     frees_layers: bool = False
     """A layer's gathered weights are freed after each use. DeepSpeed keeps as many as its config says."""
+    casts_gathered: bool = False
+    """Gathered layers are held in the compute precision. DeepSpeed sends them in it, and casts them back."""
     sums_in_update: bool = False
     """Whole gradients are summed over ranks in the update, through a bucket."""
     reduce_bucket: int | None = None
@@ -110,7 +112,9 @@ FSDP = Kind(
 UNSHARDED = Sharding(name="ddp", kind=PLAIN, sums_in_update=True)
 ZERO1 = Sharding(name="zero1", kind=DEEPSPEED, copies=True)
 ZERO2 = replace(ZERO1, name="zero2", shards_gradients=True)
-FSDP2 = Sharding(name="fsdp2", kind=FSDP, shards_weights=True, shards_gradients=True, frees_layers=True)
+FSDP2 = Sharding(
+    name="fsdp2", kind=FSDP, shards_weights=True, shards_gradients=True, frees_layers=True, casts_gathered=True
+)
 ZERO3 = replace(ZERO2, name="zero3", shards_weights=True, keeps_gradients=True)
 
 SHARDINGS: dict[str, Sharding] = {

@@ -51,11 +51,12 @@ def capped_attention(
 
 
 def chunk_attention(query: Tensor, mask: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float) -> Tensor:
-    """Compute `capped_attention` of some queries at once. Scores are bounded in float32, as in fused kernels."""
+    """Compute `capped_attention` of some queries at once. Scores are computed in float32, as in fused kernels."""
     kv_heads, queries = key.shape[1], query.shape[2]
     of_kv_head = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # so that keys and values are not repeated
-    products = of_kv_head @ key.mT
-    scores = soft_capped(products.to(torch.promote_types(products.dtype, torch.float32)) * scale, softcap)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = soft_capped(of_kv_head.to(dtype) @ key.mT.to(dtype) * scale, softcap)
     by_head = scores.unflatten(2, (-1, queries)).masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
     weights = by_head.softmax(-1).to(value.dtype).flatten(2, 3)
     return (weights @ value).unflatten(2, (-1, queries)).flatten(1, 2)

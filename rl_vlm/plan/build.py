@@ -118,7 +118,7 @@ def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: P
     weights = count_weights(config, directory)
     activations = trace_activations(with_built_in_loss(in_16_bits(config)), model_config, prompt, on_gpu)
     activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
-    image_tokens = int((prompt.token_ids == getattr(model_config, "image_token_id", -1)).sum())
+    image_tokens = int((prompt.token_ids == model_config.image_token_id).sum())
     patches = num_patches(model_config, prompt)
     return Model(model_config, weights, activations, len(prompt.token_ids), patches, image_tokens)
 
@@ -269,12 +269,14 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
     }  # fmt: skip
     weights, gathers = model.weights, hardware.sharding.gathers(hardware.num_ranks)
     by_layer = gathers and not sampled.ds3_gather_for_generation
+    casts = gathers and hardware.sharding.casts_gathered
     if config.model.precision == "float32":
         parts[KV_CACHE] *= 2
-    else:  # autocast keeps its copies of trained weights during a rollout; gathered layers are in 16 bits already
-        parts["LM head and copies"] = 2 * (weights.largest_trained if gathers else weights.num_trained)
+    else:  # autocast keeps its copies of trained weights during a rollout, unless layers are freed, or cast already
+        parts["LM head and copies"] = 2 * (weights.largest_trained if by_layer or casts else weights.num_trained)
     if gathers:
-        parts["gathered weights"] = weights.rest_bytes + weights.layer_gathered if by_layer else weights.all_gathered
+        layer, whole = (weights.layer_cast, weights.sent) if casts else (weights.layer_bytes, weights.bytes)
+        parts["gathered weights"] = weights.rest_bytes + layer if by_layer else whole
     return Rollouts(parts, 0)
 
 

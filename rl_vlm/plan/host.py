@@ -35,8 +35,11 @@ def host_phases(config: RunConfig, plan: MemoryPlan, gpus: int) -> list[Phase]:
 
 
 def loaded(weights: Weights) -> int:
-    """Return the bytes of a model while it is loaded in float32. 4-bit weights are quantized one by one on loading."""
-    return weights.bytes if weights.dequantized_bytes else TRAINED_BYTES * weights.num
+    """Return the bytes of a model while it is loaded: in float32, or in its own precision if it is an adapter's base.
+
+    4-bit weights are quantized one by one on loading.
+    """
+    return weights.bytes if weights.is_adapter else TRAINED_BYTES * weights.num
 
 
 def offloaded(sharding: Sharding, weights: Weights, optim: str) -> int:

@@ -54,10 +54,11 @@ def gathered_bytes(sharding: Sharding, weights: Weights, num_ranks: int) -> int:
             gradients += held_gradients(sharding, weights, num_ranks)
     if not sharding.gathers(num_ranks):
         return gradients
+    layer = weights.layer_cast if sharding.casts_gathered else weights.layer_bytes
     if sharding.frees_layers:  # the root's weights, a layer and the next one
-        return weights.rest_bytes + 2 * weights.layer_gathered + gradients
-    live = weights.all_gathered * min(1.0, MAX_LIVE_PARAMETERS / weights.num)
-    return int(live) + weights.layer_gathered + gradients
+        return weights.rest_bytes + 2 * layer + gradients
+    live = weights.bytes * min(1.0, MAX_LIVE_PARAMETERS / weights.num)
+    return int(live) + layer + gradients
 
 
 def update_bytes(sharding: Sharding, weights: Weights, num_ranks: int, optim: str) -> int:

@@ -53,7 +53,7 @@ def step_seconds(config: RunConfig, hardware: Hardware, plan: MemoryPlan, model:
     if plan.num_ranks == 1:
         sent = 0
     elif sharding.shards_weights:  # gathered for the forward and the backward; gradients are reduced
-        sent = micro_batches * (2 * weights.bytes + gradients)
+        sent = micro_batches * (2 * weights.sent + gradients)
     elif sharding.shards_state:  # updated weights are gathered
         sent = reductions * gradients + weights.trained_bytes
     else:

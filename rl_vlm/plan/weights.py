@@ -30,6 +30,8 @@ class Weights:
     """Weights that one token uses. Experts that are not chosen for it do not count."""
     num_vision: int
     trains_vision: bool
+    is_adapter: bool
+    """Whether an adapter is trained, and the model is loaded in the compute precision."""
     num_trained: int
     trained_bytes: int
     frozen_bytes: int
@@ -37,10 +39,10 @@ class Weights:
     """Bytes of a separate reference model; 0 if there is none."""
     layer_bytes: int
     """Bytes of the largest layer, as it is held."""
-    layer_gathered: int
-    """Bytes of the largest layer, as forwards gather it: in the compute precision."""
-    layers_gathered: int
-    """Bytes of all layers, as forwards gather them."""
+    layer_cast: int
+    """Bytes of the largest layer in the compute precision."""
+    layers_cast: int
+    """Bytes of all layers in the compute precision."""
     rest_bytes: int
     """Bytes outside of layers: embeddings, LM head, norms."""
     layer_trained: int
@@ -57,9 +59,9 @@ class Weights:
         return self.trained_bytes + self.frozen_bytes
 
     @property
-    def all_gathered(self) -> int:
-        """Bytes of all weights, as forwards gather them. Those outside of layers keep their dtype."""
-        return self.layers_gathered + self.rest_bytes
+    def sent(self) -> int:
+        """Return the bytes of all weights as a forward sends them. Weights outside of layers keep their dtype."""
+        return self.layers_cast + self.rest_bytes
 
 
 def count_weights(config: RunConfig, checkpoint: str) -> Weights:
@@ -70,7 +72,7 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     layers = layers_of(policy)
     in_layers = {p for layer in layers for p in layer.parameters()}
 
-    def gathered(weights: Iterable[Tensor]) -> int:
+    def cast(weights: Iterable[Tensor]) -> int:
         return sum(p.numel() for p in weights) * policy.compute_dtype.itemsize
 
     in_4bit = quantized(policy) if config.model.load_in_4bit else []
@@ -81,13 +83,14 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
         num_active=num_active(policy),
         num_vision=sum(p.numel() for p in policy.family.vision_parameters(policy.transformer)),
         trains_vision=not policy.vision.is_frozen,
+        is_adapter=policy.model is not policy.transformer,
         num_trained=sum(p.numel() for p in trained),
         trained_bytes=num_bytes(trained),
         frozen_bytes=num_bytes(p for p in parameters if not p.requires_grad) - round(bits_saved),
         reference_bytes=num_bytes(parameters) if has_reference else 0,
         layer_bytes=max(num_bytes(layer.parameters()) for layer in layers),
-        layer_gathered=max(gathered(layer.parameters()) for layer in layers),
-        layers_gathered=gathered(in_layers),
+        layer_cast=max(cast(layer.parameters()) for layer in layers),
+        layers_cast=cast(in_layers),
         rest_bytes=num_bytes(p for p in parameters if p not in in_layers),
         layer_trained=max(sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers),
         largest_trained=max(p.numel() for p in trained),

@@ -28,6 +28,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.plan.auto import start_budget
+from rl_vlm.plan.host import loaded
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights, count_weights
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
 from rl_vlm.tools.checks.diagnosis import Checking, Note
@@ -90,7 +91,8 @@ def size(subject: Subject) -> Checking[bool]:
     found, splits = subject.value(prompts), subject.value(every_row)
     if found is None or splits is None:
         return False
-    weights = count_weights(subject.elsewhere, found.checkpoint)
+    config = with_precision(subject.elsewhere, "cuda" if torch.cuda.is_available() else "cpu")
+    weights = count_weights(config, found.checkpoint)
     yield from high_learning_rate(subject.config, weights.num)
     yield from check_disk(subject.config, weights, splits.num_steps)
     reason = too_large(weights) if subject.cost == Cost.MODEL else "--no-model is set"
@@ -157,9 +159,9 @@ def limit_text(limit: int | None, longest: int | None) -> str:
 def too_large(weights: Weights) -> str | None:
     """Return why the model does not fit on this machine, or None if it fits.
 
-    The weights are loaded in float32. A training step adds a gradient and two moments for each trained weight.
+    A training step adds a gradient and two moments for each trained weight.
     """
-    needed = TRAINED_BYTES * (weights.num + 3 * weights.num_trained)
+    needed = loaded(weights) + 3 * TRAINED_BYTES * weights.num_trained
     free = free_memory()
     if needed <= free:
         return None

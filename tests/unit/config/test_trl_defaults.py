@@ -93,7 +93,7 @@ def test_fields_without_a_default_here_have_trls(load):
         ("", "log_completions", False, True),
         ("", "gradient_checkpointing", True, False),
         ("", "output_dir", "trainer_output", "runs/default"),
-        ("", "dtype", "bfloat16", "float32"),
+        ("", "dtype", "bfloat16", None),
         ("", "logging_steps", 1, 1),
         ("report_to: wandb", "logging_steps", 10, 1),
         ("report_to: wandb\nlogging_steps: 10", "logging_steps", 10, 10),

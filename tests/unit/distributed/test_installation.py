@@ -52,7 +52,14 @@ def config(tmp_path: Path) -> RunConfig:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Make up a machine: its cards, whether torch can use them, and its commands, headers and packages."""
 
-    def make(cards: int, is_usable: bool, commands: str = "gcc", header: bool = True, packages: str = "") -> None:
+    def make(
+        cards: int,
+        is_usable: bool,
+        commands: str = "gcc",
+        header: bool = True,
+        packages: str = "",
+        bfloat16: bool = True,
+    ) -> None:
         def fail() -> None:
             raise RuntimeError(OLD_DRIVER)
 
@@ -64,6 +71,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         monkeypatch.setattr(installation, "DEVICES", tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_usable)
         monkeypatch.setattr(torch.cuda, "init", fail)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bfloat16)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
         monkeypatch.setattr(installation.shutil, "which", lambda name: name if name in commands.split() else None)
         monkeypatch.setattr(installation.sysconfig, "get_path", lambda name: str(tmp_path))
         monkeypatch.setattr(installation, "has_package", lambda name: name in packages.split())
@@ -106,6 +115,14 @@ def test_a_machine_without_cards_uses_the_cpu(config, machine):
 def test_triton_needs_a_compiler(given: dict[str, Any], named: str | None, config, machine):
     machine(cards=1, is_usable=True, **given)
     assert [finding.what.startswith(named or "") for finding in gpu_faults(config)] == [True] * (named is not None)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, ["precision"]), ("bfloat16", ["precision"]), ("float32", [])])
+def test_cards_without_bfloat16_are_named(dtype: str | None, expected: list[str], machine, tmp_path):
+    machine(cards=1, is_usable=True, bfloat16=False)
+    findings = list(gpu_faults(make_config("m", tmp_path, dtype=dtype)))
+    assert [finding.kind for finding in findings] == expected
+    assert all(finding.what.startswith("Tesla T4 has no bfloat16") for finding in findings)
 
 
 def test_the_compiler_may_be_named(config, machine, monkeypatch):

@@ -21,9 +21,9 @@ GIB = 2**30
 CARD = Card("test", 20_000 + 2**30)
 WEIGHTS = Weights(
     num=1000, num_active=1000, num_trained=1000, trained_bytes=4000, frozen_bytes=0, reference_bytes=0, layer_bytes=320,
-    layer_gathered=160, layers_gathered=1600,
+    layer_cast=160, layers_cast=1600,
     rest_bytes=800, layer_trained=80, largest_trained=50, matrix_rows_and_columns=120, trains_vision=False,
-    num_vision=100, dequantized_bytes=0,
+    num_vision=100, is_adapter=False, dequantized_bytes=0,
 )  # fmt: skip
 ACTIVATIONS = Activations(
     per_token=4.0, fixed=100.0, per_patch=3.0, vision_per_patch=5.0, logprobs_per_token=1.0, logprobs_fixed=50.0
@@ -169,11 +169,13 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
 def test_rollouts_with_offloaded_weights_on_one_rank():
     config = a_config(engine="hf")
     whole = parts_of(planned(config, "zero3_offload"), "generation")
-    assert (whole["gathered weights"], whole["LM head and copies"]) == (800 + 1600, 100)
+    assert (whole["gathered weights"], whole["LM head and copies"]) == (4000, 2000)
     by_layer = parts_of(planned(a_config(engine="hf", ds3_gather_for_generation=False), "zero3_offload"), "generation")
     # In lockstep nothing stays gathered or cast: all outside of layers, a layer, and one tensor in bfloat16.
-    assert (by_layer["gathered weights"], by_layer["LM head and copies"]) == (800 + 160, 100)
+    assert (by_layer["gathered weights"], by_layer["LM head and copies"]) == (800 + 320, 100)
     assert "gathered weights" not in parts_of(planned(config, "zero3"), "generation")
+    of_fsdp2 = parts_of(planned(config, "fsdp2", gpus=2), "generation")  # its layers are gathered in bfloat16
+    assert (of_fsdp2["gathered weights"], of_fsdp2["LM head and copies"]) == (800 + 1600, 100)
     assert parts_of(planned(config, "zero3_offload"), "save")["gathered weights"] == 800
 
 
@@ -189,13 +191,12 @@ def test_experts_that_a_token_uses():
 def test_host_memory():
     config = a_config()
     config.data.dataloader_num_workers = 0
-    adapter = replace(WEIGHTS, trained_bytes=40, frozen_bytes=520, num_trained=10)
-    plans = {"lora": adapter, "qlora": replace(adapter, dequantized_bytes=64)}
+    plans = {"full": WEIGHTS, "lora": replace(WEIGHTS, trained_bytes=40, frozen_bytes=520, is_adapter=True)}
     found = {
         name: host_phases(config, a_plan(weights=weights), gpus=1)[0].parts["checkpoint"]
         for name, weights in plans.items()
     }
-    assert found == {"lora": 4 * 1000, "qlora": 560}  # float32, or one tensor quantized after the other
+    assert found == {"full": 4 * 1000, "lora": 560}  # in float32, or as it is held
     offloaded = {name: host_phases(config, a_plan(name, 2), gpus=2)[1].parts["offloaded"] for name in SHARDINGS}
     weights, state = 4000, 4000 + 4000 + 8000  # a copy of the weights, gradients and moments
     assert offloaded == dict.fromkeys(SHARDINGS, 0) | {

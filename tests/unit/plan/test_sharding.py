@@ -25,9 +25,9 @@ P = 1000
 UNIT = 4 * P
 WEIGHTS = Weights(
     num=P, num_active=P, num_trained=P, trained_bytes=UNIT, frozen_bytes=0, reference_bytes=UNIT, layer_bytes=320,
-    layer_gathered=160, layers_gathered=1600,
+    layer_cast=160, layers_cast=1600,
     rest_bytes=800, layer_trained=80, largest_trained=50, matrix_rows_and_columns=120,
-    trains_vision=True, num_vision=0, dequantized_bytes=0,
+    trains_vision=True, num_vision=0, is_adapter=False, dequantized_bytes=0,
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_the_reference_is_sharded_where_weights_are():
 def test_gathered_in_a_pass():
     found = {name: gathered_bytes(sharding, WEIGHTS, 2) for name, sharding in SHARDINGS.items()}
     gradients = 4 * 80  # of a layer, before they are reduced
-    all_weights = (800 + 1600) + 160 + gradients  # fewer than DeepSpeed's billion, so that all are kept
+    all_weights = UNIT + 320 + gradients  # fewer than DeepSpeed's billion, so that all are kept
     assert found == {
         "ddp": 0, "zero1": 0, "zero1_offload": 0, "zero2": gradients + UNIT // 2, "zero2_offload": gradients,
         "fsdp2": 800 + 2 * 160 + gradients, "zero3": all_weights, "zero3_offload_optimizer": all_weights,
@@ -82,7 +82,7 @@ def test_gathered_in_a_pass():
 
 
 def test_one_rank_gathers_what_is_in_host_memory():
-    found = {name for name, sharding in SHARDINGS.items() if gathered_bytes(sharding, WEIGHTS, 1) == 800 + 1600 + 160}
+    found = {name for name, sharding in SHARDINGS.items() if gathered_bytes(sharding, WEIGHTS, 1) == UNIT + 320}
     assert found == {"zero3_offload_param", "zero3_offload"}
     assert all(gathered_bytes(sharding, WEIGHTS, 1) == 0 for name, sharding in SHARDINGS.items() if name not in found)
 

@@ -60,7 +60,9 @@ def test_a_slow_network_is_waited_for():
     run = run_config(memory={"micro_batch_tokens": TOKENS})
     # Over 64 GB/s to the other card: weights twice and gradients, or gradients twice. 4 prompts take 0.04 s.
     update = 28 * NUM / 2e12
-    assert seconds(run, hardware(80, gpus=2, sharding="zero3")) == pytest.approx(3 * GIB / 64e9 + update / 2, rel=1e-6)
+    sent = 2 * (GIB + GIB // 16) + GIB  # layers in the compute precision, and what is outside of them
+    found = seconds(run, hardware(80, gpus=2, sharding="zero3"), layers_cast=GIB)
+    assert found == pytest.approx(sent / 64e9 + update / 2, rel=1e-6)
     assert seconds(run, hardware(80, gpus=2)) == pytest.approx(
         max(2 * GIB / 64e9, 6 * NUM * TOKENS / 2 / (0.4 * 312e12)) + update, rel=1e-6
     )
