@@ -223,8 +223,8 @@ class VLLMConfig(Section):
     vllm_model_impl: Literal["auto", "vllm", "transformers"] = "auto"
     """Implementation of the model: vLLM's own, or that of transformers."""
     vllm_model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """Version of vLLM's model runner, which prepares batches and samples. With `auto` vLLM decides: `v2` on GPUs, `v1`
-    without Triton."""
+    """Version of vLLM's model runner, which prepares batches and samples. With `auto` vLLM decides: `v2` on most
+    GPUs, `v1` without Triton."""
     vllm_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
     """Fraction of a GPU's memory for vLLM's weights and cache."""
     vllm_max_model_length: int | None = Field(default=None, ge=1)

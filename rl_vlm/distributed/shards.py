@@ -35,6 +35,12 @@ def local_part(parameter: Any) -> Tensor:
     return parameter.detach()
 
 
+def rank_part(parameter: Any, value: Tensor, rank: int) -> Tensor:
+    """Return a rank's part of unsharded values of a parameter of DeepSpeed ZeRO-3, without padding."""
+    size = parameter.ds_tensor.numel()
+    return value.flatten()[rank * size : (rank + 1) * size]
+
+
 def whole(parameter: Any) -> Tensor:
     """Return the parameter, or an all-gathered copy if it is sharded; all ranks must call this together."""
     if hasattr(parameter, "full_tensor"):
@@ -53,9 +59,7 @@ def set_whole(parameter: Any, value: Tensor) -> None:
         parts = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local_part(parameter).copy_(parts.to_local())
     elif hasattr(parameter, "ds_id"):
-        part = local_part(parameter)
-        start = parameter.ds_tensor.numel() * get_rank(parameter.ds_process_group)
-        part.copy_(value.flatten()[start : start + part.numel()])
+        local_part(parameter).copy_(rank_part(parameter, value, get_rank(parameter.ds_process_group)))
         if parameter.numel():  # a small weight, which stays gathered
             parameter.data.copy_(value)
     else:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.layers import layers_of, receive_weights
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.shards import whole_shape
+from rl_vlm.distributed.shards import rank_part, whole_shape
 from rl_vlm.distributed.zero_config import check_zero_config, row_of, zero_config
 from rl_vlm.errors import LaunchError
 
@@ -178,9 +178,9 @@ class ZeRO:
 
         if not self.sharding.shards_weights:
             return safe_set_full_optimizer_state(parameter, value.to(self.ranks.device), name)
-        size = parameter.ds_tensor.numel()  # the last parts are padded if the ranks do not divide the weight
-        part = value.flatten()[self.ranks.rank * size : (self.ranks.rank + 1) * size]
-        safe_set_local_optimizer_state(parameter, pad(part, (0, size - len(part))).to(self.ranks.device), name)
+        part = rank_part(parameter, value, self.ranks.rank)
+        padded = pad(part, (0, parameter.ds_tensor.numel() - len(part)))  # if the ranks do not divide the weight
+        safe_set_local_optimizer_state(parameter, padded.to(self.ranks.device), name)
 
     @property
     def num_updates(self) -> int:

@@ -84,7 +84,7 @@ def evaluate_models(configs: Mapping[str, RunConfig], options: EvaluationOptions
         with ranks.agree():
             if config.evaluation.endpoint_url is None:  # else nothing is computed here
                 check_installation(config)
-            configs = {name: with_precision(each, ranks.device.type) for name, each in configs.items()}
+                configs = {name: with_precision(each, ranks.device.type) for name, each in configs.items()}
             check_evaluation_launch(ranks.launch, next(iter(configs.values())).model.precision)
             if ranks.is_main:
                 opened.enter_context(lock_directory(root))

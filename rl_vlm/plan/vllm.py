@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_vlm.errors import ConfigError
 from rl_vlm.plan.hardware import GIB, Card
+from rl_vlm.plan.weights import num_experts
 
 BF16_BYTES = 2
 
@@ -184,10 +185,10 @@ def lora_bytes(text: Any, rank: int, tensor_parallel_size: int = 1) -> int:
     query = heads * head_dim // tensor_parallel_size
     key_value = max(1, text.num_key_value_heads // tensor_parallel_size) * head_dim
     attention = (3 * hidden + query + 2 * key_value) + (query + hidden)
-    num_experts = getattr(text, "num_experts", None) or 0
-    if num_experts:  # the gate and up projections of an expert share a matrix (`FusedMoE3DWithLoRA`)
+    _, experts = num_experts(text)
+    if experts > 1:  # the gate and up projections of an expert share a matrix (`FusedMoE3DWithLoRA`)
         inner = text.moe_intermediate_size // tensor_parallel_size
-        mlp = (hidden + num_experts) + num_experts * (2 * hidden + 3 * inner)
+        mlp = (hidden + experts) + experts * (2 * hidden + 3 * inner)
     else:
         inner = text.intermediate_size // tensor_parallel_size
         mlp = 3 * hidden + 3 * inner

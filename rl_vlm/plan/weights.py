@@ -99,10 +99,15 @@ def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     )
 
 
+def num_experts(text: Any) -> tuple[int, int]:
+    """Return the number of experts that a token uses, and of all experts of a layer; 1 and 1 without experts."""
+    chosen, experts = (next((getattr(text, name) for name in names if getattr(text, name, 0)), 1) for names in EXPERTS)
+    return chosen, experts
+
+
 def num_active(policy: Policy) -> int:
     """Return the number of weights that one token uses. Of the experts, only the chosen ones count."""
-    text = policy.transformer.config.get_text_config()
-    chosen, experts = (next((getattr(text, name) for name in names if hasattr(text, name)), 1) for names in EXPERTS)
+    chosen, experts = num_experts(policy.transformer.config.get_text_config())
     of_experts = sum(p.numel() for name, p in policy.named_parameters() if ".experts." in name)
     return sum(p.numel() for p in policy.parameters()) - of_experts + of_experts * chosen // experts
 

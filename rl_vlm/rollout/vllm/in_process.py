@@ -251,7 +251,7 @@ def start_vllm(arguments: dict[str, Any], runner: str = "auto") -> Any:
 def model_runner_set(choice: str) -> Iterator[None]:
     """Set vLLM's environment variable for `vllm_model_runner` in this context.
 
-    vLLM keeps the values that it reads at its first start. Raises ConfigError if it then read another value.
+    vLLM reads it when it first starts, and keeps the value. Raises ConfigError if it has read another one.
     """
     from vllm import envs
 

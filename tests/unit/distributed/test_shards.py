@@ -21,7 +21,10 @@ def zero3_parameter(num_values: int, group: Any) -> Any:
     values = torch.full((size * group.size(),), PADDING)
     values[:num_values] = torch.arange(num_values)
     part = values.split(size)[group.rank()].clone()
-    return SimpleNamespace(ds_id=0, ds_tensor=part, ds_numel=num_values, ds_process_group=group)
+    return SimpleNamespace(
+        ds_id=0, ds_tensor=part, ds_numel=num_values, ds_shape=(num_values,), ds_process_group=group,
+        device=part.device, numel=lambda: 0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,17 @@ def test_a_part_of_zero3_ends_before_the_padding(shape: tuple[int, ...], parts: 
     assert [values for values, _ in found] == parts
     size = max(map(len, parts))
     assert [total for _, total in found] == [7.0 * len(part) + PADDING * (size - len(part)) for part in parts]
+
+
+def test_a_parameter_of_zero3_is_replaced_by_whole_values() -> None:
+    def on_rank(ranks: Ranks) -> None:
+        parameter = zero3_parameter(5, init_device_mesh("cpu", (ranks.world_size,)).get_group())
+        assert whole(parameter).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        set_whole(parameter, torch.tensor([5.0, 6.0, 7.0, 8.0, 9.0]))
+        assert whole(parameter).tolist() == [5.0, 6.0, 7.0, 8.0, 9.0]
+
+    on_ranks(2, on_rank)
+    on_ranks(4, on_rank)
 
 
 def test_a_dtensor_is_replaced_by_whole_values() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.launch_variables import Launch
 from rl_vlm.distributed.ranks import Ranks
-from rl_vlm.distributed.zero import ZeRO
+from rl_vlm.distributed.zero import ZeRO, gather_as
 
 deepspeed: Any = pytest.importorskip("deepspeed")
 
@@ -18,6 +18,20 @@ CONFIG = RunConfig.model_validate(
     {"model": {"model_name_or_path": "m"}, "data": {"dataset_name": "d"}, "rewards": {"reward_funcs": ["exact_match"]}}
 )
 TEXT = SimpleNamespace(hidden_size=8)
+
+
+def test_matrices_of_layers_are_sent_in_16_bits() -> None:
+    """DeepSpeed asks its own function, which is private, for the dtype of a gather."""
+    from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+
+    layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "layer": layer})
+    gather_as(torch.bfloat16, [layer])
+    sent = {name: get_allgather_dtype(weight, weight) for name, weight in model.named_parameters()}
+    assert sent == {
+        "embedding.weight": torch.float32, "layer.0.weight": torch.bfloat16, "layer.0.bias": torch.float32,
+        "layer.1.weight": torch.float32, "layer.1.bias": torch.float32,
+    }  # fmt: skip
 
 
 class Rank(Ranks):
