@@ -39,6 +39,8 @@ class Layers(nn.Module):
 class Policy(nn.Module):
     """The layers, or an adapter's wrapper around them."""
 
+    compute_dtype = torch.float32
+
     def __init__(self, has_adapter: bool = False) -> None:
         super().__init__()
         self.transformer = Layers()
