@@ -25,8 +25,7 @@ ACTIVATIONS = Activations(
 FULL = Weights(
     num=NUM, num_active=NUM, num_vision=NUM // 4, trains_vision=True, is_adapter=False, num_trained=NUM,
     trained_bytes=GIB, frozen_bytes=0, reference_bytes=0, layer_bytes=GIB // 16, layer_cast=GIB // 32,
-    layers_cast=GIB * 15 // 32,
-    rest_bytes=GIB // 16, layer_trained=NUM // 16, largest_trained=NUM // 16,
+    layers_cast=GIB * 15 // 32, rest_bytes=GIB // 16, layer_trained=NUM // 16, largest_trained=NUM // 16,
     dequantized_bytes=0, matrix_rows_and_columns=2**20,
 )  # fmt: skip
 
@@ -39,8 +38,7 @@ def planned_model(config: RunConfig) -> Model:
         weights = replace(weights, frozen_bytes=GIB // 8)  # in bfloat16
     if config.model.use_peft:
         size = GIB // 8 if config.model.load_in_4bit else GIB // 2
-        weights = replace(weights, num_trained=NUM // 64, trained_bytes=GIB // 64, frozen_bytes=size)
-        weights = replace(weights, is_adapter=True)
+        weights = replace(weights, is_adapter=True, num_trained=NUM // 64, trained_bytes=GIB // 64, frozen_bytes=size)
     found = ACTIVATIONS
     if config.memory.gradient_checkpointing:
         found = replace(found, per_token=MIB / 2, layers_per_token=MIB / 4)

@@ -91,8 +91,7 @@ def size(subject: Subject) -> Checking[bool]:
     found, splits = subject.value(prompts), subject.value(every_row)
     if found is None or splits is None:
         return False
-    config = with_precision(subject.elsewhere, "cuda" if torch.cuda.is_available() else "cpu")
-    weights = count_weights(config, found.checkpoint)
+    weights = count_weights(local_config(subject), found.checkpoint)
     yield from high_learning_rate(subject.config, weights.num)
     yield from check_disk(subject.config, weights, splits.num_steps)
     reason = too_large(weights) if subject.cost == Cost.MODEL else "--no-model is set"
@@ -101,13 +100,17 @@ def size(subject: Subject) -> Checking[bool]:
     return reason is None
 
 
+def local_config(subject: Subject) -> RunConfig:
+    """Return the config with the temporary directory, and with the precision of this machine if it has none."""
+    return with_precision(subject.elsewhere, "cuda" if torch.cuda.is_available() else "cpu")
+
+
 def loaded_model(subject: Subject) -> Checking[None]:
     """Load the model, and check the token budget and the effect of pixels."""
     found = subject.value(prompts)
     if found is not None and subject.value(size):
-        ranks = Ranks()
-        config = with_precision(subject.elsewhere, ranks.device.type)
-        policy = load_policy(config, found.checkpoint).to(ranks.device)
+        config = local_config(subject)
+        policy = load_policy(config, found.checkpoint).to(Ranks().device)
         yield from check_budget(config, found.checkpoint, policy, found.builder, found.train)
         yield from check_pixels(policy, found.builder, found.train)
 
