@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tiny.build import CACHE
+from tests.tiny.cache import CACHE
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -88,7 +89,9 @@ def imported_modules(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "rl_vlm" else [node.module]
 
 
-ALL = [found for path in code_files() for found in imports_of(path)]
+@cache
+def all_imports() -> tuple[Import, ...]:
+    return tuple(found for path in code_files() for found in imports_of(path))
 
 
 def component(module: str) -> str:
@@ -113,7 +116,7 @@ def test_every_module_has_a_layer():
 
 
 def test_modules_import_lower_layers_only():
-    ours = [found for found in ALL if package(found) == "rl_vlm" and owner(found) in LAYER_OF]
+    ours = [found for found in all_imports() if package(found) == "rl_vlm" and owner(found) in LAYER_OF]
     assert len(ours) > 50
     upward = [
         str(found)
@@ -132,7 +135,7 @@ def test_the_layers_are_those_that_contributors_read():
 
 @pytest.mark.parametrize(("name", "allowed"), ONLY_IN.items())
 def test_packages_are_imported_in_these_folders(name: str, allowed: tuple[str, ...]):
-    files = {found.file for found in ALL if found.file.startswith("rl_vlm/") and package(found) == name}
+    files = {found.file for found in all_imports() if found.file.startswith("rl_vlm/") and package(found) == name}
     assert bool(files) == bool(allowed)
     assert [file for file in files if not file.startswith(allowed)] == []
 
@@ -141,29 +144,31 @@ def test_files_check_that_rewards_are_ours_before_they_import_them():
     """Else a user's own `rewards.py` would run. An import of `rl_vlm.reward` is the check, which is in `errors.py`."""
     have_it = ("rewards/", "rl_vlm/reward/", "rl_vlm/errors.py")
     unchecked = []
-    for file in sorted({found.file for found in ALL if not found.file.startswith(have_it)}):
+    for file in sorted({found.file for found in all_imports() if not found.file.startswith(have_it)}):
         packages = [f"{folder}/__init__.py" for folder in reversed(Path(file).parents)]
-        in_order = [found for name in (*packages, file) for found in ALL if found.file == name]
+        in_order = [found for name in (*packages, file) for found in all_imports() if found.file == name]
         checks = [i for i, found in enumerate(in_order) if component(found.module) == "rl_vlm.reward"]
         unchecked += [str(found) for found in in_order[: min(checks, default=None)] if package(found) == "rewards"]
     assert unchecked == []
 
 
 def test_rewards_import_nothing_of_ours_and_nothing_imports_launch():
-    from_rewards = [str(f) for f in ALL if f.file.startswith("rewards/") and package(f) in ("rl_vlm", "launch")]
-    of_launch = [str(f) for f in ALL if not f.file.startswith("launch/") and package(f) == "launch"]
+    from_rewards = [
+        str(f) for f in all_imports() if f.file.startswith("rewards/") and package(f) in ("rl_vlm", "launch")
+    ]
+    of_launch = [str(f) for f in all_imports() if not f.file.startswith("launch/") and package(f) == "launch"]
     assert (from_rewards, of_launch) == ([], [])
 
 
 def test_heavy_packages_are_imported_inside_functions():
-    assert [str(found) for found in ALL if found.at_top and package(found) in LOCAL] == []
+    assert [str(found) for found in all_imports() if found.at_top and package(found) in LOCAL] == []
 
 
 @pytest.mark.parametrize(
     "name", ["types", "passes/micro_batches", *(f"algorithm/{path.stem}" for path in MATHS.glob("[!_]*.py"))]
 )
 def test_the_maths_needs_torch_and_jaxtyping_alone(name: str):
-    modules = {found.module for found in ALL if found.file == f"rl_vlm/{name}.py"}
+    modules = {found.module for found in all_imports() if found.file == f"rl_vlm/{name}.py"}
     foreign = {module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names}
     ours = "types config errors functions names stages algorithm".split()
     allowed = ("torch", "jaxtyping", *(f"rl_vlm.{name}" for name in ours))
@@ -181,12 +186,14 @@ def test_help_and_config_errors_need_no_torch():
 
 
 def test_the_package_imports_its_public_names_when_they_are_used():
-    assert [str(found) for found in ALL if found.file == "rl_vlm/__init__.py" and found.at_top] == [
+    assert [str(found) for found in all_imports() if found.file == "rl_vlm/__init__.py" and found.at_top] == [
         "rl_vlm/__init__.py:3 imports typing"
     ]
 
 
 def test_no_two_files_import_each_other_in_a_circle():
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in code_files()}
-    graph = {name: {found.module for found in imports_of(path)} & files.keys() for name, path in files.items()}
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for found in all_imports():
+        graph[".".join(Path(found.file).with_suffix("").parts)] |= {found.module} & files.keys()
     TopologicalSorter(graph).prepare()  # raises CycleError, with the files

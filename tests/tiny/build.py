@@ -12,6 +12,7 @@ from rl_vlm.model.families import FAMILIES
 from rl_vlm.tiny import build
 from rl_vlm.tiny.family import TinyFamily
 from rl_vlm.tiny.qwen import QWEN, qwen3_vl
+from tests.tiny.cache import CACHE
 from tests.tiny.cohere import COHERE
 from tests.tiny.deepseek import DEEPSEEK
 from tests.tiny.gemma import GEMMA
@@ -31,9 +32,6 @@ TINY_FAMILIES = {
     name: family for name, family in ALL_FAMILIES.items() if name not in FAMILIES or FAMILIES[name].is_available
 }
 """All that the installed transformers has."""
-
-CACHE = "RL_VLM_TINY_CHECKPOINTS"
-"""Environment variable with the folder of the checkpoints that this test run has built."""
 
 
 def build_tiny(family: str, directory: str | Path, **options: Any) -> Path:
