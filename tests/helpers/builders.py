@@ -1,6 +1,7 @@
 """What the integration tests build: tiny policies, prompts with images, groups; and how gradients are compared."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,15 @@ def noise_image(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
+@lru_cache(maxsize=4)
+def processor_of(checkpoint: Path) -> Any:
+    """The checkpoint's processor, which takes about as long to load as the tiny model."""
+    return AutoProcessor.from_pretrained(checkpoint)
+
+
 def make_prompt(checkpoint: Path, images: Sequence[Image.Image], text: str = QUESTION) -> Prompt:
     """A prompt with the images before the text."""
-    builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
+    builder = PromptBuilder(processor_of(checkpoint), DataConfig())
     content = [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
     return builder.build(Sample("s", messages, list(images), {}, messages))
