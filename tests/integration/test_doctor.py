@@ -56,7 +56,7 @@ def found(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [(finding.severity, finding.kind) for finding in diagnosis.findings]
 
 
-@pytest.mark.parametrize("num_rows, num_each", [(400, 2), pytest.param(10_000, 20, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("num_rows, num_each", [(200, 2), pytest.param(10_000, 20, marks=pytest.mark.slow)])
 def test_planted_faults_and_nothing_else(num_rows: int, num_each: int, tiny_checkpoint: Path, tmp_path: Path):
     planted = write_planted(tmp_path, num_rows, num_each)
     diagnosis = examine(planted_config(tmp_path, tiny_checkpoint), with_model=False, decode=True)
@@ -67,7 +67,7 @@ def test_planted_faults_and_nothing_else(num_rows: int, num_each: int, tiny_chec
 
 
 def test_without_decoding_only_equal_files_are_duplicates(tiny_checkpoint: Path, tmp_path: Path):
-    planted = write_planted(tmp_path, 400, 2)
+    planted = write_planted(tmp_path, 200, 2)
     diagnosis = examine(planted_config(tmp_path, tiny_checkpoint), with_model=False)
     missed = planted.keys() - rows_found(diagnosis).keys()
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
@@ -75,7 +75,7 @@ def test_without_decoding_only_equal_files_are_duplicates(tiny_checkpoint: Path,
 
 
 def test_rows_to_drop_are_warnings(tiny_checkpoint: Path, tmp_path: Path):
-    write_planted(tmp_path, 400, 2)
+    write_planted(tmp_path, 200, 2)
     diagnosis = examine(planted_config(tmp_path, tiny_checkpoint, on_bad_row="drop"), with_model=False)
     assert {severity for severity, _ in found(diagnosis)} == {"warning"}
     assert diagnosis.status == 1

@@ -15,9 +15,9 @@ from rl_vlm.model.vision import idle_sample
 from rl_vlm.types import Forward, MicroBatch
 from tests.helpers.builders import make_groups, make_policy, make_prompt, noise_image, take_gradients, whole
 from tests.helpers.family_parity import NEED_AN_IMAGE
+from tests.helpers.tiers import families_in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
-FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "ovis2", "qwen3_5", "mllama", "lfm2_vl"}
 UNSHARDABLE = {"mllama", "lfm2_vl", "minicpmv4_6", "minicpmv4_7"}
 VISION_RUNS = 4
 WAYS_TO_TRAIN: dict[str, dict[str, Any]] = {
@@ -39,10 +39,7 @@ SHAPES: dict[str, list[tuple[list[Image.Image], list[int]]]] = {
 """Images and completion lengths of the groups of each micro-batch."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(n, marks=() if n in FIRST_TIER else pytest.mark.ci) for n in sorted(TINY_FAMILIES)],
-)
+@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

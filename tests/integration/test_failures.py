@@ -47,9 +47,18 @@ def fail_in(patch: pytest.MonkeyPatch, owner: Any, method: str, call: int) -> No
     patch.setattr(owner, method, failing)
 
 
-@pytest.mark.parametrize("variant", ["full", "window", "partial_rollouts"])
-@pytest.mark.parametrize(("owner", "method"), [(DDP, "backward"), (Collector, "score")])
-def test_an_error_in_a_step_saves_the_step_before(variant, owner, method, tiny_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "method", "variant"),
+    [
+        (DDP, "backward", "window"),
+        pytest.param(Collector, "score", "window", marks=pytest.mark.ci),
+        pytest.param(Collector, "score", "partial_rollouts", marks=pytest.mark.ci),
+        pytest.param(DDP, "backward", "partial_rollouts", marks=pytest.mark.slow),
+        pytest.param(DDP, "backward", "full", marks=pytest.mark.slow),
+        pytest.param(Collector, "score", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_an_error_in_a_step_saves_the_step_before(owner, method, variant, tiny_checkpoint, tmp_path, monkeypatch):
     """`Collector.score` has drawn random numbers by then: the coin's."""
     train(config_of(variant, tiny_checkpoint, tmp_path / "straight"))
     config = config_of(variant, tiny_checkpoint, tmp_path / "failed", save_steps=0)
@@ -62,6 +71,7 @@ def test_an_error_in_a_step_saves_the_step_before(variant, owner, method, tiny_c
     assert_same_run(tmp_path / "failed", tmp_path / "straight")
 
 
+@pytest.mark.ci
 def test_an_error_in_an_evaluation_is_followed_by_the_evaluation(tiny_checkpoint, tmp_path, monkeypatch):
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, "eval_steps": 2, "eval_on_start": False}
     train(config_of("full", tiny_checkpoint, tmp_path / "straight", **settings))
@@ -115,6 +125,7 @@ def test_an_error_of_all_ranks_saves_the_step_before(tiny_checkpoint, tmp_path):
     assert [path.name for path in store.complete(tmp_path / "run")] == ["checkpoint-2"]
 
 
+@pytest.mark.ci
 def test_a_batch_that_cannot_be_written_changes_nothing(tiny_checkpoint, tmp_path, monkeypatch, caplog):
     gradients = Passes.gradients
 

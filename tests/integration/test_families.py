@@ -19,6 +19,7 @@ from rl_vlm.types import Group, Prompt, RolloutRequest, Sampling
 from tests.helpers.builders import make_policy
 from tests.helpers.family_parity import Parity, case_groups, cases, measure, scores
 from tests.helpers.stock import generate_with_transformers, stock_logprobs
+from tests.helpers.tiers import FAST_FAMILIES, families_in_tiers, in_tiers
 from tests.helpers.wrong_rows import WRONG_ROWS, effect
 from tests.tiny.build import ALL_FAMILIES, TINY_FAMILIES
 
@@ -37,25 +38,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-OWN_CODE_PATHS = {
-    "qwen2_5_vl",  # M-RoPE
-    "qwen3_vl",  # deepstack features
-    "internvl",  # positions in one dimension, tiles
-    "gemma3",  # sliding windows, images that see themselves in both directions
-    "paligemma",  # a prompt that sees itself in both directions
-    "mllama",  # cross-attention
-    "qwen3_5",  # gated delta rule
-    "lfm2_vl",  # short convolutions
-}
-"""Families whose tests are all in the first tier. The others share their code and have one test there."""
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each test the families of its tier. One short test has every family in `make test-ci`."""
     if "family" in metafunc.fixturenames:
-        is_short = metafunc.function is test_generator_logprobs_are_those_of_the_models_own_forward
-        first_tier = TINY_FAMILIES.keys() if is_short else OWN_CODE_PATHS
-        marks = {name: () if name in first_tier else pytest.mark.ci for name in sorted(TINY_FAMILIES)}
-        metafunc.parametrize("family", [pytest.param(n, marks=m) for n, m in marks.items()], scope="module")
+        has_all = metafunc.function is test_generator_logprobs_are_those_of_the_models_own_forward
+        families = in_tiers(sorted(TINY_FAMILIES), FAST_FAMILIES) if has_all else families_in_tiers(TINY_FAMILIES)
+        metafunc.parametrize("family", families, scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from rl_vlm.run.run import Run, train
 from rl_vlm.trainer import Trainer
 from tests.helpers import mixed_run, tiny_run
 from tests.helpers.builders import gradient_error, sharpen, take_gradients
+from tests.helpers.tiers import in_tiers
 from tests.helpers.two_processes import launch, train_on_two_processes
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
@@ -119,9 +120,7 @@ def assert_log_probs_are_the_generators(window: Window) -> None:
                     assert (logprobs - completion.generator_logprobs).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize(
-    "loss_type", [pytest.param(name, marks=() if name in ("dapo", "cispo") else pytest.mark.ci) for name in LOSS_TYPES]
-)
+@pytest.mark.parametrize("loss_type", in_tiers(LOSS_TYPES, {"dapo"}))
 def test_loss_and_gradient_do_not_depend_on_the_cut(
     trainer: Trainer, loss_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

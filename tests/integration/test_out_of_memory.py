@@ -55,6 +55,7 @@ def assert_trained_as(uncapped: tuple[Path, Trained], run: Path, trained: Traine
     assert distance(weights(run / last), weights(directory / last)) <= 1e-3 * moved
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("stage", "share"), [("forward", 0.85), ("backward", 0.85), ("update", 0.5), ("rollout", 0.6)])
 def test_a_run_that_runs_out_of_memory_trains_as_one_that_does_not(
     stage: str, share: float, uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path
@@ -96,6 +97,7 @@ def test_events_of_the_check_of_an_engine_are_counted(
     assert [metrics.get("out_of_memory/check") for metrics in steps] == [1, None]
 
 
+@pytest.mark.ci
 def test_a_single_completion_that_does_not_fit_is_named(
     uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_single_completion_that_does_not_fit_is_named(
     assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
 
 
+@pytest.mark.ci
 def test_optimizer_state_that_does_not_fit_changes_no_weight(
     uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,14 +119,22 @@ def test_optimizer_state_that_does_not_fit_changes_no_weight(
     assert raised.value.on_all_ranks
 
 
+@pytest.fixture(scope="module")
+def straight(uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose second step runs out of memory."""
+    directory = tmp_path_factory.mktemp("straight")
+    cap = uncapped[1].ranges["backward", 2].at(0.85)
+    assert train_capped(make_config(tiny_checkpoint, directory), "backward", 2, cap).num_failures > 0
+    return directory
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("killed_before", [2, 3])
 def test_a_resumed_run_replays_the_budget(
-    killed_before: int, uncapped: tuple[Path, Trained], tiny_checkpoint: Path, tmp_path: Path
+    killed_before: int, straight: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """It is the run that was not interrupted, bitwise: the event of step 2 is replayed, or in the checkpoint."""
-    straight, copy = tmp_path / "straight", tmp_path / "copy"
-    cap = uncapped[1].ranges["backward", 2].at(0.85)
-    assert train_capped(make_config(tiny_checkpoint, straight), "backward", 2, cap).num_failures > 0
+    copy = tmp_path / "copy"
     shutil.copytree(straight, copy)
     for step in range(killed_before, NUM_STEPS + 1):
         shutil.rmtree(copy / f"checkpoint-{step}")

@@ -41,6 +41,7 @@ def trainer(checkpoint: Any, output_dir: Path, **given: Any) -> GRPOTrainer:
     return GRPOTrainer(checkpoint, output_dir=output_dir, **{**defaults, **arguments})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("as_dataset", [False, True], ids=["list", "Dataset"])
 def test_the_run_is_that_of_the_same_function_and_rows_named_in_settings(tiny_checkpoint, tmp_path, as_dataset: bool):
     expected = train(make_config(tiny_checkpoint, tmp_path / "named", eval_dataset_name=tiny_run.HELD_OUT_ROWS))

@@ -33,14 +33,15 @@ from rl_vlm.run.run import train
 from rl_vlm.types import Group, RolloutRequest, Sampling
 from tests.helpers import tiny_run
 from tests.helpers.resuming import NUM_STEPS, VARIANTS, assert_same_run, config_of, resumed, train_until
+from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import make_config, metric_lines
 
-FIRST_TIER = ("full", "window", "lora_with_reference", "evaluated")
+FAST = {"full", "window", "evaluated"}
+PARTS_OF_OTHERS = {"lora", "reference"}
+"""Variants that `lora_with_reference` joins; they are in the slow tier."""
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=() if name in FIRST_TIER else pytest.mark.ci) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", in_tiers(VARIANTS, FAST, VARIANTS.keys() - PARTS_OF_OTHERS))
 def test_resumed_run_equals_the_run_that_was_not_killed(variant, tiny_checkpoint, tmp_path, monkeypatch):
     straight, killed = (config_of(variant, tiny_checkpoint, tmp_path / name) for name in ("straight", "killed"))
     train(straight)

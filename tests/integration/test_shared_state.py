@@ -18,10 +18,9 @@ from rl_vlm.model.shared_state import CONVOLUTION, DELTA_RULE, SharedRow, delta_
 from rl_vlm.types import Forward
 from tests.helpers.builders import make_policy, whole
 from tests.helpers.family_parity import case_groups
+from tests.helpers.tiers import families_in_tiers
 from tests.tiny.build import TINY_FAMILIES
 from tests.tiny.hybrid import HYBRID
-
-FIRST_TIER = {"qwen3_5", "lfm2_vl"}
 
 Change = Callable[[Policy, pytest.MonkeyPatch], None]
 
@@ -76,10 +75,7 @@ WRONG_STATES = [crosses_completions, of_another_prompt, last_inputs_are_not_pass
 OF_DELTA_RULE = [of_another_prompt, state_is_not_passed]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(n, marks=() if n in FIRST_TIER else pytest.mark.ci) for n in sorted(HYBRID)],
-)
+@pytest.fixture(scope="module", params=families_in_tiers(HYBRID))
 def family(request: pytest.FixtureRequest) -> str:
     if request.param not in TINY_FAMILIES:
         pytest.skip("needs a later transformers")

@@ -17,6 +17,7 @@ from rl_vlm.types import Prompt
 from tests.helpers.builders import make_prompt, noise_image
 from tests.helpers.family_parity import NEED_AN_IMAGE
 from tests.helpers.stock import model_inputs
+from tests.helpers.tiers import families_in_tiers
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 SIZES = {"one": [(32, 24)], "two": [(40, 20), (24, 64)]}
@@ -50,7 +51,7 @@ LAYER_TYPES = {
 """Where full attention is not the only one."""
 
 
-@pytest.fixture(scope="module", params=TINY_FAMILIES)
+@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -305,9 +305,18 @@ def test_the_example_has_generator_weights_within_and_beyond_both_bounds(mode):
         assert ((weights > low) & (weights < high) & (weights != 1)).any()
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("mode", CORRECTIONS)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "mode", "on_policy"),
+    [
+        *product(LOSS_TYPES, CORRECTIONS, [False]),
+        *product(["dapo"], CORRECTIONS, [True]),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in product(LOSS_TYPES, CORRECTIONS, [True])
+            if each[0] != "dapo"
+        ),
+    ],
+)
 def test_loss_and_gradient_with_another_generator_equal_trls(make_generator_trainer, loss_type, mode, on_policy):
     settings = with_cispo_cap(loss_type, EVERYTHING) | BOUNDS | {"vllm_importance_sampling_mode": mode}
     inputs = mismatched_inputs(on_policy)

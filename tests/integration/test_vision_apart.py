@@ -17,9 +17,9 @@ from rl_vlm.types import MicroBatch, ScoredGroup
 from tests.helpers.builders import gradient_error, make_policy, take_gradients
 from tests.helpers.family_parity import case_groups, cases, scores, stock_scores
 from tests.helpers.given_groups import make_budget
+from tests.helpers.tiers import families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
-FIRST_TIER = {"qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "glm4v", "ovis2", "mllama", "qwen3_5"}
 BOUNDS: dict[str, float] = dict.fromkeys(("gemma4", "gemma4_bidirectional", "gemma4_moe"), 5e-5)
 """Where rounding in fp32 moves gradients by more than 1e-5; test_families.py has the reasons."""
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -29,10 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(n, marks=() if n in FIRST_TIER else pytest.mark.ci) for n in sorted(TINY_FAMILIES)],
-)
+@pytest.fixture(scope="module", params=families_in_tiers(TINY_FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -88,7 +85,7 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
         assert gradient_error(found, stock_scores(policy, groups).gradients) <= BOUNDS.get(family, 1e-5), case
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", in_tiers(VARIANTS, fast={"checkpointing", "LoRA, checkpointing"}, ci=()))
 def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
     policy = make_policy(checkpoint, **VARIANTS[variant])
     case = "several prompts" if "several prompts" in cases(family) else "two images"

@@ -25,7 +25,7 @@ from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, token_
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
-NUM_UPDATES = 20
+NUM_UPDATES = 6
 
 VARIANTS = {
     "full": {},

@@ -32,7 +32,7 @@ from tests.helpers.vllm_parity import Side, generator_logprobs, make_config, sam
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
 HOST, TIMEOUT = "127.0.0.1", 240.0
-NUM_UPDATES = 20
+NUM_UPDATES = 6
 
 
 @dataclass

@@ -242,6 +242,7 @@ def test_the_allocator_is_configured_for_each_call(monkeypatch: pytest.MonkeyPat
     assert os.environ[VARIABLES[0]] == "max_split_size_mb:64"
 
 
+@pytest.mark.ci
 def test_the_log_is_shown_in_a_session_without_handlers(tmp_path: Path):
     program = (
         "import logging\n{before}\nfrom rl_vlm import GRPOTrainer\n"

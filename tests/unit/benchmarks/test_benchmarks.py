@@ -186,6 +186,7 @@ def test_ratios_are_medians_over_rounds():
     assert ratio({"peer": [4.0, 9.0, 20.0], "ours": [2.0, 3.0, 2.0]}, "peer", "ours") == 3.0
 
 
+@pytest.mark.ci
 def test_peak_growth_sees_what_was_freed_again():
     # In a process of its own: tests before this one may have left free memory that no new page is needed for.
     code = (

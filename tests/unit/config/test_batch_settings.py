@@ -127,7 +127,7 @@ def check_grid(*values: Iterable) -> None:
 
 
 def test_every_combination_on_a_grid():
-    check_grid([2, 3, 4, 6, 7, 8, 12, 16], [1, 2, 3, 6, 8], [None, 1, 4, 6], [None, 3, 8], [None, 2], [None, 3])
+    check_grid([2, 4, 6, 7, 12], [1, 2, 3, 8], [None, 1, 4, 6], [None, 3, 8], [None, 2], [None, 3])
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from rewards.grounding.iou import iou
 from rewards.grounding.point_in_box import point_in_box
 
 FUNCTIONS = [boxes_f1, detection_map, detection_map_length, giou, iou, point_in_box]
-NUM_CASES = 1000
+NUM_CASES = [200, pytest.param(1000, marks=pytest.mark.slow)]
 PIXELS = {"coordinates": "original"}
 DOG = (10.0, 20.0, 30.0, 40.0)
 
@@ -38,8 +38,10 @@ def score(function, completion, solution, sizes=None, model_sizes=None, **settin
     return result
 
 
-def cases():
-    return (random.Random(seed) for seed in range(NUM_CASES))
+@pytest.fixture(params=NUM_CASES)
+def cases(request: pytest.FixtureRequest) -> list[random.Random]:
+    """The sources of the numbers of each case."""
+    return [random.Random(seed) for seed in range(request.param)]
 
 
 def random_box(rng, width=100.0, height=100.0, least=1.0):
@@ -56,8 +58,8 @@ def near(rng, box, by=8.0):
 # Independent implementations
 
 
-def test_iou_and_giou_are_those_of_torchvision():
-    for rng in cases():
+def test_iou_and_giou_are_those_of_torchvision(cases):
+    for rng in cases:
         gold = random_box(rng)
         box = rng.choice([random_box(rng), near(rng, gold)])
         mine, theirs = (torch.tensor([b], dtype=torch.float64) for b in (box, gold))
@@ -82,8 +84,8 @@ def best_sum(values):
     )
 
 
-def test_boxes_are_assigned_as_the_best_permutation_assigns_them():
-    for rng in cases():
+def test_boxes_are_assigned_as_the_best_permutation_assigns_them(cases):
+    for rng in cases:
         labels = rng.choice(["a", "ab"])
         gold = labelled(rng, [random_box(rng, least=30) for _ in range(rng.randint(1, 5))], labels)
         boxes = [near(rng, rng.choice(gold)["bbox_2d"], 25) for _ in range(rng.randint(1, 5))]
@@ -97,8 +99,8 @@ def test_boxes_are_assigned_as_the_best_permutation_assigns_them():
         assert score(boxes_f1, json.dumps(predicted), gold, threshold=threshold) == pytest.approx(expected, abs=1e-9)
 
 
-def test_points_are_assigned_as_the_best_permutation_assigns_them():
-    for rng in cases():
+def test_points_are_assigned_as_the_best_permutation_assigns_them(cases):
+    for rng in cases:
         gold = [random_box(rng, least=40) for _ in range(rng.randint(1, 5))]
         points = [[rng.uniform(0, 100), rng.uniform(0, 100)] for _ in range(rng.randint(1, 5))]
         inside = np.array(
@@ -136,8 +138,8 @@ def coco_map(predicted, gold):
     return precision[precision > -1].mean()
 
 
-def test_map_is_that_of_pycocotools():
-    for rng in cases():
+def test_map_is_that_of_pycocotools(cases):
+    for rng in cases:
         confidence = rng.choice(["equal", "given"])
         labels = rng.choice(["a", "ab", "abc"])
         gold = labelled(rng, [random_box(rng, least=30) for _ in range(rng.randint(1, 8))], labels)
@@ -389,8 +391,8 @@ def test_junk_scores_zero_in_no_time(function, junk):
     assert time.process_time() - started < 3.0
 
 
-def test_random_junk_is_a_finite_score():
-    for rng in cases():
+def test_random_junk_is_a_finite_score(cases):
+    for rng in cases:
         words = [
             "[",
             "]",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import cli
+from tests.helpers.tiers import in_tiers
 
 BUGS: dict[str, tuple[str, set[str]]] = {
     "constant": ("return [1.0 for _ in completions]", {"constant"}),
@@ -68,7 +69,7 @@ def kinds(report: dict) -> set[str]:
     return {finding["kind"] for finding in report["findings"]}
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", in_tiers(BUGS, BUGS.keys() - {"slow"}))
 def test_a_planted_fault_is_found(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
     body, expected = BUGS[bug]
     Path("mine.py").write_text(SOURCE.format(body=body))
