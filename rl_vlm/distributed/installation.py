@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 DEVICES = Path("/dev")
 """Folder with a file `nvidia0`, `nvidia1`, … for each NVIDIA card."""
+OWN = "rl-vlm"
 VERSION = "package version"
 """Kind of a finding about a version."""
 
@@ -38,7 +39,10 @@ def check_installation(config: RunConfig) -> None:
 
 def faults(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding for each fault of the packages, the driver and the compiler."""
-    yield from wrong_versions(requires("rl-vlm") or [], installed_versions())
+    if not has_package(OWN):
+        what = "rl-vlm itself is not installed: versions of packages are not checked, and vLLM finds no plugins of it"
+        yield Finding("warning", VERSION, what, "Install it: `pip install -e .` in its folder")
+    yield from wrong_versions(own_requirements(), installed_versions())
     yield from gpu_faults(config)
 
 
@@ -96,9 +100,14 @@ def has_package(name: str) -> bool:
     return True
 
 
+def own_requirements() -> list[str]:
+    """Return the packages that rl-vlm or its extras require, with bounds. It has none if it is not installed."""
+    return (requires(OWN) or []) if has_package(OWN) else []
+
+
 def installed_versions() -> dict[str, str]:
     """Return the installed versions of the packages that rl-vlm or its extras require."""
-    names = {Requirement(text).name for text in requires("rl-vlm") or []}
+    names = {Requirement(text).name for text in own_requirements()}
     return {name: version(name) for name in names if has_package(name)}
 
 

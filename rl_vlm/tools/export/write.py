@@ -14,7 +14,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from rl_vlm.checkpoint import store
 from rl_vlm.config.schema import DataConfig, ModelConfig
 from rl_vlm.data.prompts import load_processor
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError, shorten
+from rl_vlm.log.starts import installed_version
 from rl_vlm.model.blocks import persistent_buffers, untied
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json
 from rl_vlm.model.loading import load_adapter, load_transformer
@@ -89,7 +89,7 @@ def write_files(directory: Path, exported: Export) -> None:
         "checkpoint": source.checkpoint.absolute().name,
         "step": source.step,
         "form": exported.form,
-        "rl_vlm": version("rl-vlm"),
+        "rl_vlm": installed_version("rl-vlm"),
     }
     (directory / MARK).write_text(json.dumps(mark, indent=2) + "\n")
 

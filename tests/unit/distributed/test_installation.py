@@ -43,6 +43,17 @@ def test_this_environment_is_right():
     assert {"torch", "transformers", "accelerate"} <= installed_versions().keys()
 
 
+def test_a_run_starts_from_a_folder_that_is_not_installed(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(installation, "OWN", "no-such-package")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        check_installation(config)
+    assert "rl-vlm itself is not installed" in caplog.text
+    assert installed_versions() == {}
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     return make_config("m", tmp_path)
