@@ -24,7 +24,8 @@ from transformers.masking_utils import causal_mask_function
 from benchmarks.common import version_of
 from benchmarks.gpu_parts.bench import Bench
 from rl_vlm.errors import shorten
-from rl_vlm.model.shared_prefix import RowLayout, block_attention, compiled_flex_attention, shared_attention
+from rl_vlm.model.flex_kernels import compiled_flex_attention
+from rl_vlm.model.shared_prefix import RowLayout, block_attention, shared_attention
 
 HEAD = (
     "heads", "row", "way", "forward_ms", "forward_backward_ms", "mask_ms", "first_call_s", "compilations", "kernels",

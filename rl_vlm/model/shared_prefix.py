@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_vlm.errors import ModelError
 from rl_vlm.model.block_masks import make_block_mask
+from rl_vlm.model.flex_kernels import compiled_flex_attention, kernel_options, shared_memory_of
 from rl_vlm.model.softcap import capped_attention, score_cap
 from rl_vlm.types import to_device
 
@@ -236,7 +236,7 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     AttentionMaskInterface.register("group_shared", mask)
-    AttentionInterface.register("group_shared", attention)
+    AttentionInterface.register("group_shared", torch.compiler.disable(attention))  # its kernels are compiled apart
     model.set_attn_implementation({"text_config": "group_shared"})
 
 
@@ -274,16 +274,8 @@ def block_attention(
 ) -> Tensor:
     """Compute the same attention with one FlexAttention call over the row."""
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
+    options = kernel_options(query.shape[-1], shared_memory_of(query.device))
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     score_mod = None if softcap is None else score_cap(softcap, query.device)
-    row = attend(query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True)
+    row = attend(query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True, kernel_options=options)
     return row[0].transpose(0, 1)
-
-
-@cache
-def compiled_flex_attention() -> Callable[..., Any]:
-    """Compile FlexAttention once for all lengths. Otherwise each new length would take some 15 s.
-
-    With `fullgraph`, too many recompilations raise an error. Otherwise attention would silently become unfused.
-    """
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

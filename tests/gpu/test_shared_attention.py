@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from rl_vlm.model.flex_kernels import compiled_flex_attention
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.shared_prefix import compiled_flex_attention
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
@@ -48,9 +48,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(autouse=True)
 def plain_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute in float32 without TF32, and let the variants of a family compile as often as they need to."""
+    """Compute in float32 without TF32."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
 
 
 def forget_compiled() -> None:

@@ -3,6 +3,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -135,6 +136,22 @@ def test_its_compiled_gradients_are_the_same(softcap, monkeypatch):
         of_split, of_row = (torch.autograd.grad((output * weights).sum(), (query, key, value)) for output in outputs)
         torch.testing.assert_close(of_row, of_split)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_short_rows_do_not_take_the_kernel_for_decoding(monkeypatch):
+    """It has no tile for more than 128 query tokens times query heads per key head."""
+    options = []
+
+    def capture(graph, inputs):
+        options.extend(node.args[6] for node in graph.graph.nodes if node.target is flex_attention_hop)
+        return graph.forward
+
+    compiled = torch.compile(shared_prefix.flex_attention, dynamic=True, fullgraph=True, backend=capture)
+    monkeypatch.setattr(shared_prefix, "flex_attention", compiled)
+    layout = RowLayout.build([40], [[20]])
+    blocks = replace(layout, masks=layout.block_mask(CAUSAL))
+    shared_attention(torch.randn(8, 60, 16), torch.randn(1, 60, 16), torch.randn(1, 60, 16), blocks, 0.3)
+    assert [each["FORCE_USE_FLEX_ATTENTION"] for each in options] == [True]
 
 
 def test_a_part_of_a_layouts_mask_is_refused(layout):

@@ -1,0 +1,63 @@
+"""FlexAttention's kernels: compiled once for all rows, with tiles that fit the shared memory of the card.
+
+PyTorch's own tiles are too large for heads of 256 values on cards with 99 KB per block, such as RTX 3090 and 4090, A10,
+L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but most values are spilled to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from rl_vlm.model.compilation import allow_graphs
+
+LARGEST_PLAIN_HEAD = 192
+"""Values of a head up to which PyTorch's own tiles fit every card."""
+LARGE_HEAD = 256
+ROOMY = 160 * 2**10
+"""Bytes of shared memory per block from which PyTorch's own tiles fit: an A100 has 166,912, an H100 232,448."""
+ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+"""Without this option, rows below 128 tokens would take a kernel for decoding. That kernel has no tile for more than
+128 query tokens times query heads per key head, and its compilation would fail."""
+
+
+def kernel_options(head_dim: int, shared_memory: int) -> dict[str, Any]:
+    """Return FlexAttention's options for heads of `head_dim` values and so many bytes of shared memory per block.
+
+    `fwd_` options are those of the forward kernel, `bwd_` options those of the backward kernel.
+    """
+    if head_dim <= LARGEST_PLAIN_HEAD:
+        return ALWAYS
+    if head_dim > LARGE_HEAD:
+        return ALWAYS | {"fwd_num_stages": 1} | (tiles("fwd", 32) if shared_memory < ROOMY else {}) | tiles("bwd", 16)
+    if shared_memory < ROOMY:
+        return ALWAYS | {"fwd_num_stages": 1, "bwd_num_stages": 1} | tiles("bwd", 32)
+    return ALWAYS | {"bwd_num_warps": 8}
+
+
+def tiles(kernel: str, size: int) -> dict[str, int]:
+    """Return the options for square tiles of `size` tokens. The backward has two pairs: for keys and for queries."""
+    numbers = ("1", "2") if kernel == "bwd" else ("",)
+    return {f"{kernel}_BLOCK_{side}{number}": size for number in numbers for side in "MN"}
+
+
+@cache
+def shared_memory_of(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block may have on a CUDA device. On others they do not matter."""
+    if device.type != "cuda":
+        return ROOMY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Compile FlexAttention once for all lengths. Otherwise each new length would take some 15 s.
+
+    With `fullgraph`, too many recompilations raise an error. Otherwise attention would silently become unfused.
+    """
+    allow_graphs()
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
