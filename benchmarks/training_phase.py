@@ -15,6 +15,7 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import select_strategy
 from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.model.fused import fuse_layers
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import PlannedBudget
@@ -36,6 +37,7 @@ def trainer_of(config: RunConfig, policy: Policy, patch_price: float = 0.0) -> T
     ranks = Ranks()
     strategy = select_strategy(ranks, config)
     strategy.place(policy)
+    fuse_layers(policy.transformer, policy.family, config.model.fused, strategy.equal_calls)
     assert config.memory.micro_batch_tokens != "auto"
     planned = PlannedBudget(config.memory.micro_batch_tokens, patch_price)
     return given_trainer(config, ranks, strategy, policy, None, (), planned, num_steps=1000)

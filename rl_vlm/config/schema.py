@@ -16,6 +16,7 @@ from rl_vlm.config.rules import CONFLICTS, UNREAD, broken
 BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
 
+Fused = Literal["auto", "off"]
 PRECISION = "a run computes in bfloat16 on CUDA and in float32 elsewhere, and trained weights stay in float32"
 """Precision of a run without `model.dtype`, in words."""
 
@@ -52,6 +53,9 @@ class ModelConfig(Section):
     CUDA, `float32` elsewhere."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the vision tower and of the dense path."""
+    fused: Fused = "auto"
+    """Compile the decoder layers with `torch.compile`, so that fewer operators read and write memory. `auto`: on CUDA,
+    unless ranks shard the weights or `load_in_4bit` is set. The first passes take longer, by about a minute."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients. Not with an adapter in the tower."""
     trainable_modules: list[str] | str | None = None

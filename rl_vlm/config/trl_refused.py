@@ -58,9 +58,10 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "auto_find_batch_size": False, "pad_to_multiple_of": "auto", "torch_empty_cache_steps": None,
         "gradient_checkpointing_kwargs": (None, {}, {"use_reentrant": False}),
     },
-    "compilation and kernels are not chosen here": {
-        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False,
-        "liger_kernel_config": None,
+    # Without it decoder layers are fused as well, so both values of `use_liger_kernel` are accepted.
+    "decoder layers are compiled by `model.fused`": {
+        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
+        "use_liger_kernel": (False, True), "liger_kernel_config": None,
     },
     "rows are read by their number; download the data, or write them to a file": {"dataset_streaming": False},
     "rows are read as they are needed, in an order that follows from `seed`": {

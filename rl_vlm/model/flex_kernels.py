@@ -28,7 +28,7 @@ ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
 def kernel_options(head_dim: int, shared_memory: int) -> dict[str, Any]:
     """Return FlexAttention's options for heads of `head_dim` values and so many bytes of shared memory per block.
 
-    `fwd_` options are those of the forward kernel, `bwd_` options those of the backward kernel.
+    Options that start with `fwd_` belong to the forward kernel, and with `bwd_` to the backward kernel.
     """
     if head_dim <= LARGEST_PLAIN_HEAD:
         return ALWAYS

@@ -341,14 +341,18 @@ def cache_name(model: torch.nn.Module) -> str:
 
 @contextmanager
 def generation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Run a block in eval mode without gradient checkpointing, which would drop the KV cache; then restore both."""
+    """Run a block in eval mode without gradient checkpointing, which would drop the KV cache; then restore both.
+
+    Layers are not compiled for it, since each token has other shapes of the cache.
+    """
     training = [module for module in model.modules() if module.training]
     checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     model.eval()
     for module in checkpointing:
         module.gradient_checkpointing = False
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module in training:
             module.training = True

@@ -41,6 +41,7 @@ from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
 from rl_vlm.model.fingerprint import model_fingerprint
+from rl_vlm.model.fused import fuse_layers
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
@@ -280,12 +281,15 @@ def load_models(
     add_initial_adapter(config, data.initial, policy)
     logger.info(parameters_line(policy))
     strategy.place(policy)
+    fuse_layers(policy.transformer, policy.family, config.model.fused, strategy.equal_calls)
     with ranks.agree():
         reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
     if reference is not None and reference.frozen is not None:
         if strategy.equal_calls:
             share_weight_names(reference.frozen.transformer, ranks)
         strategy.place_frozen(reference.frozen)
+        frozen = reference.frozen
+        fuse_layers(frozen.transformer, frozen.family, config.model.fused, strategy.equal_calls)
     return policy, reference
 
 

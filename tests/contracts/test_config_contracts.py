@@ -53,7 +53,7 @@ def test_every_setting_is_read():
 
 READ_BY_EVERY_RUN = set(
     """
-    model_name_or_path trust_remote_code dtype attn_implementation freeze_vision_tower trainable_modules use_peft
+    model_name_or_path trust_remote_code dtype attn_implementation fused freeze_vision_tower trainable_modules use_peft
     load_in_4bit
     dataset_name eval_dataset_name columns ignore_columns text_only on_bad_row
     prompt_template system_prompt image_root chat_template_kwargs max_prompt_length

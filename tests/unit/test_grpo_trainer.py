@@ -289,8 +289,8 @@ def test_an_object_of_trl_is_read_like_its_yaml(tmp_path: Path):
     given = {"train_dataset": "a.jsonl", "eval_dataset": "b.jsonl"}
     made = GRPOTrainer("some/model", args=trl.GRPOConfig(use_cpu=True, **fields), **given)
     assert made.config == load_config(tmp_path / "trl.yaml")
-    with pytest.raises(ConfigError, match="`use_liger_kernel` is True: "):
-        GRPOTrainer("some/model", args=trl.GRPOConfig(use_cpu=True, bf16=False, use_liger_kernel=True))
+    with pytest.raises(ConfigError, match="`save_only_model` is True: "):
+        GRPOTrainer("some/model", args=trl.GRPOConfig(use_cpu=True, bf16=False, save_only_model=True))
 
 
 def test_a_function_with_a_timeout_is_sent_to_its_process():

@@ -1,0 +1,41 @@
+"""Fused decoder layers: `torch.compile` joins their elementwise operators (norms, rotary angles, activations, casts).
+
+Each layer is compiled alone, without its attention, whose kernels are compiled separately. Layers of one kind share
+their graphs, and lengths are dynamic. So a model of any depth compiles a few graphs, in its first passes. See "Reducing
+torch.compile cold start compilation time with regional compilation" in PyTorch's recipes.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from rl_vlm.config.schema import Fused
+from rl_vlm.model.compilation import allow_graphs
+from rl_vlm.model.families import Family
+from rl_vlm.model.recomputation import is_vision, layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def fuse_layers(model: PreTrainedModel, family: Family, setting: Fused, shards_weights: bool) -> None:
+    """Compile the decoder layers of a model on its device, unless `setting` is `off`.
+
+    Layers stay as they are on a CPU, with weights in 4 bits, and if ranks gather the weights of each layer.
+    """
+    is_quantized = getattr(model, "is_quantized", False)
+    if setting == "off" or model.device.type != "cuda" or shards_weights or is_quantized:
+        return
+    logger.info("decoder layers are fused: the first passes compile them (model.fused)")
+    compile_layers(model, family)
+
+
+def compile_layers(model: PreTrainedModel, family: Family, backend: str = "inductor") -> None:
+    """Let the decoder layers of a model be compiled when they are called first."""
+    allow_graphs()
+    for name, layer in layers(model):
+        if not is_vision(name, family):
+            layer.compile(dynamic=True, backend=backend)

@@ -1,0 +1,98 @@
+"""Decoder layers that `torch.compile` fuses, here without a code generator."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoTokenizer, PreTrainedModel
+
+from rl_vlm.model import fused
+from rl_vlm.model.families import Family
+from rl_vlm.model.fused import compile_layers, fuse_layers
+from rl_vlm.model.policy import Policy
+from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.types import Forward, RolloutRequest, Sampling
+from tests.helpers.builders import (
+    gradient_error,
+    make_group,
+    make_policy,
+    make_prompt,
+    noise_image,
+    sharp_checkpoint,
+    take_gradients,
+    whole,
+)
+
+COMPILED_PARTS = 4
+"""Of a layer: up to its attention module, from there to the attention, from there to the module's end, and the rest."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sharp_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+
+
+def scores(policy: Policy, checkpoint: Path, size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    group = make_group(make_prompt(checkpoint, [noise_image(size, 24, seed=size)]), [5, 1, size])
+    logprobs = policy(Forward(whole([group], shared=True))).logprobs_NT
+    (logprobs * torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+    return logprobs.detach(), take_gradients(policy)
+
+
+@pytest.mark.ci
+def test_fused_layers_compute_the_same_and_share_what_is_compiled(checkpoint: Path) -> None:
+    policy = make_policy(checkpoint, gradient_checkpointing=True)
+    expected = [scores(policy, checkpoint, size) for size in (32, 40)]
+    compile_layers(policy.transformer, policy.family, backend="aot_eager")
+    for size, (logprobs, gradients) in zip((32, 40), expected, strict=True):
+        found, its_gradients = scores(policy, checkpoint, size)
+        torch.testing.assert_close(found, logprobs)
+        assert gradient_error(its_gradients, gradients) <= 1e-5
+    assert counters["stats"]["unique_graphs"] == COMPILED_PARTS  # of two layers and two lengths
+
+
+def test_rollouts_compile_nothing(checkpoint: Path) -> None:
+    policy = make_policy(checkpoint)
+    compile_layers(policy.transformer, policy.family, backend="aot_eager")
+    engine = HFEngine.for_policy(policy, AutoTokenizer.from_pretrained(checkpoint), max_num_seqs=2)
+    engine.generate([RolloutRequest("0", make_prompt(checkpoint, []))], Sampling(2, 3, temperature=1.0, seed=0))
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "shards_weights", "is_quantized", "fuses"),
+    [
+        ("auto", "cuda", False, False, True),
+        ("off", "cuda", False, False, False),
+        ("auto", "cpu", False, False, False),
+        ("auto", "cuda", True, False, False),
+        ("auto", "cuda", False, True, False),
+    ],
+)
+def test_layers_are_fused_on_a_gpu_that_holds_whole_weights(
+    monkeypatch: pytest.MonkeyPatch, setting: Any, device: str, shards_weights: bool, is_quantized: bool, fuses: bool
+) -> None:
+    compiled = mock.Mock()
+    monkeypatch.setattr(fused, "compile_layers", compiled)
+    model = mock.Mock(spec=PreTrainedModel)
+    model.device, model.is_quantized = torch.device(device), is_quantized
+    fuse_layers(model, mock.Mock(spec=Family), setting, shards_weights)
+    assert compiled.called == fuses
+
+
+def test_more_graphs_are_allowed_than_pytorch_allows_by_itself(checkpoint: Path) -> None:
+    policy = make_policy(checkpoint)
+    compile_layers(policy.transformer, policy.family, backend="aot_eager")
+    assert torch._dynamo.config.recompile_limit == 64
