@@ -58,8 +58,8 @@ def only(family: str) -> str:
 
 
 def run_tests(selected: Sequence[str], deadline: float) -> dict[str, Any]:
-    """Run tests until the deadline, and count their outcomes."""
-    command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", *selected]
+    """Run tests until the deadline, and count their outcomes. The compiler's debug lines are not shown."""
+    command = [sys.executable, "-u", "-m", "pytest", "-v", "--tb=short", "--show-capture=no", *selected]
     outcomes: Counter[str] = Counter()
     start = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
