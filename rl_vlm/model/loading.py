@@ -34,6 +34,7 @@ from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.shared_state import STATE_LAYERS, cannot_share_states, enable_shared_states
 from rl_vlm.model.trainable import freeze_untrained
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
+from rl_vlm.model.windows import enable_batched_windows
 from rl_vlm.types import Prompt, Sharing
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def load_policy(
     if config.model.attn_implementation == "sdpa":
         enable_shared_rows(transformer)
         enable_shared_states(transformer)
+        enable_batched_windows(transformer, family)
     enable_autocast_experts(transformer)
     use_linear_patches(transformer)
     enable_recomputation(transformer, family, config.memory.gradient_checkpointing)

@@ -31,7 +31,7 @@ IN_TRANSFORMERS = {
         "modeling_qwen2_5_vl.py:permute_input_for_window_attn: index_put by an index of the host": "its backward",
         "modeling_qwen2_5_vl.py:forward: index by an index of the host": "the order of windows, undone",
         "modeling_qwen2_5_vl.py:forward: index_put by an index of the host": "its backward",
-        "modeling_qwen2_5_vl.py:forward: _local_scalar_dense": "splits tokens by window in every layer",
+        "generic.py:get_max_seqlen: _local_scalar_dense": "reads the longest window and image, once per run",
         "modeling_qwen2_5_vl.py:get_image_features: _local_scalar_dense": "splits features by image",
     },
     "model/policy.py:hidden_of_rows": {
