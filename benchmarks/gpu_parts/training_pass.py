@@ -27,7 +27,7 @@ from benchmarks.gpu_parts.bench import Bench
 from benchmarks.shapes import SHAPES, make_group, model_config
 from benchmarks.sides import Setup, floor_side, trl_side
 from benchmarks.training_phase import forward_backward, trainer_of
-from rl_vlm.model import policy
+from rl_vlm.model import head
 from rl_vlm.passes.recovery import free_memory, is_out_of_memory
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup
@@ -93,7 +93,7 @@ def own_rows(bench: Bench, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Yield the rows of one trainer."""
     trainer = make_trainer(cases[0].setup)
     for case in bench.in_time({str(case): case for case in cases}):
-        with mock.patch.object(policy, "HEAD_CHUNK_ELEMENTS", case.chunk or policy.HEAD_CHUNK_ELEMENTS):
+        with mock.patch.object(head, "HEAD_CHUNK_ELEMENTS", case.chunk or head.HEAD_CHUNK_ELEMENTS):
             yield case.labels | own_figures(bench, trainer, case)
 
 

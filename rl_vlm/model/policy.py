@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rl_vlm.distributed.shards import local_part
 from rl_vlm.model.families import Family
+from rl_vlm.model.head import Head, chunked_scores, head_function
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import shared_row
@@ -29,9 +28,6 @@ from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackwar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-HEAD_CHUNK_ELEMENTS = 2**26
-"""Number of logits (tokens per chunk x vocabulary) that the LM head computes at once: 256 MiB in float32."""
 
 
 class Policy(nn.Module):
@@ -46,11 +42,13 @@ class Policy(nn.Module):
         idle_prompt: Prompt | None = None,
         features: FeatureCache | None = None,
         offloads_activations: bool = False,
+        fused: bool = False,
     ) -> None:
         """`model` is a transformers model, or a PEFT model around one. `compute_dtype` is the autocast precision.
 
         `idle_prompt` has an image, for idle runs of the vision tower. `features` is the cache of another policy with
-        the same frozen vision tower. `offloads_activations` keeps activations in host memory.
+        the same frozen vision tower. `offloads_activations` keeps activations in host memory. `fused` compiles
+        elementwise operations of the LM head.
         """
         super().__init__()
         self.model: Any = model
@@ -59,6 +57,7 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self.banned_token_ids = family.banned_token_ids(self.transformer.config)
         self.offloads_activations = offloads_activations
+        self.fused = fused
         self.counters: Counter[str] = Counter()
         cache = FeatureCache() if features is None else features
         self.vision = VisionEncoder(self.transformer, family, self.counters, idle_prompt, cache)
@@ -164,36 +163,17 @@ class Policy(nn.Module):
     def logprobs(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
     ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
-        """Compute log-probs of `targets` and entropies, in fp32. The backward pass recomputes each chunk's logits.
-
-        The head's weights are cast to the compute dtype once for all chunks. The random state is not restored for the
-        recomputation, since a reward function may draw random numbers meanwhile.
-        """
+        """Compute log-probs of `targets` and entropies of the sampling distribution, after temperature and bans."""
         module: Any = self.transformer.get_output_embeddings()
-        head = head_function(module, None if self.compute_dtype == torch.float32 else self.compute_dtype)
-        chunk_size = max(1, HEAD_CHUNK_ELEMENTS // module.weight.shape[0])
-        banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), hidden.device)
-        scores = [
-            checkpoint(self.chunk_logprobs, head, h, t, banned, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True)
-        ]
-        logprobs, entropies = zip(*scores, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        product, weights = head_function(module, None if self.compute_dtype == torch.float32 else self.compute_dtype)
 
-    def chunk_logprobs(
-        self, head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, banned: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute log-probs and entropies of the sampling distribution, after temperature and token bans."""
-        with self.autocast():
-            logits = final_logits(head(hidden), self.transformer.config)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits if self.temperature == 1 else logits / self.temperature
-        logits.index_fill_(-1, banned, torch.finfo(logits.dtype).min)
-        log_normalizer = logits.logsumexp(-1)
-        with torch.no_grad():  # entropies are used in a metric and a threshold, never in a loss
-            expected_logit = torch.einsum("nv,nv->n", (logits - log_normalizer[:, None]).exp_(), logits)
-            entropies = log_normalizer - expected_logit
-        return logits.gather(-1, targets[:, None])[:, 0] - log_normalizer, entropies
+        def logits(*inputs: Tensor | None) -> Tensor:
+            with self.autocast():
+                return final_logits(product(*inputs), self.transformer.config)
+
+        banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), hidden.device)
+        head = Head(logits, self.temperature, banned, self.fused)
+        return chunked_scores(head, weights, hidden, targets, vocabulary=module.weight.shape[0])
 
     def count(self, batch: MicroBatch) -> None:
         """Count the forward, and the tokens that the language model would compute with and without sharing."""
@@ -205,51 +185,6 @@ class Policy(nn.Module):
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
         self.counters["unique_tokens"] += unique
         self.counters["dense_tokens"] += dense
-
-
-def head_function(head: Any, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    """Return the LM head as a function of hidden states. A plain head computes in `dtype`, if given.
-
-    A plain head is not called as a module, since ranks that shard it must call modules equally often but have
-    different numbers of chunks.
-    """
-    if not is_plain_head(head):
-        return head
-    if dtype is None or head.weight.dtype == dtype:
-        return lambda hidden: F.linear(hidden, head.weight, head.bias)
-    cast = head.weight.detach().to(dtype)
-
-    def product(hidden: Tensor) -> Tensor:
-        logits = CastLinear.apply(hidden.to(dtype), head.weight, cast)
-        return logits if head.bias is None else logits + head.bias.to(dtype)
-
-    return product
-
-
-class CastLinear(torch.autograd.Function):
-    """A product with weights that are already cast.
-
-    As under autocast, each product's gradient is cast back before gradients are added.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, cast: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, cast)
-        ctx.dtype = weight.dtype
-        return F.linear(hidden, cast)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, cast = ctx.saved_tensors
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        (gradient,) = gradients
-        of_hidden = gradient @ cast if needs_hidden else None
-        return of_hidden, (gradient.T @ hidden).to(ctx.dtype) if needs_weight else None, None
-
-
-def is_plain_head(head: Any) -> bool:
-    """Return whether an LM head is just a matrix product, without an adapter for example."""
-    return type(head) is nn.Linear
 
 
 def base_model(model: Any) -> PreTrainedModel:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError, ModelError, listed
-from rl_vlm.model.policy import Policy, is_plain_head
+from rl_vlm.model.head import is_plain_head
+from rl_vlm.model.policy import Policy
 
 NEEDS_WEIGHTS = ("pissa", "olora")
 """Adapter initialisations that are computed from the base weights, and change them."""

@@ -102,7 +102,7 @@ def test_bf16_is_at_most_twice_as_far_from_fp32_as_dense_rows_are(checkpoint: Pa
 def test_the_head_in_chunks_is_the_head_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, policy = make_groups(checkpoint), make_policy(checkpoint).to("cuda")
     at_once, gradients_at_once = scores(policy, groups, shared=True)
-    monkeypatch.setattr("rl_vlm.model.policy.HEAD_CHUNK_ELEMENTS", 1)  # a token at a time
+    monkeypatch.setattr("rl_vlm.model.head.HEAD_CHUNK_ELEMENTS", 1)  # a token at a time
     in_chunks, gradients_in_chunks = scores(policy, groups, shared=True)
     assert (in_chunks - at_once).abs().max() <= 1e-5
     _, gradients = exact_scores(policy, groups)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from rl_vlm.errors import ModelError
-from rl_vlm.model import policy as policy_module
+from rl_vlm.model import head as head_module
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.sharding import refuse_unshardable, require_input_gradients
 from rl_vlm.model.vision import idle_sample
@@ -101,5 +101,5 @@ def test_all_micro_batches_call_the_same_modules(
         assert gradients == found["an image, dense"][1], name
     assert policy.counters["vision_forwards"] == VISION_RUNS * len(found)
 
-    monkeypatch.setattr(policy_module, "HEAD_CHUNK_ELEMENTS", 1)  # one token at once
+    monkeypatch.setattr(head_module, "HEAD_CHUNK_ELEMENTS", 1)  # one token at once
     assert calls(policy, made["one completion, dense"]) == found["an image, dense"]

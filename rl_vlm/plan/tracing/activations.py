@@ -16,7 +16,8 @@ import torch
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.model.policy import HEAD_CHUNK_ELEMENTS, Policy
+from rl_vlm.model.head import HEAD_CHUNK_ELEMENTS
+from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import num_patches
 from rl_vlm.passes.micro_batches import Size, valid_members, why_dense
