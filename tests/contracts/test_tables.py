@@ -268,6 +268,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.ci
 def test_an_engine_is_added_by_its_file_and_one_row(extended: Path):
     found = found_by(extended, WITH_ECHO)
     assert found["unknown"].endswith("it should be 'hf', 'vllm', 'vllm_server' or 'echo'")
@@ -324,6 +325,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.ci
 def test_a_sharding_is_added_by_its_files_and_one_row(extended: Path):
     found = found_by(extended, WITH_HALVES)
     assert "zero3_offload,fsdp2,halves}" in re.sub(r"\s", "", found["plan help"])

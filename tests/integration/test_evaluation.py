@@ -151,6 +151,7 @@ def stop_after(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sampled
 
 
+@pytest.mark.ci
 def test_an_evaluation_that_was_cut_short_repeats_no_prompt(tiny_checkpoint, tmp_path, monkeypatch):
     settings = {"eval_dataset_name": tiny_run.HELD_OUT_ROWS, **ONE_PROMPT_AT_ONCE}
     straight = make_config(tiny_checkpoint, tmp_path / "straight", **settings)

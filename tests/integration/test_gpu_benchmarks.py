@@ -45,8 +45,8 @@ VLLM_STEPS = [
     "start", "first sync", "agreement", "agreement before new weights are sent", "sync of new weights",
     "agreement after the sync", "wake up", "rollout", "sleep", "wake up again", "agreement after sleep",
 ]  # fmt: skip
-QUICK = ("correctness_1", "vllm_lora", "training_3b", "attention", "rollouts")
-"""Parts of a minute or less; the others are in the slow tier."""
+QUICK = ("vllm_lora", "training_3b", "attention", "rollouts")
+"""Parts of less than a minute; the others are in the slow tier."""
 
 
 @pytest.mark.ci

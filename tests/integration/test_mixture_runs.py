@@ -32,6 +32,7 @@ def sources(output_dir: Path) -> list[str]:
     return [row["prompt"] for name in sorted(files) for row in files[name] if row["completion_index"] == 0]
 
 
+@pytest.mark.ci
 def test_a_run_killed_within_an_epoch_is_resumed(tiny_checkpoint, tmp_path, monkeypatch):
     straight, killed = (
         config_of("window", tiny_checkpoint, tmp_path / name, dataset_name=WEIGHTED) for name in ("straight", "killed")

@@ -20,6 +20,7 @@ from rl_vlm.run.run import Run, train
 from tests.helpers import mixed_run, tiny_run
 from tests.helpers.resuming import resumed
 from tests.helpers.sharded_runs import Runs, differences, distance, sampled
+from tests.helpers.tiers import in_tiers
 from tests.helpers.tiny_run import completions, metric_lines, weights
 from tests.integration import capped_runs
 from tests.integration.capped_runs import Trained, largest_difference, train_capped
@@ -190,7 +191,7 @@ def test_two_processes_of_which_one_runs_out_of_memory_train_as_one(tiny_checkpo
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+@pytest.mark.parametrize("engine", in_tiers(["zero2", "fsdp2"], fast=(), ci={"zero2"}))
 def test_ranks_that_share_a_model_end_and_resume_under_the_new_budget(
     engine: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -92,10 +92,10 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
         ("qwen2_5_vl", {"model": {"dtype": "bfloat16"}}),
         ("qwen2_5_vl", {"train": {"optim": "adafactor"}}),
         ("qwen3_vl", {"memory": {"gradient_checkpointing": True}}),
-        ("qwen3_vl", {"model": LORA}),
-        ("internvl", {}),
+        pytest.param("qwen3_vl", {"model": LORA}, marks=pytest.mark.slow),
+        pytest.param("internvl", {}, marks=pytest.mark.slow),
         ("gemma3", {}),
-        ("qwen3_5", {}),
+        pytest.param("qwen3_5", {}, marks=pytest.mark.slow),
         ("qwen3_5", {"memory": {"gradient_checkpointing": True}}),
     ],
 )

@@ -67,7 +67,7 @@ def copied_policy(config: RunConfig, _: str, weights: PolicyWeights, builder: Pr
     return engine
 
 
-@pytest.mark.parametrize("variant", [pytest.param("full", marks=pytest.mark.ci), "window", "partial_rollouts"])
+@pytest.mark.parametrize("variant", in_tiers(["full", "window", "partial_rollouts"], fast={"window"}))
 def test_a_window_that_is_sampled_ahead_is_resumed_as_well(variant, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "training_engine", copied_policy)
     settings = {"engine": "vllm_server", "max_staleness": 1}
@@ -170,6 +170,7 @@ def test_settings_that_paused_completions_cannot_go_on_with_are_refused(change, 
         train(resumed(config.model_copy(update={"rollout": rollout})))
 
 
+@pytest.mark.ci
 def test_the_test_would_see_a_lost_window_or_random_state(tiny_checkpoint, tmp_path, monkeypatch):
     config = config_of("window", tiny_checkpoint, tmp_path / "straight")
     train(config)

@@ -90,8 +90,8 @@ def assert_continued(run: Path, straight: Path, step: int) -> None:
         pytest.param(2, 1, 3, id="2 to 1 within a window"),
         pytest.param(2, 1, 4, id="2 to 1 between windows"),
         pytest.param(2, 4, 3, id="2 to 4 within a window"),
-        pytest.param(2, 4, 4, id="2 to 4 between windows"),
-        pytest.param(1, 4, 1, id="1 to 4 within a window"),
+        pytest.param(2, 4, 4, id="2 to 4 between windows", marks=pytest.mark.slow),
+        pytest.param(1, 4, 1, id="1 to 4 within a window", marks=pytest.mark.slow),
     ],
 )
 def test_every_prompt_is_trained_on_once(

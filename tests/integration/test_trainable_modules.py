@@ -147,6 +147,7 @@ def test_an_adapter_inside_a_frozen_tower_is_refused(tiny_checkpoint: Path, tmp_
         assert trained(policy) and not [name for name in trained(policy) if "visual" in name]
 
 
+@pytest.mark.ci
 def test_a_run_changes_only_what_it_trains_and_resumes_bitwise(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

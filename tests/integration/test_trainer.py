@@ -192,6 +192,7 @@ def test_a_loss_of_ones_own_trains_as_the_built_in_one_of_the_same_formula(
     assert all(same(*(model_weights(tmp_path / name / "checkpoint-2") for name in ("own", "built_in"))).values())
 
 
+@pytest.mark.ci
 def test_a_loss_of_ones_own_may_read_values_under_a_planned_budget(tiny_checkpoint, tmp_path):
     (tmp_path / "my.py").write_text(
         "def loss(ratio_NK, inputs, algorithm):\n"

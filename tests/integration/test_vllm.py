@@ -21,6 +21,7 @@ from rl_vlm.run.run import train
 from rl_vlm.types import Progress, RolloutRequest
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
+from tests.helpers.tiers import in_tiers
 from tests.helpers.vllm_parity import Side, generator_logprobs, sampling, token_ids
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
@@ -152,7 +153,7 @@ def test_weights_that_differ_end_a_run_before_its_first_step(tmp_path: Path, mon
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not MetricsLog(tmp_path / "run/metrics.jsonl").read()
 
 
-@pytest.mark.parametrize("variant", ["full", "adapter", "merged"])
+@pytest.mark.parametrize("variant", in_tiers(["full", "adapter", "merged"], fast=(), ci={"full", "adapter"}))
 def test_trained_weights_are_checked_after_they_are_sent(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -376,6 +376,7 @@ def test_retries_count_against_the_budget(server):
     assert fault.kind == "budget" and len(server.bodies) == 3
 
 
+@pytest.mark.ci
 def test_the_budget_is_shared_with_the_cache_over_processes(server, tmp_path):
     settings = {"base_url": server.url, "cache": str(tmp_path), "max_calls": 3}
     assert in_new_process(**settings) == [0.8, 0.8]

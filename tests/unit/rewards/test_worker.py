@@ -207,6 +207,7 @@ def test_loading_does_not_count(start, tmp_path):
     assert outcomes(start("behave", timeout=1.0).call(batches("a"))) == [1.0]
 
 
+@pytest.mark.ci
 def test_a_restart_after_a_crash_does_not_count_and_is_one_of_three(start, tmp_path):
     with (tmp_path / "mine.py").open("a") as file:
         file.write("\nslow_to_load()\n")

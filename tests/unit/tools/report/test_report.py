@@ -443,6 +443,7 @@ def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
     assert group["images"] == [None] * len(names) + [0, None]
 
 
+@pytest.mark.ci
 def test_ranks_record_the_command_of_their_launcher(tmp_path: Path):
     child = "from rl_vlm.log.starts import launcher_command; print(launcher_command())"
     launcher = tmp_path / "accelerate"
