@@ -33,7 +33,7 @@ def kernel_options(head_dim: int, shared_memory: int) -> dict[str, Any]:
     if head_dim <= LARGEST_PLAIN_HEAD:
         return ALWAYS
     if head_dim > LARGE_HEAD:
-        return ALWAYS | {"fwd_num_stages": 1} | (tiles("fwd", 32) if shared_memory < ROOMY else {}) | tiles("bwd", 16)
+        return ALWAYS | {"fwd_num_stages": 1} | tiles("fwd", 32) | tiles("bwd", 16)
     if shared_memory < ROOMY:
         return ALWAYS | {"fwd_num_stages": 1, "bwd_num_stages": 1} | tiles("bwd", 32)
     return ALWAYS | {"bwd_num_warps": 8}

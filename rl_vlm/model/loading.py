@@ -83,7 +83,8 @@ def load_policy(
         if not parameter.requires_grad and not is_in_4bit(parameter):
             parameter.data = parameter.data.to(dtype)
     offloads = config.memory.activation_offloading
-    return Policy(model, family, config.rollout.temperature, dtype, idle_prompt, features, offloads)
+    fused = config.model.fused == "auto" and torch.cuda.is_available()
+    return Policy(model, family, config.rollout.temperature, dtype, idle_prompt, features, offloads, fused)
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:

@@ -132,8 +132,9 @@ def route(module_name: str) -> None:
 
 
 def routed(stock: Callable[..., Any], over_row: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `over_row` in a shared row, and otherwise `stock`."""
+    """Return a function that calls `over_row` in a shared row, and otherwise `stock`. It is never compiled."""
 
+    @torch.compiler.disable
     @wraps(stock)
     def function(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(kwargs.get("seq_idx"), SharedRow):

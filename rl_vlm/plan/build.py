@@ -26,7 +26,7 @@ from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.vllm import ImageSize, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
-from rl_vlm.plan.weights import Weights, count_weights, in_16_bits
+from rl_vlm.plan.weights import Weights, count_weights, traceable
 from rl_vlm.rollout.vllm.arguments import allowed_lora_rank, keeps_weights
 from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt
@@ -116,7 +116,7 @@ def inspect_model(config: RunConfig) -> Model:
 def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: Prompt, on_gpu: bool) -> Model:
     """Count the weights of a checkpoint's model, and trace its steps on this prompt."""
     weights = count_weights(config, directory)
-    activations = trace_activations(with_built_in_loss(in_16_bits(config)), model_config, prompt, on_gpu)
+    activations = trace_activations(with_built_in_loss(traceable(config)), model_config, prompt, on_gpu)
     activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
     image_tokens = int((prompt.token_ids == model_config.image_token_id).sum())
     patches = num_patches(model_config, prompt)

@@ -66,7 +66,7 @@ class Weights:
 
 def count_weights(config: RunConfig, checkpoint: str) -> Weights:
     """Count the weights of the model whose config is in the directory `checkpoint`."""
-    policy = load_policy(in_16_bits(config), checkpoint, empty=True)
+    policy = load_policy(traceable(config), checkpoint, empty=True)
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     layers = layers_of(policy)
@@ -112,9 +112,9 @@ def num_active(policy: Policy) -> int:
     return sum(p.numel() for p in policy.parameters()) - of_experts + of_experts * chosen // experts
 
 
-def in_16_bits(config: RunConfig) -> RunConfig:
-    """Return the settings without quantization: 4-bit weights cannot be made without values."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"load_in_4bit": False})})
+def traceable(config: RunConfig) -> RunConfig:
+    """Return the settings without quantization and compilation, which both need values."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"load_in_4bit": False, "fused": "off"})})
 
 
 def quantized(policy: Policy) -> list[Tensor]:

@@ -22,7 +22,7 @@ TILES_OF_16 = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_
         (256, H100, {"bwd_num_warps": 8}),
         (256, A100, {"bwd_num_warps": 8}),
         (256, RTX_4090, {"fwd_num_stages": 1, "bwd_num_stages": 1, **TILES_OF_32}),
-        (512, H100, {"fwd_num_stages": 1, **TILES_OF_16}),
+        (512, H100, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, **TILES_OF_16}),
         (512, RTX_4090, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, **TILES_OF_16}),
     ],
 )

@@ -92,6 +92,16 @@ def test_layers_are_fused_on_a_gpu_that_holds_whole_weights(
     assert compiled.called == fuses
 
 
+@pytest.mark.parametrize(
+    ("setting", "has_gpu", "fuses"), [("auto", True, True), ("off", True, False), ("auto", False, False)]
+)
+def test_the_head_is_fused_on_a_gpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, setting: str, has_gpu: bool, fuses: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert make_policy(checkpoint, fused=setting).fused == fuses
+
+
 def test_more_graphs_are_allowed_than_pytorch_allows_by_itself(checkpoint: Path) -> None:
     policy = make_policy(checkpoint)
     compile_layers(policy.transformer, policy.family, backend="aot_eager")
