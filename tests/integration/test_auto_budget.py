@@ -154,6 +154,7 @@ def test_the_plan_of_a_7b_lora_run(tmp_path: Path, capsys):
     assert plan["largest_micro_batch_tokens"] > 1000
 
 
+@pytest.mark.slow
 def test_suggestions_begin_with_what_fits(tmp_path: Path, capsys):
     run = write_run(tmp_path / "run.yaml", use_peft=False)
     changes = ["engine=hf", "max_num_seqs=8", "ds3_gather_for_generation=false"]

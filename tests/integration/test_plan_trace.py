@@ -48,7 +48,7 @@ class RealBytes(LiveBytes):
 
     def count(self, storage: Any) -> None:
         pointer = storage.data_ptr()
-        if pointer and pointer not in self.existing | self.sizes.keys():
+        if pointer and pointer not in self.existing and pointer not in self.sizes:
             self.sizes[pointer] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
@@ -85,13 +85,13 @@ def run_config(checkpoint: Path, **sections: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("family", "sections"),
     [
-        ("qwen2_5_vl", {}),
+        pytest.param("qwen2_5_vl", {}, marks=pytest.mark.slow),
         ("qwen2_5_vl", {"memory": {"gradient_checkpointing": True}}),
         ("qwen2_5_vl", {"algorithm": {"beta": 0.1}}),
         ("qwen2_5_vl", {"model": LORA, "algorithm": {"beta": 0.1}}),
         ("qwen2_5_vl", {"model": {"dtype": "bfloat16"}}),
         ("qwen2_5_vl", {"train": {"optim": "adafactor"}}),
-        ("qwen3_vl", {"memory": {"gradient_checkpointing": True}}),
+        pytest.param("qwen3_vl", {"memory": {"gradient_checkpointing": True}}, marks=pytest.mark.slow),
         pytest.param("qwen3_vl", {"model": LORA}, marks=pytest.mark.slow),
         pytest.param("internvl", {}, marks=pytest.mark.slow),
         ("gemma3", {}),
