@@ -17,6 +17,7 @@ BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
 
 Fused = Literal["auto", "off"]
+SharedAttention = Literal["auto", "flex", "sdpa"]
 PRECISION = "a run computes in bfloat16 on CUDA and in float32 elsewhere, and trained weights stay in float32"
 """Precision of a run without `model.dtype`, in words."""
 
@@ -468,6 +469,9 @@ class MemoryConfig(Section):
     what fits on the device by the memory plan (`rl-vlm plan`)."""
     prefix_sharing: Literal["auto", "shared", "dense"] = "auto"
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
+    shared_attention: SharedAttention = "auto"
+    """Attention over shared rows on CUDA: one call of FlexAttention (`flex`), or two calls of SDPA with masks (`sdpa`),
+    which compile nothing. `auto` is `flex`, and `sdpa` on cards that have too little shared memory for its kernels."""
     gradient_checkpointing: bool | Literal["vision_tower", "language_model"] = False
     """Recompute activations in the backward pass instead of keeping them: of all layers, or of one part's."""
     activation_offloading: bool = False

@@ -18,6 +18,8 @@ from rl_vlm.model.compilation import allow_graphs
 LARGEST_PLAIN_HEAD = 192
 """Values of a head up to which PyTorch's own tiles fit every card."""
 LARGE_HEAD = 256
+SMALLEST = 101_376
+"""Bytes of shared memory per block, below which kernels do not fit. An RTX 3090 and an RTX 4090 have this number."""
 ROOMY = 160 * 2**10
 """Bytes of shared memory per block from which PyTorch's own tiles fit: an A100 has 166,912, an H100 232,448."""
 ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -51,6 +53,11 @@ def shared_memory_of(device: torch.device) -> int:
     if device.type != "cuda":
         return ROOMY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def has_room_for_kernels() -> bool:
+    """Return whether FlexAttention's kernels fit this machine's card. Without a card they do not matter."""
+    return not torch.cuda.is_available() or shared_memory_of(torch.device("cuda")) >= SMALLEST
 
 
 @cache

@@ -30,7 +30,7 @@ from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
 from rl_vlm.model.recomputation import enable_recomputation
-from rl_vlm.model.shared_prefix import enable_shared_rows
+from rl_vlm.model.shared_prefix import ONE_CALL, TWO_CALLS, enable_shared_rows
 from rl_vlm.model.shared_state import STATE_LAYERS, cannot_share_states, enable_shared_states
 from rl_vlm.model.trainable import freeze_untrained
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
@@ -70,7 +70,7 @@ def load_policy(
     family = family_of(transformer.config)
     freeze_untrained(model, transformer, family, config.model)
     if config.model.attn_implementation == "sdpa":
-        enable_shared_rows(transformer)
+        enable_shared_rows(transformer, config.memory.shared_attention)
         enable_shared_states(transformer)
         enable_batched_windows(transformer, family)
     enable_autocast_experts(transformer)
@@ -271,7 +271,7 @@ def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
 def why_not_shared(model: PreTrainedModel) -> str | None:
     """Return the reason why this model cannot share prefixes exactly, or None if it can."""
     text = model.config.get_text_config()
-    if text._attn_implementation != "group_shared":
+    if text._attn_implementation not in (ONE_CALL, TWO_CALLS):
         return "model.attn_implementation is not sdpa"
     unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
     if unknown:

@@ -8,7 +8,8 @@ code is not changed:
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
 
 These are two calls of SDPA. On CUDA, one call of FlexAttention over the whole row replaces them: it skips fully masked
-blocks and needs no gathered keys. If the model applies a soft cap to its attention scores, `softcap` computes it.
+blocks and needs no gathered keys. `memory.shared_attention: sdpa` keeps the two calls there. If the model applies a
+soft cap to its attention scores, `softcap` computes it.
 
 The layout of the row is passed to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
 same layout. Outside of `shared_row` the registered functions call transformers' own sdpa attention, which has no soft
@@ -17,26 +18,35 @@ cap, or `capped_attention`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rl_vlm.errors import ModelError
+from rl_vlm.config.schema import SharedAttention
+from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.model.block_masks import make_block_mask
-from rl_vlm.model.flex_kernels import compiled_flex_attention, kernel_options, shared_memory_of
+from rl_vlm.model.flex_kernels import compiled_flex_attention, has_room_for_kernels, kernel_options, shared_memory_of
 from rl_vlm.model.softcap import capped_attention, score_cap
 from rl_vlm.types import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+ONE_CALL, TWO_CALLS = "group_shared", "group_shared_in_two_calls"
+"""Names of this attention in transformers. Without CUDA they are the same."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """An attention rule in transformers' form: (batch, head, query position, key position) -> whether to attend."""
@@ -140,15 +150,17 @@ class RowLayout:
             num_prefix_tokens=int(lengths[is_prefix].sum()),
         )
 
-    def with_masks(self, mask_function: MaskFunction) -> RowLayout:
+    def with_masks(self, mask_function: MaskFunction, two_calls: bool = False) -> RowLayout:
         """Return this layout with masks for layers of one type. Their rule on token positions is `mask_function`.
+
+        On CUDA these are masks for FlexAttention, unless `two_calls` is set.
 
         The rule is evaluated at logical positions, where each completion directly follows its prefix. It applies within
         a prefix, from a completion to its prefix, and within a completion. Rules may look up the kind of token (image
         or text) at a position. The row has completion tokens of the same prompt there, so the result is right.
         """
-        masks = self.block_mask(mask_function) if self.owner_N.is_cuda else self.dense_masks(mask_function)
-        return replace(self, masks=masks)
+        one_call = self.owner_N.is_cuda and not two_calls
+        return replace(self, masks=(self.block_mask if one_call else self.dense_masks)(mask_function))
 
     def dense_masks(self, mask_function: MaskFunction) -> RowMasks:
         """Build masks for SDPA: prefixes attend to themselves, completions to their prefix and themselves."""
@@ -211,18 +223,34 @@ def shared_row(layout: RowLayout | None) -> Iterator[None]:
         active_layout.reset(token)
 
 
-def enable_shared_rows(model: PreTrainedModel) -> None:
+def attention_name(setting: SharedAttention) -> str:
+    """Return the name of the attention on this machine.
+
+    Raises ConfigError if `flex` is set and its kernels do not fit the card.
+    """
+    has_room = has_room_for_kernels()
+    if setting == "flex" and not has_room:
+        raise ConfigError(
+            f"memory.shared_attention: flex cannot be used: {torch.cuda.get_device_name()} has too little shared "
+            "memory for FlexAttention's kernels. Set auto or sdpa"
+        )
+    if setting == "auto" and not has_room:
+        logger.warning("memory.shared_attention is sdpa: the card has too little memory for FlexAttention's kernels")
+    return TWO_CALLS if setting == "sdpa" or not has_room else ONE_CALL
+
+
+def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto") -> None:
     """Route the language model's attention through this module."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    def mask(*args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
+    def mask(two_calls: bool, *args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
         layout = active_layout.get()
         if layout is None:
             return sdpa_mask(*args, **kwargs)
         made = kwargs["attention_mask"]  # PaliGemma makes the mask, and its language model asks again
-        return made if isinstance(made, RowLayout) else layout.with_masks(kwargs["mask_function"])
+        return made if isinstance(made, RowLayout) else layout.with_masks(kwargs["mask_function"], two_calls)
 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -235,9 +263,10 @@ def enable_shared_rows(model: PreTrainedModel) -> None:
             return capped_attention(query, key, value, attention_mask, kwargs["scaling"], softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    AttentionMaskInterface.register("group_shared", mask)
-    AttentionInterface.register("group_shared", torch.compiler.disable(attention))  # its kernels are compiled apart
-    model.set_attn_implementation({"text_config": "group_shared"})
+    name = attention_name(setting)
+    AttentionMaskInterface.register(name, partial(mask, name == TWO_CALLS))
+    AttentionInterface.register(name, torch.compiler.disable(attention))  # its kernels are compiled apart
+    model.set_attn_implementation({"text_config": name})
 
 
 def shared_attention(
@@ -255,6 +284,8 @@ def shared_attention(
 
     def attend(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query[queries], key[keys], value[keys]))
+        if q.is_cuda:  # the fast kernels of SDPA that take masks have no groups of heads
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if softcap is None:
             causal = mask is None
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
@@ -272,10 +303,21 @@ def shared_attention(
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, scale: float, softcap: float | None
 ) -> Tensor:
-    """Compute the same attention with one FlexAttention call over the row."""
+    """Compute the same attention with one FlexAttention call over the row.
+
+    Raises ModelError if its forward kernel cannot be compiled.
+    """
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
     options = kernel_options(query.shape[-1], shared_memory_of(query.device))
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     score_mod = None if softcap is None else score_cap(softcap, query.device)
-    row = attend(query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True, kernel_options=options)
+    try:
+        row = attend(
+            query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True, kernel_options=options
+        )
+    except TorchDynamoException as error:
+        raise ModelError(
+            f"FlexAttention cannot be compiled on {torch.cuda.get_device_name()} for heads of {query.shape[-1]} "
+            f"values: {shorten(error)}. Set memory.shared_attention: sdpa"
+        ) from error
     return row[0].transpose(0, 1)

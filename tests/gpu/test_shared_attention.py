@@ -9,6 +9,7 @@ import torch
 from rl_vlm.model.flex_kernels import compiled_flex_attention
 from rl_vlm.model.fused import fuse_layers
 from rl_vlm.model.policy import Policy
+from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
@@ -118,6 +119,15 @@ def test_short_rows_are_computed_as_well(checkpoint: Path) -> None:
     logprobs, _ = scores(policy, groups, shared=True)
     expected, _ = scores(policy, groups, shared=False)
     assert (logprobs - expected).abs().max() <= 1e-4
+
+
+def test_two_calls_of_sdpa_compute_the_same(checkpoint: Path) -> None:
+    groups, policy = make_groups(checkpoint), make_policy(checkpoint).to("cuda")
+    expected, gradients = scores(policy, groups, shared=True)
+    enable_shared_rows(policy.transformer, "sdpa")
+    found, its_gradients = scores(policy, groups, shared=True)
+    assert (found - expected).abs().max() <= 1e-4
+    assert gradient_error(its_gradients, gradients) <= 1e-4
 
 
 def test_fused_layers_compute_the_same(checkpoint: Path) -> None:

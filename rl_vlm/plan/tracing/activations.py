@@ -84,7 +84,8 @@ def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_g
     `model_config` is the transformers config of the model that `config` trains. `prompt` is one of its prompts.
     """
     depths = Extrapolation.of(model_config)
-    with attention_as_on_gpu() if on_gpu else nullcontext():
+    in_one_call = on_gpu and config.memory.shared_attention != "sdpa"
+    with attention_as_on_gpu() if in_one_call else nullcontext():
         found = {d: trace_shallow(config, with_depth(model_config, d), prompt) for d in dict.fromkeys(depths.depths())}
     traced = [found[depth] for depth in depths.depths()]
     values = {f.name: [getattr(each, f.name) for each in traced] for f in fields(Activations)}

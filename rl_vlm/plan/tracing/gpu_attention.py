@@ -37,7 +37,7 @@ class KeptByFlexAttention(torch.autograd.Function):
 def attention_as_on_gpu() -> Iterator[None]:
     """Trace packed rows in this context as on a GPU, without masks of tokens by tokens."""
 
-    def without_masks(layout: RowLayout, mask_function: MaskFunction) -> RowLayout:
+    def without_masks(layout: RowLayout, mask_function: MaskFunction, two_calls: bool = False) -> RowLayout:
         return layout
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: None, scale: float, softcap: float | None) -> Tensor:

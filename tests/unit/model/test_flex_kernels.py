@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_vlm.model.flex_kernels import kernel_options, shared_memory_of
+from rl_vlm.model import flex_kernels
+from rl_vlm.model.flex_kernels import has_room_for_kernels, kernel_options, shared_memory_of
 
 RTX_4090, A100, H100 = 101_376, 166_912, 232_448
 """Bytes of shared memory per block."""
@@ -32,3 +33,10 @@ def test_tiles_of_large_heads_fit_the_card(head_dim: int, shared_memory: int, ex
 
 def test_a_cpu_has_room() -> None:
     assert kernel_options(256, shared_memory_of(torch.device("cpu"))) == kernel_options(256, H100)
+
+
+@pytest.mark.parametrize(("shared_memory", "has_room"), [(RTX_4090, True), (H100, True), (65_536, False)])
+def test_older_cards_have_no_room(monkeypatch: pytest.MonkeyPatch, shared_memory: int, has_room: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(flex_kernels, "shared_memory_of", lambda device: shared_memory)
+    assert has_room_for_kernels() == has_room

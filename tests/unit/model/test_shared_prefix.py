@@ -1,9 +1,12 @@
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -12,9 +15,9 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from rl_vlm.errors import ModelError
+from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model import shared_prefix
-from rl_vlm.model.shared_prefix import RowLayout, shared_attention, shared_row
+from rl_vlm.model.shared_prefix import RowLayout, attention_name, shared_attention, shared_row
 
 F, T = False, True
 CAUSAL = cast(Any, causal_mask_function)
@@ -152,6 +155,52 @@ def test_short_rows_do_not_take_the_kernel_for_decoding(monkeypatch):
     blocks = replace(layout, masks=layout.block_mask(CAUSAL))
     shared_attention(torch.randn(8, 60, 16), torch.randn(1, 60, 16), torch.randn(1, 60, 16), blocks, 0.3)
     assert [each["FORCE_USE_FLEX_ATTENTION"] for each in options] == [True]
+
+
+@pytest.mark.parametrize(
+    ("setting", "has_room", "expected"),
+    [
+        ("auto", True, "group_shared"),
+        ("flex", True, "group_shared"),
+        ("sdpa", True, "group_shared_in_two_calls"),
+        ("auto", False, "group_shared_in_two_calls"),
+        ("sdpa", False, "group_shared_in_two_calls"),
+    ],
+)
+def test_a_card_without_room_for_its_kernels_takes_two_calls(monkeypatch, setting, has_room, expected):
+    monkeypatch.setattr(shared_prefix, "has_room_for_kernels", lambda: has_room)
+    assert attention_name(setting) == expected
+
+
+def test_flex_is_refused_without_room_for_its_kernels(monkeypatch):
+    monkeypatch.setattr(shared_prefix, "has_room_for_kernels", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ConfigError, match="flex cannot be used: Tesla T4 has too little shared memory"):
+        attention_name("flex")
+
+
+def test_two_calls_have_masks_for_sdpa_on_every_device(layout):
+    with FakeTensorMode():
+        on_cuda = replace(layout, owner_N=torch.zeros(3, dtype=torch.int64, device="cuda"))
+    with (
+        mock.patch.object(RowLayout, "dense_masks", return_value=None),
+        mock.patch.object(RowLayout, "block_mask", return_value=None) as blocks,
+    ):
+        on_cuda.with_masks(CAUSAL, two_calls=True)
+        assert not blocks.called
+        on_cuda.with_masks(CAUSAL)
+        assert blocks.called
+
+
+def test_an_error_of_the_compiler_names_the_heads_and_the_setting(layout, monkeypatch):
+    def fail(*args, **kwargs):
+        raise TorchDynamoException("No choices exist for backend.")
+
+    monkeypatch.setattr(shared_prefix, "flex_attention", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
+    blocks = replace(layout, masks=layout.block_mask(CAUSAL))
+    with pytest.raises(ModelError, match=r"on NVIDIA L4 for heads of 16 values: No choices .*shared_attention: sdpa"):
+        shared_attention(torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16), blocks, 0.3)
 
 
 def test_a_part_of_a_layouts_mask_is_refused(layout):
