@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "training_3b_checkpointing": ("training_pass", {"model": "3b", "training": RECOMPUTED}),
     "training_3b_lora": ("training_pass", {"model": "3b", "training": replace(RECOMPUTED, lora_r=32)}),
     "training_7b": ("training_pass", {"model": "7b", "training": Training(lora_r=16)}),
+    "step_parts": ("step_parts", {}),
     "attention": ("attention", {}),
     "rollouts": ("rollouts", {}),
     "digits": ("digits", {}),
