@@ -88,13 +88,12 @@ def head_rows(bench: Bench, policy: Policy, setup: Setup) -> Iterator[dict[str, 
     targets = torch.randint(100, (tokens,), device=bench.device)
     for elements in CHUNKS:
         for fused in (False, True):
-            policy.fused = fused
 
             def run() -> None:
                 policy.logprobs(hidden, targets)[0].sum().backward()
                 clear(policy)
 
-            with mock.patch.object(head, "HEAD_CHUNK_ELEMENTS", elements):
+            with mock.patch.object(head, "HEAD_CHUNK_ELEMENTS", elements), mock.patch.object(policy, "fused", fused):
                 note = f"chunks of {elements / 2**20:.0f} Mi logits"
                 yield {"way": "fused" if fused else "not fused", "note": note} | figures(bench, run)
 

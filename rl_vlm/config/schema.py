@@ -56,8 +56,7 @@ class ModelConfig(Section):
     """Attention implementation of the vision tower and of the dense path."""
     fused: Fused = "auto"
     """Compile decoder layers and the LM head's log-probs with `torch.compile`, so that fewer operators read and write
-    memory. `auto`: on CUDA; not the layers if ranks shard the weights or `load_in_4bit` is set. The first passes take a
-    minute or two longer."""
+    memory, and the first passes take longer. `auto`: on CUDA; docs/memory.md has the exceptions."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients. Not with an adapter in the tower."""
     trainable_modules: list[str] | str | None = None

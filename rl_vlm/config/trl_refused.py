@@ -58,7 +58,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "auto_find_batch_size": False, "pad_to_multiple_of": "auto", "torch_empty_cache_steps": None,
         "gradient_checkpointing_kwargs": (None, {}, {"use_reentrant": False}),
     },
-    # Without it decoder layers are fused as well, so both values of `use_liger_kernel` are accepted.
+    # Layers are fused for both values of `use_liger_kernel`.
     "decoder layers are compiled by `model.fused`": {
         "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
         "use_liger_kernel": (False, True), "liger_kernel_config": None,

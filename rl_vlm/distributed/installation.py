@@ -40,7 +40,7 @@ def check_installation(config: RunConfig) -> None:
 def faults(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding for each fault of the packages, the driver and the compiler."""
     if not has_package(OWN):
-        what = "rl-vlm itself is not installed: versions of packages are not checked, and vLLM finds no plugins of it"
+        what = "rl-vlm itself is not installed: no versions are checked, and vLLM does not find its plugins"
         yield Finding("warning", VERSION, what, "Install it: `pip install -e .` in its folder")
     yield from wrong_versions(own_requirements(), installed_versions())
     yield from gpu_faults(config)

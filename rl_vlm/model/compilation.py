@@ -8,5 +8,9 @@ models reach PyTorch's own limit of 8. Then FlexAttention would fail, and layers
 
 
 def allow_graphs() -> None:
-    """Raise PyTorch's limit on the graphs of a function to `GRAPHS`."""
-    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    """Raise PyTorch's limit on the graphs of a function to `GRAPHS` in this thread.
+
+    The limit belongs to a thread. Autograd computes layers again in a thread of its device.
+    """
+    if torch._dynamo.config.recompile_limit < GRAPHS:
+        torch._dynamo.config.recompile_limit = GRAPHS

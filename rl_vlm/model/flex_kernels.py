@@ -6,6 +6,7 @@ L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from rl_vlm.model.compilation import allow_graphs
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LARGEST_PLAIN_HEAD = 192
 """Values of a head up to which PyTorch's own tiles fit every card."""
 LARGE_HEAD = 256
 SMALLEST = 101_376
-"""Bytes of shared memory per block, below which kernels do not fit. An RTX 3090 and an RTX 4090 have this number."""
+"""Bytes of shared memory per block of an RTX 3090 and an RTX 4090. For less, no kernels were compiled."""
 ROOMY = 160 * 2**10
 """Bytes of shared memory per block from which PyTorch's own tiles fit: an A100 has 166,912, an H100 232,448."""
 ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -55,9 +59,19 @@ def shared_memory_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def has_room_for_kernels() -> bool:
-    """Return whether FlexAttention's kernels fit this machine's card. Without a card they do not matter."""
-    return not torch.cuda.is_available() or shared_memory_of(torch.device("cuda")) >= SMALLEST
+def with_fitting_attention(config: RunConfig, device: torch.device) -> RunConfig:
+    """Return the config with `memory.shared_attention: sdpa` if FlexAttention's kernels do not fit the device.
+
+    Raises ConfigError if `flex` is set there.
+    """
+    has_shared_rows = config.memory.prefix_sharing != "dense" and config.model.attn_implementation == "sdpa"
+    if not has_shared_rows or config.memory.shared_attention == "sdpa" or shared_memory_of(device) >= SMALLEST:
+        return config
+    reason = f"{torch.cuda.get_device_name(device)} has too little shared memory for FlexAttention's kernels"
+    if config.memory.shared_attention == "flex":
+        raise ConfigError(f"memory.shared_attention: flex cannot be used: {reason}. Set auto or sdpa")
+    logger.warning("memory.shared_attention is sdpa: %s", reason)
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"shared_attention": "sdpa"})})
 
 
 @cache
@@ -66,5 +80,4 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
     With `fullgraph`, too many recompilations raise an error. Otherwise attention would silently become unfused.
     """
-    allow_graphs()
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from rl_vlm.config.schema import Fused
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.compilation import allow_graphs
 from rl_vlm.model.families import Family
 from rl_vlm.model.recomputation import is_vision, layers
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def fuse_layers(model: PreTrainedModel, family: Family, setting: Fused, shards_weights: bool) -> None:
-    """Compile the decoder layers of a model on its device, unless `setting` is `off`.
+def fuse_layers(model: PreTrainedModel, family: Family, config: RunConfig, shards_weights: bool) -> None:
+    """Compile the decoder layers of a model on its device, unless `model.fused` is `off`.
 
-    Layers stay as they are on a CPU, with weights in 4 bits, and if ranks gather the weights of each layer.
+    Layers stay as they are on a CPU, with weights in 4 bits, if ranks gather the weights of each layer, if activations
+    are offloaded, and in a memory profile, which looks into layers.
     """
-    is_quantized = getattr(model, "is_quantized", False)
-    if setting == "off" or model.device.type != "cuda" or shards_weights or is_quantized:
+    if config.model.fused == "off" or model.device.type != "cuda":
         return
-    logger.info("decoder layers are fused: the first passes compile them (model.fused)")
-    compile_layers(model, family)
+    kept = config.model.load_in_4bit or config.memory.activation_offloading or config.log.memory_profile
+    if not (kept or shards_weights):
+        logger.info("decoder layers are fused: the first passes compile them (model.fused)")
+        compile_layers(model, family)
 
 
 def compile_layers(model: PreTrainedModel, family: Family, backend: str = "inductor") -> None:

@@ -83,7 +83,7 @@ def load_policy(
         if not parameter.requires_grad and not is_in_4bit(parameter):
             parameter.data = parameter.data.to(dtype)
     offloads = config.memory.activation_offloading
-    fused = config.model.fused == "auto" and torch.cuda.is_available()
+    fused = config.model.fused == "auto"
     return Policy(model, family, config.rollout.temperature, dtype, idle_prompt, features, offloads, fused)
 
 

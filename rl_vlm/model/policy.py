@@ -47,8 +47,8 @@ class Policy(nn.Module):
         """`model` is a transformers model, or a PEFT model around one. `compute_dtype` is the autocast precision.
 
         `idle_prompt` has an image, for idle runs of the vision tower. `features` is the cache of another policy with
-        the same frozen vision tower. `offloads_activations` keeps activations in host memory. `fused` compiles
-        elementwise operations of the LM head.
+        the same frozen vision tower. `offloads_activations` keeps activations in host memory. With `fused`,
+        elementwise operations of the LM head are compiled on CUDA.
         """
         super().__init__()
         self.model: Any = model
@@ -172,7 +172,7 @@ class Policy(nn.Module):
                 return final_logits(product(*inputs), self.transformer.config)
 
         banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), hidden.device)
-        head = Head(logits, self.temperature, banned, self.fused)
+        head = Head(logits, self.temperature, banned, self.fused and hidden.is_cuda)
         return chunked_scores(head, weights, hidden, targets, vocabulary=module.weight.shape[0])
 
     def count(self, batch: MicroBatch) -> None:

@@ -18,7 +18,6 @@ cap, or `capped_attention`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,19 +33,18 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_vlm.config.schema import SharedAttention
-from rl_vlm.errors import ConfigError, ModelError, shorten
+from rl_vlm.errors import ModelError, shorten
 from rl_vlm.model.block_masks import make_block_mask
-from rl_vlm.model.flex_kernels import compiled_flex_attention, has_room_for_kernels, kernel_options, shared_memory_of
+from rl_vlm.model.compilation import allow_graphs
+from rl_vlm.model.flex_kernels import compiled_flex_attention, kernel_options, shared_memory_of
 from rl_vlm.model.softcap import capped_attention, score_cap
 from rl_vlm.types import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
-
 ONE_CALL, TWO_CALLS = "group_shared", "group_shared_in_two_calls"
-"""Names of this attention in transformers. Without CUDA they are the same."""
+"""Names of this attention in transformers. Without CUDA both are two calls, and the second expands heads as on CUDA."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """An attention rule in transformers' form: (batch, head, query position, key position) -> whether to attend."""
@@ -159,8 +157,9 @@ class RowLayout:
         a prefix, from a completion to its prefix, and within a completion. Rules may look up the kind of token (image
         or text) at a position. The row has completion tokens of the same prompt there, so the result is right.
         """
-        one_call = self.owner_N.is_cuda and not two_calls
-        return replace(self, masks=(self.block_mask if one_call else self.dense_masks)(mask_function))
+        if self.owner_N.is_cuda and not two_calls:
+            return replace(self, masks=self.block_mask(mask_function))
+        return replace(self, masks=replace(self.dense_masks(mask_function), expands_heads=two_calls))
 
     def dense_masks(self, mask_function: MaskFunction) -> RowMasks:
         """Build masks for SDPA: prefixes attend to themselves, completions to their prefix and themselves."""
@@ -201,6 +200,8 @@ class RowMasks:
     prefix: Bool[Tensor, "prompts 1 prefix prefix"] | None
     """None if prefixes are causal."""
     completion: Bool[Tensor, "completions 1 tokens keys"]
+    expands_heads: bool = False
+    """Whether keys and values are copied for each query head. On CUDA, SDPA's fast kernels take no groups of heads."""
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,22 +222,6 @@ def shared_row(layout: RowLayout | None) -> Iterator[None]:
         yield
     finally:
         active_layout.reset(token)
-
-
-def attention_name(setting: SharedAttention) -> str:
-    """Return the name of the attention on this machine.
-
-    Raises ConfigError if `flex` is set and its kernels do not fit the card.
-    """
-    has_room = has_room_for_kernels()
-    if setting == "flex" and not has_room:
-        raise ConfigError(
-            f"memory.shared_attention: flex cannot be used: {torch.cuda.get_device_name()} has too little shared "
-            "memory for FlexAttention's kernels. Set auto or sdpa"
-        )
-    if setting == "auto" and not has_room:
-        logger.warning("memory.shared_attention is sdpa: the card has too little memory for FlexAttention's kernels")
-    return TWO_CALLS if setting == "sdpa" or not has_room else ONE_CALL
 
 
 def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto") -> None:
@@ -263,7 +248,7 @@ def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto"
             return capped_attention(query, key, value, attention_mask, kwargs["scaling"], softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    name = attention_name(setting)
+    name = TWO_CALLS if setting == "sdpa" else ONE_CALL
     AttentionMaskInterface.register(name, partial(mask, name == TWO_CALLS))
     AttentionInterface.register(name, torch.compiler.disable(attention))  # its kernels are compiled apart
     model.set_attn_implementation({"text_config": name})
@@ -278,25 +263,26 @@ def shared_attention(
     softcap: float | None = None,
 ) -> Float[Tensor, "row heads value_dim"]:
     """Compute attention over a packed row: each prefix to itself, each completion to its prefix and itself."""
-    if not isinstance(layout.masks, RowMasks):
-        return block_attention(query, key, value, layout.masks, scale, softcap)
+    masks = layout.masks
+    if not isinstance(masks, RowMasks):
+        return block_attention(query, key, value, masks, scale, softcap)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
     def attend(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query[queries], key[keys], value[keys]))
-        if q.is_cuda:  # the fast kernels of SDPA that take masks have no groups of heads
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if softcap is None:
+            if masks.expands_heads:
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             causal = mask is None
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
         else:
             out = capped_attention(q, k, v, mask, scale, softcap)
         return out.transpose(1, 2).flatten(0, 1)
 
-    outputs = [attend(layout.prefix_index, layout.prefix_index, layout.masks.prefix)]
+    outputs = [attend(layout.prefix_index, layout.prefix_index, masks.prefix)]
     if layout.completion_index.numel():
         keys = torch.cat([layout.prefix_index[layout.owner_N], layout.completion_index], dim=1)
-        outputs.append(attend(layout.completion_index, keys, layout.masks.completion))
+        outputs.append(attend(layout.completion_index, keys, masks.completion))
     return torch.cat(outputs)[layout.output_index]
 
 
@@ -307,6 +293,7 @@ def block_attention(
 
     Raises ModelError if its forward kernel cannot be compiled.
     """
+    allow_graphs()
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
     options = kernel_options(query.shape[-1], shared_memory_of(query.device))
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
@@ -316,6 +303,8 @@ def block_attention(
             query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True, kernel_options=options
         )
     except TorchDynamoException as error:
+        if isinstance(inner := getattr(error, "inner_exception", None), torch.OutOfMemoryError):
+            raise inner from error
         raise ModelError(
             f"FlexAttention cannot be compiled on {torch.cuda.get_device_name()} for heads of {query.shape[-1]} "
             f"values: {shorten(error)}. Set memory.shared_attention: sdpa"

@@ -41,6 +41,7 @@ from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
 from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_line
 from rl_vlm.model.fingerprint import model_fingerprint
+from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.fused import fuse_layers
 from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
 from rl_vlm.model.policy import Policy
@@ -144,7 +145,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     ranks = opened.enter_context(joined(config.train))
     with ranks.agree():
         check_installation(config)
-        config = with_precision(config, ranks.device.type)
+        config = with_fitting_attention(with_precision(config, ranks.device.type), ranks.device)
         strategy = select_strategy(ranks, config)
         plan = batch_sizes(config, ranks.world_size)
     directory = RunDirectory(Path(config.train.output_dir).absolute())  # a function may change the working directory
@@ -281,7 +282,7 @@ def load_models(
     add_initial_adapter(config, data.initial, policy)
     logger.info(parameters_line(policy))
     strategy.place(policy)
-    fuse_layers(policy.transformer, policy.family, config.model.fused, strategy.equal_calls)
+    fuse_layers(policy.transformer, policy.family, config, strategy.equal_calls)
     with ranks.agree():
         reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
     if reference is not None and reference.frozen is not None:
@@ -289,7 +290,7 @@ def load_models(
             share_weight_names(reference.frozen.transformer, ranks)
         strategy.place_frozen(reference.frozen)
         frozen = reference.frozen
-        fuse_layers(frozen.transformer, frozen.family, config.model.fused, strategy.equal_calls)
+        fuse_layers(frozen.transformer, frozen.family, config, strategy.equal_calls)
     return policy, reference
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_vlm.model.flex_kernels import compiled_flex_attention
-from rl_vlm.model.fused import fuse_layers
+from rl_vlm.model.fused import compile_layers
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.types import Forward, ScoredGroup
@@ -136,7 +136,7 @@ def test_fused_layers_compute_the_same(checkpoint: Path) -> None:
     exact, gradients = scores(make_policy(checkpoint).to("cuda"), groups, shared=True)
     policy = make_policy(checkpoint, dtype="bfloat16").to("cuda")
     plain, plain_gradients = scores(policy, groups, shared=True)
-    fuse_layers(policy.transformer, policy.family, "auto", shards_weights=False)
+    compile_layers(policy.transformer, policy.family)
     fused, fused_gradients = scores(policy, groups, shared=True)
     assert (fused - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
     assert distance(fused_gradients, gradients) <= 2 * distance(plain_gradients, gradients)

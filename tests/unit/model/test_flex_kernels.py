@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.errors import ConfigError
 from rl_vlm.model import flex_kernels
-from rl_vlm.model.flex_kernels import has_room_for_kernels, kernel_options, shared_memory_of
+from rl_vlm.model.flex_kernels import kernel_options, shared_memory_of, with_fitting_attention
 
-RTX_4090, A100, H100 = 101_376, 166_912, 232_448
+TESLA_T4, RTX_4090, A100, H100 = 65_536, 101_376, 166_912, 232_448
 """Bytes of shared memory per block."""
+CUDA = torch.device("cuda")
 TILES_OF_32 = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32}
 TILES_OF_16 = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16}
 
@@ -27,7 +30,7 @@ TILES_OF_16 = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_
         (512, RTX_4090, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, **TILES_OF_16}),
     ],
 )
-def test_tiles_of_large_heads_fit_the_card(head_dim: int, shared_memory: int, expected: dict[str, Any]) -> None:
+def test_options_by_head_and_card(head_dim: int, shared_memory: int, expected: dict[str, Any]) -> None:
     assert kernel_options(head_dim, shared_memory) == {"FORCE_USE_FLEX_ATTENTION": True, **expected}
 
 
@@ -35,8 +38,33 @@ def test_a_cpu_has_room() -> None:
     assert kernel_options(256, shared_memory_of(torch.device("cpu"))) == kernel_options(256, H100)
 
 
-@pytest.mark.parametrize(("shared_memory", "has_room"), [(RTX_4090, True), (H100, True), (65_536, False)])
-def test_older_cards_have_no_room(monkeypatch: pytest.MonkeyPatch, shared_memory: int, has_room: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize(
+    ("memory", "shared_memory", "expected"),
+    [
+        ({}, RTX_4090, "auto"),
+        ({"shared_attention": "flex"}, H100, "flex"),
+        ({}, TESLA_T4, "sdpa"),
+        ({"shared_attention": "sdpa"}, H100, "sdpa"),
+        ({"prefix_sharing": "dense"}, TESLA_T4, "auto"),
+    ],
+)
+def test_a_card_without_room_takes_sdpa(
+    monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], shared_memory: int, expected: str
+) -> None:
+    on_card(monkeypatch, shared_memory)
+    assert with_fitting_attention(config(**memory), CUDA).memory.shared_attention == expected
+
+
+def test_flex_is_refused_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_card(monkeypatch, TESLA_T4)
+    with pytest.raises(ConfigError, match="flex cannot be used: Tesla T4 has too little shared memory"):
+        with_fitting_attention(config(shared_attention="flex"), CUDA)
+
+
+def on_card(monkeypatch: pytest.MonkeyPatch, shared_memory: int) -> None:
     monkeypatch.setattr(flex_kernels, "shared_memory_of", lambda device: shared_memory)
-    assert has_room_for_kernels() == has_room
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+
+
+def config(**memory: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": {"model_name_or_path": "m"}, "memory": memory})

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoTokenizer, PreTrainedModel
 
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.model import fused
 from rl_vlm.model.families import Family
 from rl_vlm.model.fused import compile_layers, fuse_layers
@@ -72,34 +73,26 @@ def test_rollouts_compile_nothing(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "shards_weights", "is_quantized", "fuses"),
+    ("settings", "device", "shards_weights", "fuses"),
     [
-        ("auto", "cuda", False, False, True),
-        ("off", "cuda", False, False, False),
-        ("auto", "cpu", False, False, False),
-        ("auto", "cuda", True, False, False),
-        ("auto", "cuda", False, True, False),
+        ({}, "cuda", False, True),
+        ({"model": {"fused": "off"}}, "cuda", False, False),
+        ({}, "cpu", False, False),
+        ({}, "cuda", True, False),
+        ({"model": {"load_in_4bit": True, "use_peft": True}}, "cuda", False, False),
+        ({"memory": {"activation_offloading": True}}, "cuda", False, False),
+        ({"log": {"memory_profile": True}}, "cuda", False, False),
     ],
 )
 def test_layers_are_fused_on_a_gpu_that_holds_whole_weights(
-    monkeypatch: pytest.MonkeyPatch, setting: Any, device: str, shards_weights: bool, is_quantized: bool, fuses: bool
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], device: str, shards_weights: bool, fuses: bool
 ) -> None:
     compiled = mock.Mock()
     monkeypatch.setattr(fused, "compile_layers", compiled)
-    model = mock.Mock(spec=PreTrainedModel)
-    model.device, model.is_quantized = torch.device(device), is_quantized
-    fuse_layers(model, mock.Mock(spec=Family), setting, shards_weights)
+    model = mock.Mock(spec=PreTrainedModel, device=torch.device(device))
+    config = RunConfig.model_validate(settings | {"model": {"model_name_or_path": "m"} | settings.get("model", {})})
+    fuse_layers(model, mock.Mock(spec=Family), config, shards_weights)
     assert compiled.called == fuses
-
-
-@pytest.mark.parametrize(
-    ("setting", "has_gpu", "fuses"), [("auto", True, True), ("off", True, False), ("auto", False, False)]
-)
-def test_the_head_is_fused_on_a_gpu(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, setting: str, has_gpu: bool, fuses: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert make_policy(checkpoint, fused=setting).fused == fuses
 
 
 def test_more_graphs_are_allowed_than_pytorch_allows_by_itself(checkpoint: Path) -> None:

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from threading import Thread
 from typing import Any, cast
 from unittest import mock
 
@@ -15,9 +16,10 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.errors import ModelError
 from rl_vlm.model import shared_prefix
-from rl_vlm.model.shared_prefix import RowLayout, attention_name, shared_attention, shared_row
+from rl_vlm.model.shared_prefix import RowLayout, shared_attention, shared_row
+from rl_vlm.passes.recovery import is_out_of_memory
 
 F, T = False, True
 CAUSAL = cast(Any, causal_mask_function)
@@ -157,33 +159,33 @@ def test_short_rows_do_not_take_the_kernel_for_decoding(monkeypatch):
     assert [each["FORCE_USE_FLEX_ATTENTION"] for each in options] == [True]
 
 
-@pytest.mark.parametrize(
-    ("setting", "has_room", "expected"),
-    [
-        ("auto", True, "group_shared"),
-        ("flex", True, "group_shared"),
-        ("sdpa", True, "group_shared_in_two_calls"),
-        ("auto", False, "group_shared_in_two_calls"),
-        ("sdpa", False, "group_shared_in_two_calls"),
-    ],
-)
-def test_a_card_without_room_for_its_kernels_takes_two_calls(monkeypatch, setting, has_room, expected):
-    monkeypatch.setattr(shared_prefix, "has_room_for_kernels", lambda: has_room)
-    assert attention_name(setting) == expected
+def test_two_calls_with_expanded_heads_are_the_same(layout):
+    query, key, value = torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    grouped, expanded = (layout.with_masks(CAUSAL, two_calls) for two_calls in (False, True))
+    assert expanded.masks.expands_heads
+    torch.testing.assert_close(*(shared_attention(query, key, value, each, 0.3) for each in (grouped, expanded)))
 
 
-def test_flex_is_refused_without_room_for_its_kernels(monkeypatch):
-    monkeypatch.setattr(shared_prefix, "has_room_for_kernels", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    with pytest.raises(ConfigError, match="flex cannot be used: Tesla T4 has too little shared memory"):
-        attention_name("flex")
+def test_each_thread_may_have_more_graphs(layout):
+    """Autograd recomputes layers in a thread of its own, whose limit is PyTorch's until then."""
+    found = []
+
+    def attend():
+        blocks = replace(layout, masks=layout.block_mask(CAUSAL))
+        shared_attention(torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16), blocks, 0.3)
+        found.append(torch._dynamo.config.recompile_limit)
+
+    thread = Thread(target=attend)
+    thread.start()
+    thread.join()
+    assert found == [64]
 
 
 def test_two_calls_have_masks_for_sdpa_on_every_device(layout):
     with FakeTensorMode():
         on_cuda = replace(layout, owner_N=torch.zeros(3, dtype=torch.int64, device="cuda"))
     with (
-        mock.patch.object(RowLayout, "dense_masks", return_value=None),
+        mock.patch.object(RowLayout, "dense_masks", return_value=layout.dense_masks(CAUSAL)),
         mock.patch.object(RowLayout, "block_mask", return_value=None) as blocks,
     ):
         on_cuda.with_masks(CAUSAL, two_calls=True)
@@ -199,8 +201,21 @@ def test_an_error_of_the_compiler_names_the_heads_and_the_setting(layout, monkey
     monkeypatch.setattr(shared_prefix, "flex_attention", fail)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     blocks = replace(layout, masks=layout.block_mask(CAUSAL))
-    with pytest.raises(ModelError, match=r"on NVIDIA L4 for heads of 16 values: No choices .*shared_attention: sdpa"):
+    with pytest.raises(
+        ModelError, match=r"on NVIDIA L4 for heads of 16 values: No choices .*shared_attention: sdpa"
+    ) as raised:
         shared_attention(torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16), blocks, 0.3)
+    assert not is_out_of_memory(raised.value)
+
+
+def test_out_of_memory_while_it_compiles_stays_out_of_memory(layout, monkeypatch):
+    error = TorchDynamoException("InductorError")
+    monkeypatch.setattr(error, "inner_exception", torch.OutOfMemoryError("CUDA out of memory."), raising=False)
+    monkeypatch.setattr(shared_prefix, "flex_attention", mock.Mock(side_effect=error))
+    blocks = replace(layout, masks=layout.block_mask(CAUSAL))
+    with pytest.raises(RuntimeError) as raised:
+        shared_attention(torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16), blocks, 0.3)
+    assert is_out_of_memory(raised.value)
 
 
 def test_a_part_of_a_layouts_mask_is_refused(layout):
