@@ -383,6 +383,8 @@ WITHOUT = {
     "metric_for_best_model: kl": "without `load_best_model_at_end`",
     "greater_is_better: false": "without `load_best_model_at_end`",
     "{gradient_checkpointing: vision_tower, freeze_vision_tower: true}": "on a frozen vision tower",
+    "{shared_attention: sdpa, prefix_sharing: dense}": "without shared rows",
+    "{shared_attention: flex, attn_implementation: eager}": "without shared rows",
     "endpoint_timeout: 5": "without `endpoint_url`",
     "endpoint_max_retries: 5": "without `endpoint_url`",
     "endpoint_max_concurrency: 5": "without `endpoint_url`",
