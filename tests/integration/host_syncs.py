@@ -203,7 +203,7 @@ def host_syncs(config: RunConfig, checkpoint: str, groups: list[ScoredGroup]) ->
     syncs, tokens = HostSyncs(), config.memory.micro_batch_tokens
     assert tokens != "auto"
 
-    def with_masks(layout: RowLayout, mask_function: MaskFunction) -> RowLayout:
+    def with_masks(layout: RowLayout, mask_function: MaskFunction, two_calls: bool = False) -> RowLayout:
         layout.block_mask(mask_function)
         return layout
 
