@@ -37,7 +37,7 @@ def trainer_of(config: RunConfig, policy: Policy, patch_price: float = 0.0) -> T
     ranks = Ranks()
     strategy = select_strategy(ranks, config)
     strategy.place(policy)
-    fuse_layers(policy.transformer, policy.family, config, strategy.equal_calls)
+    fuse_layers(policy, config, strategy.equal_calls)
     assert config.memory.micro_batch_tokens != "auto"
     planned = PlannedBudget(config.memory.micro_batch_tokens, patch_price)
     return given_trainer(config, ranks, strategy, policy, None, (), planned, num_steps=1000)

@@ -76,7 +76,7 @@ def layer_rows(bench: Bench, policy: Policy, setup: Setup) -> Iterator[dict[str,
         clear(policy)
 
     yield {"way": "not fused"} | figures(bench, run)
-    compile_layers(policy.transformer, policy.family)
+    compile_layers(policy)
     yield {"way": "fused"} | figures(bench, run)
 
 

@@ -16,7 +16,6 @@ from rl_vlm.config.rules import CONFLICTS, UNREAD, broken
 BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
 
-Fused = Literal["auto", "off"]
 SharedAttention = Literal["auto", "flex", "sdpa"]
 PRECISION = "a run computes in bfloat16 on CUDA and in float32 elsewhere, and trained weights stay in float32"
 """Precision of a run without `model.dtype`, in words."""
@@ -54,7 +53,7 @@ class ModelConfig(Section):
     CUDA, `float32` elsewhere."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the vision tower and of the dense path."""
-    fused: Fused = "auto"
+    fused: Literal["auto", "off"] = "auto"
     """Compile decoder layers and the LM head's log-probs with `torch.compile`, so that fewer operators read and write
     memory, and the first passes take longer. `auto`: on CUDA; docs/memory.md has the exceptions."""
     freeze_vision_tower: bool = False

@@ -12,32 +12,31 @@ from typing import TYPE_CHECKING
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.compilation import allow_graphs
-from rl_vlm.model.families import Family
 from rl_vlm.model.recomputation import is_vision, layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from rl_vlm.model.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 
-def fuse_layers(model: PreTrainedModel, family: Family, config: RunConfig, shards_weights: bool) -> None:
-    """Compile the decoder layers of a model on its device, unless `model.fused` is `off`.
+def fuse_layers(policy: Policy, config: RunConfig, shards_weights: bool) -> None:
+    """Compile the decoder layers of a policy on its device, unless `model.fused` is `off`.
 
     Layers stay as they are on a CPU, with weights in 4 bits, if ranks gather the weights of each layer, if activations
     are offloaded, and in a memory profile, which looks into layers.
     """
-    if config.model.fused == "off" or model.device.type != "cuda":
+    if config.model.fused == "off" or policy.device.type != "cuda":
         return
     kept = config.model.load_in_4bit or config.memory.activation_offloading or config.log.memory_profile
     if not (kept or shards_weights):
         logger.info("decoder layers are fused: the first passes compile them (model.fused)")
-        compile_layers(model, family)
+        compile_layers(policy)
 
 
-def compile_layers(model: PreTrainedModel, family: Family, backend: str = "inductor") -> None:
-    """Let the decoder layers of a model be compiled when they are called first."""
+def compile_layers(policy: Policy, backend: str = "inductor") -> None:
+    """Let the decoder layers of a policy be compiled when they are called first."""
     allow_graphs()
-    for name, layer in layers(model):
-        if not is_vision(name, family):
+    for name, layer in layers(policy.transformer):
+        if not is_vision(name, policy.family):
             layer.compile(dynamic=True, backend=backend)

@@ -97,16 +97,17 @@ def batched_attention(
 
     order = row_order(cu_seq_lens_q, max_length_q, query.shape[2])
     sizes = [number * length for number, length in order.groups]
-    rows = [in_order(x[0].transpose(0, 1), order.sorted_index).split(sizes) for x in (query, key, value)]
+    rows = [taken(x[0].transpose(0, 1), order.sorted_index).split(sizes) for x in (query, key, value)]
     outputs = []
     for group, parts in zip(order.groups, zip(*rows, strict=True), strict=True):
         q, k, v = (part.unflatten(0, group).transpose(1, 2) for part in parts)
         output, _ = sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
         outputs.append(output.flatten(0, 1))
-    return in_order(torch.cat(outputs), order.row_index)[None], None
+    return taken(torch.cat(outputs), order.row_index)[None], None
 
 
-def in_order(rows: Tensor, index: Tensor | None) -> Tensor:
+def taken(rows: Tensor, index: Tensor | None) -> Tensor:
+    """Take rows by index. None takes them as they are."""
     return rows if index is None else rows.index_select(0, index)
 
 

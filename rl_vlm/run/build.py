@@ -282,15 +282,14 @@ def load_models(
     add_initial_adapter(config, data.initial, policy)
     logger.info(parameters_line(policy))
     strategy.place(policy)
-    fuse_layers(policy.transformer, policy.family, config, strategy.equal_calls)
+    fuse_layers(policy, config, strategy.equal_calls)
     with ranks.agree():
         reference = load_reference(config, data.initial, policy, resumed, strategy.loads_empty)
     if reference is not None and reference.frozen is not None:
         if strategy.equal_calls:
             share_weight_names(reference.frozen.transformer, ranks)
         strategy.place_frozen(reference.frozen)
-        frozen = reference.frozen
-        fuse_layers(frozen.transformer, frozen.family, config, strategy.equal_calls)
+        fuse_layers(reference.frozen, config, strategy.equal_calls)
     return policy, reference
 
 

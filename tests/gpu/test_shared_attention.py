@@ -136,7 +136,7 @@ def test_fused_layers_compute_the_same(checkpoint: Path) -> None:
     exact, gradients = scores(make_policy(checkpoint).to("cuda"), groups, shared=True)
     policy = make_policy(checkpoint, dtype="bfloat16").to("cuda")
     plain, plain_gradients = scores(policy, groups, shared=True)
-    compile_layers(policy.transformer, policy.family)
+    compile_layers(policy)
     fused, fused_gradients = scores(policy, groups, shared=True)
     assert (fused - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
     assert distance(fused_gradients, gradients) <= 2 * distance(plain_gradients, gradients)

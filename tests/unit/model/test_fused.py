@@ -8,11 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model import fused
-from rl_vlm.model.families import Family
 from rl_vlm.model.fused import compile_layers, fuse_layers
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
@@ -56,7 +55,7 @@ def scores(policy: Policy, checkpoint: Path, size: int) -> tuple[torch.Tensor, d
 def test_fused_layers_compute_the_same_and_share_what_is_compiled(checkpoint: Path) -> None:
     policy = make_policy(checkpoint, gradient_checkpointing=True)
     expected = [scores(policy, checkpoint, size) for size in (32, 40)]
-    compile_layers(policy.transformer, policy.family, backend="aot_eager")
+    compile_layers(policy, backend="aot_eager")
     for size, (logprobs, gradients) in zip((32, 40), expected, strict=True):
         found, its_gradients = scores(policy, checkpoint, size)
         torch.testing.assert_close(found, logprobs)
@@ -66,7 +65,7 @@ def test_fused_layers_compute_the_same_and_share_what_is_compiled(checkpoint: Pa
 
 def test_rollouts_compile_nothing(checkpoint: Path) -> None:
     policy = make_policy(checkpoint)
-    compile_layers(policy.transformer, policy.family, backend="aot_eager")
+    compile_layers(policy, backend="aot_eager")
     engine = HFEngine.for_policy(policy, AutoTokenizer.from_pretrained(checkpoint), max_num_seqs=2)
     engine.generate([RolloutRequest("0", make_prompt(checkpoint, []))], Sampling(2, 3, temperature=1.0, seed=0))
     assert counters["stats"]["unique_graphs"] == 0
@@ -89,13 +88,13 @@ def test_layers_are_fused_on_a_gpu_that_holds_whole_weights(
 ) -> None:
     compiled = mock.Mock()
     monkeypatch.setattr(fused, "compile_layers", compiled)
-    model = mock.Mock(spec=PreTrainedModel, device=torch.device(device))
+    policy = mock.Mock(spec=Policy, device=torch.device(device))
     config = RunConfig.model_validate(settings | {"model": {"model_name_or_path": "m"} | settings.get("model", {})})
-    fuse_layers(model, mock.Mock(spec=Family), config, shards_weights)
+    fuse_layers(policy, config, shards_weights)
     assert compiled.called == fuses
 
 
 def test_more_graphs_are_allowed_than_pytorch_allows_by_itself(checkpoint: Path) -> None:
     policy = make_policy(checkpoint)
-    compile_layers(policy.transformer, policy.family, backend="aot_eager")
+    compile_layers(policy, backend="aot_eager")
     assert torch._dynamo.config.recompile_limit == 64
