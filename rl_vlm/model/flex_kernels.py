@@ -1,7 +1,8 @@
 """FlexAttention's kernels: compiled once for all rows, with tiles that fit the shared memory of the card.
 
 PyTorch's own tiles are too large for heads of 256 values on cards with 99 KB per block, such as RTX 3090 and 4090, A10,
-L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but most values are spilled to memory.
+L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but most values are spilled to memory. So are
+those of the forward in float32 for heads of 128. `benchmarks/kernels.py` compiles the kernels for six cards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from rl_vlm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+SMALL_HEAD = 64
+"""Values of a head up to which float32 has PyTorch's own tiles. For more, most values of the forward are spilled."""
 LARGEST_PLAIN_HEAD = 192
 """Values of a head up to which PyTorch's own tiles fit every card."""
 LARGE_HEAD = 256
@@ -31,15 +34,16 @@ ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
 128 query tokens times query heads per key head, and its compilation would fail."""
 
 
-def kernel_options(head_dim: int, shared_memory: int) -> dict[str, Any]:
+def kernel_options(head_dim: int, shared_memory: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return FlexAttention's options for heads of `head_dim` values and so many bytes of shared memory per block.
 
     Options that start with `fwd_` belong to the forward kernel, and with `bwd_` to the backward kernel.
     """
     if head_dim <= LARGEST_PLAIN_HEAD:
-        return ALWAYS
+        is_spilled = dtype == torch.float32 and head_dim > SMALL_HEAD
+        return ALWAYS | tiles("fwd", 32) if is_spilled else ALWAYS
     if head_dim > LARGE_HEAD:
-        return ALWAYS | {"fwd_num_stages": 1} | tiles("fwd", 32) | tiles("bwd", 16)
+        return ALWAYS | {"fwd_num_stages": 1} | tiles("fwd", 32)
     if shared_memory < ROOMY:
         return ALWAYS | {"fwd_num_stages": 1, "bwd_num_stages": 1} | tiles("bwd", 32)
     return ALWAYS | {"bwd_num_warps": 8}

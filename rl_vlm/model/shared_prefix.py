@@ -295,7 +295,7 @@ def block_attention(
     """
     allow_graphs()
     attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
-    options = kernel_options(query.shape[-1], shared_memory_of(query.device))
+    options = kernel_options(query.shape[-1], shared_memory_of(query.device), value.dtype)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     score_mod = None if softcap is None else score_cap(softcap, query.device)
     try:

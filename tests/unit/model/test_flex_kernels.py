@@ -14,7 +14,6 @@ TESLA_T4, RTX_4090, A100, H100 = 65_536, 101_376, 166_912, 232_448
 """Bytes of shared memory per block."""
 CUDA = torch.device("cuda")
 TILES_OF_32 = {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32}
-TILES_OF_16 = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16}
 
 
 @pytest.mark.parametrize(
@@ -26,16 +25,24 @@ TILES_OF_16 = {"bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_
         (256, H100, {"bwd_num_warps": 8}),
         (256, A100, {"bwd_num_warps": 8}),
         (256, RTX_4090, {"fwd_num_stages": 1, "bwd_num_stages": 1, **TILES_OF_32}),
-        (512, H100, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, **TILES_OF_16}),
-        (512, RTX_4090, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, **TILES_OF_16}),
+        (512, H100, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}),
+        (512, RTX_4090, {"fwd_num_stages": 1, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}),
     ],
 )
 def test_options_by_head_and_card(head_dim: int, shared_memory: int, expected: dict[str, Any]) -> None:
-    assert kernel_options(head_dim, shared_memory) == {"FORCE_USE_FLEX_ATTENTION": True, **expected}
+    assert kernel_options(head_dim, shared_memory, torch.bfloat16) == {"FORCE_USE_FLEX_ATTENTION": True, **expected}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "expected"), [(64, {}), (128, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}), (256, {"bwd_num_warps": 8})]
+)
+def test_tiles_of_the_forward_are_small_in_float32(head_dim: int, expected: dict[str, Any]) -> None:
+    assert kernel_options(head_dim, A100, torch.float32) == {"FORCE_USE_FLEX_ATTENTION": True, **expected}
 
 
 def test_a_cpu_has_room() -> None:
-    assert kernel_options(256, shared_memory_of(torch.device("cpu"))) == kernel_options(256, H100)
+    shared_memory = shared_memory_of(torch.device("cpu"))
+    assert kernel_options(256, shared_memory, torch.bfloat16) == kernel_options(256, H100, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
