@@ -196,6 +196,11 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
+def head_dim(text: Any) -> int:
+    """Return the number of values of an attention head, from the config of a language model."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
 def stop_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end a completion: the EOS tokens of the tokenizer and of the generation config.
 

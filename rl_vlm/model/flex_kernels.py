@@ -8,15 +8,17 @@ those of the forward in float32 for heads of 128. `benchmarks/kernels.py` compil
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.attention.flex_attention import flex_attention
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, ModelError, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ SMALLEST = 101_376
 """Bytes of shared memory per block of an RTX 3090 and an RTX 4090. For less, no kernels were compiled."""
 ROOMY = 160 * 2**10
 """Bytes of shared memory per block from which PyTorch's own tiles fit: an A100 has 166,912, an H100 232,448."""
+NO_KERNEL = "No valid triton configs"
+"""Text of PyTorch's error if no tiles of a kernel fit the card."""
 ALWAYS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
 """Without this option, rows below 128 tokens would take a kernel for decoding. That kernel has no tile for more than
 128 query tokens times query heads per key head, and its compilation would fail."""
@@ -53,6 +57,11 @@ def tiles(kernel: str, size: int) -> dict[str, int]:
     """Return the options for square tiles of `size` tokens. The backward has two pairs: for keys and for queries."""
     numbers = ("1", "2") if kernel == "bwd" else ("",)
     return {f"{kernel}_BLOCK_{side}{number}": size for number in numbers for side in "MN"}
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether FlexAttention is compiled for a device. Elsewhere it is slow, and has no gradients."""
+    return device.type == "cuda"
 
 
 @cache
@@ -85,3 +94,24 @@ def compiled_flex_attention() -> Callable[..., Any]:
     With `fullgraph`, too many recompilations raise an error. Otherwise attention would silently become unfused.
     """
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+@contextmanager
+def naming_compiler_errors(head_dim: int) -> Iterator[None]:
+    """Raise ModelError if a kernel for heads of `head_dim` values cannot be compiled in the block.
+
+    Its message names the card, the heads and the setting. Other errors are raised as they are, as is running out of
+    memory while a kernel is compiled. A backward kernel is compiled in the first backward.
+    """
+    try:
+        yield
+    except (RuntimeError, FailOnRecompileLimitHit) as error:
+        if isinstance(inner := getattr(error, "inner_exception", None), torch.OutOfMemoryError):
+            raise inner from error
+        is_of_compiler = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
+        if not is_of_compiler and NO_KERNEL not in str(error):
+            raise
+        raise ModelError(
+            f"FlexAttention cannot be compiled on {torch.cuda.get_device_name()} for heads of {head_dim} values: "
+            f"{shorten(error)}. Set memory.shared_attention: sdpa"
+        ) from error

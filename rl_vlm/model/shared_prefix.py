@@ -29,14 +29,19 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_vlm.config.schema import SharedAttention
-from rl_vlm.errors import ModelError, shorten
+from rl_vlm.errors import ModelError
 from rl_vlm.model.block_masks import make_block_mask
 from rl_vlm.model.compilation import allow_graphs
-from rl_vlm.model.flex_kernels import compiled_flex_attention, kernel_options, shared_memory_of
+from rl_vlm.model.flex_kernels import (
+    compiled_flex_attention,
+    has_kernels,
+    kernel_options,
+    naming_compiler_errors,
+    shared_memory_of,
+)
 from rl_vlm.model.softcap import capped_attention, score_cap
 from rl_vlm.types import to_device
 
@@ -157,7 +162,7 @@ class RowLayout:
         a prefix, from a completion to its prefix, and within a completion. Rules may look up the kind of token (image
         or text) at a position. The row has completion tokens of the same prompt there, so the result is right.
         """
-        if self.owner_N.is_cuda and not two_calls:
+        if has_kernels(self.owner_N.device) and not two_calls:
             return replace(self, masks=self.block_mask(mask_function))
         return replace(self, masks=replace(self.dense_masks(mask_function), expands_heads=two_calls))
 
@@ -294,19 +299,12 @@ def block_attention(
     Raises ModelError if its forward kernel cannot be compiled.
     """
     allow_graphs()
-    attend: Any = compiled_flex_attention() if query.is_cuda else flex_attention
+    attend: Any = compiled_flex_attention() if has_kernels(query.device) else flex_attention
     options = kernel_options(query.shape[-1], shared_memory_of(query.device), value.dtype)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     score_mod = None if softcap is None else score_cap(softcap, query.device)
-    try:
+    with naming_compiler_errors(query.shape[-1]):
         row = attend(
             query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True, kernel_options=options
         )
-    except TorchDynamoException as error:
-        if isinstance(inner := getattr(error, "inner_exception", None), torch.OutOfMemoryError):
-            raise inner from error
-        raise ModelError(
-            f"FlexAttention cannot be compiled on {torch.cuda.get_device_name()} for heads of {query.shape[-1]} "
-            f"values: {shorten(error)}. Set memory.shared_attention: sdpa"
-        ) from error
     return row[0].transpose(0, 1)

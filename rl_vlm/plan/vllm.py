@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_vlm.errors import ConfigError
+from rl_vlm.model.families import head_dim
 from rl_vlm.plan.hardware import GIB, Card
 from rl_vlm.plan.weights import num_experts
 
@@ -128,9 +129,8 @@ def kv_bytes_per_token(config: Any, tensor_parallel_size: int = 1) -> int:
     Layers with sliding-window attention are counted as full ones, which is exact up to the window.
     """
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = max(1, text.num_key_value_heads // tensor_parallel_size)
-    return 2 * text.num_hidden_layers * kv_heads * head_dim * BF16_BYTES
+    return 2 * text.num_hidden_layers * kv_heads * head_dim(text) * BF16_BYTES
 
 
 def vision_heads(config: Any) -> int:
@@ -180,10 +180,9 @@ def lora_bytes(text: Any, rank: int, tensor_parallel_size: int = 1) -> int:
     the adapter does not change (`LoRAModelManager._create_lora_modules`). Of the two matrices, tensor parallelism
     divides the one beside the divided weight. Qwen3's embeddings are left out; they take less than 1%.
     """
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    query = heads * head_dim // tensor_parallel_size
-    key_value = max(1, text.num_key_value_heads // tensor_parallel_size) * head_dim
+    hidden = text.hidden_size
+    query = text.num_attention_heads * head_dim(text) // tensor_parallel_size
+    key_value = max(1, text.num_key_value_heads // tensor_parallel_size) * head_dim(text)
     attention = (3 * hidden + query + 2 * key_value) + (query + hidden)
     _, experts = num_experts(text)
     if experts > 1:  # the gate and up projections of an expert share a matrix (`FusedMoE3DWithLoRA`)

@@ -17,19 +17,11 @@ from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.partial import InFlight, roll_on
 from rl_vlm.types import Group, Prompt, RolloutRequest, Sampling
 from tests.helpers.builders import make_policy
-from tests.helpers.family_parity import Parity, case_groups, cases, measure, scores
+from tests.helpers.family_parity import FP32_ROUNDING, Parity, case_groups, cases, measure, scores
 from tests.helpers.stock import generate_with_transformers, stock_logprobs
 from tests.helpers.tiers import FAST_FAMILIES, families_in_tiers, in_tiers
 from tests.helpers.wrong_rows import WRONG_ROWS, effect
 from tests.tiny.build import ALL_FAMILIES, TINY_FAMILIES
-
-FP32_ROUNDING = {
-    "gemma4": 5e-5,
-    "gemma4_bidirectional": 5e-5,
-    "gemma4_moe": 5e-5,
-}
-"""Where rounding in fp32 moves gradients by more than 1e-5: Gemma 4 does not scale its attention logits. In fp64 it is
-as exact as the others."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "frozen vision, checkpointing": {"freeze_vision_tower": True, "gradient_checkpointing": True},

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model import flex_kernels
-from rl_vlm.model.flex_kernels import kernel_options, shared_memory_of, with_fitting_attention
+from rl_vlm.model.flex_kernels import kernel_options, naming_compiler_errors, shared_memory_of, with_fitting_attention
 
 TESLA_T4, RTX_4090, A100, H100 = 65_536, 101_376, 166_912, 232_448
 """Bytes of shared memory per block."""
@@ -66,6 +66,20 @@ def test_flex_is_refused_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     on_card(monkeypatch, TESLA_T4)
     with pytest.raises(ConfigError, match="flex cannot be used: Tesla T4 has too little shared memory"):
         with_fitting_attention(config(shared_attention="flex"), CUDA)
+
+
+def test_a_backward_without_a_fitting_kernel_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10")
+    message = r"on NVIDIA A10 for heads of 256 values: No valid triton configs.*Set memory.shared_attention: sdpa"
+    with pytest.raises(ModelError, match=message), naming_compiler_errors(256):
+        raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory, Required: 114688")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_other_errors_stay_as_they_are(error: RuntimeError) -> None:
+    with pytest.raises(type(error)) as raised, naming_compiler_errors(256):
+        raise error
+    assert raised.value is error
 
 
 def on_card(monkeypatch: pytest.MonkeyPatch, shared_memory: int) -> None:
