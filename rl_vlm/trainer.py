@@ -1,7 +1,7 @@
 """GRPO, in the order of `Trainer.step`:
 
     draw rows ─ generate ─ rewards ─ advantages               once per generation window, see rollout/collector.py
-    check of the engine, if due ─ engine sleeps ─ prefetch
+    check of the engine, if due ─ engine sleeps ─ check of shared rows, in the first step ─ prefetch
     old and reference log-probs                                once per generation window
     groups ─► objective ─► gradients ─► update                        every optimizer step
 
@@ -27,6 +27,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.passes.passes import Passes
 from rl_vlm.passes.peaks import held_gib
+from rl_vlm.passes.start_check import StartCheck
 from rl_vlm.rollout.window import Window, WindowSource
 from rl_vlm.stages import NO_ONE, LogprobStage, Stage, Stages
 from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup
@@ -58,6 +59,7 @@ class Trainer:
         self.progress = progress
         self.passes = passes
         self.recovery = passes.recovery
+        self.start_check = StartCheck(config, ranks, passes)
         self.stages = stages
         self.loss_form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
@@ -75,6 +77,7 @@ class Trainer:
             window = self.collector.current(self.progress, metrics)  # draw, generate, reward, advantages
             self.check_engine(window, metrics)
             self.collector.sleep_engine()
+            self.check_rows(window, metrics)
             if window.is_new:
                 self.collector.prefetch(self.progress)
                 self.add_logprobs(Stage.OLD_LOGPROBS, self.policy, window.later_groups(), metrics)
@@ -105,6 +108,12 @@ class Trainer:
             with metrics.stage(Stage.CHECK):
                 self.collector.check_engine(self.progress, window.groups, outputs)
             self.start_step()
+
+    def check_rows(self, window: Window, metrics: StepMetrics) -> None:
+        """Raise ModelError if shared rows differ from dense rows. Only the first step of a process compares them."""
+        if self.start_check.is_due:
+            with metrics.stage(Stage.CHECK):
+                self.start_check.run(window.groups)
 
     def add_logprobs(
         self, stage: LogprobStage, model: Policy | Reference | None, groups: Sequence[ScoredGroup], metrics: StepMetrics

@@ -216,7 +216,7 @@ UNREAD = (
     unread("gradient_checkpointing",
            lambda run: run.memory.gradient_checkpointing == "vision_tower" and run.model.freeze_vision_tower,
            "on a frozen vision tower, which keeps no activations", "use language_model"),
-    unread("shared_attention",
+    unread("shared_attention verify",
            lambda run: run.memory.prefix_sharing == "dense" or run.model.attn_implementation == "eager",
            "without shared rows", "leave out `prefix_sharing: dense` and `attn_implementation: eager`"),
     unread("endpoint_max_concurrency endpoint_timeout endpoint_max_retries",

@@ -56,6 +56,10 @@ class ModelConfig(Section):
     fused: Literal["auto", "off"] = "auto"
     """Compile decoder layers and the LM head's log-probs with `torch.compile`, so that fewer operators read and write
     memory, and the first passes take longer. `auto`: on CUDA; docs/memory.md has the exceptions."""
+    verify: Literal["auto", "off"] = "auto"
+    """Before the first step, compare rows that share a prompt with rows that do not, on a few of the run's own
+    completions. If their log-probs or gradients differ by more than rounding, the run ends. `auto`: if prompts are
+    shared."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients. Not with an adapter in the tower."""
     trainable_modules: list[str] | str | None = None

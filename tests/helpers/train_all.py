@@ -20,6 +20,8 @@ from rl_vlm.algorithm.losses import LossInputs, TokenLoss
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.launcher import end_with_launcher
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.model import shared_prefix
+from rl_vlm.model.shared_prefix import shared_attention
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.run.run import train
 from rl_vlm.tools.instruments import INSTRUMENTS
@@ -33,6 +35,8 @@ OUT_OF_MEMORY = "out-of-memory-"
 first step, if it can recover, and once in the second: in the first micro-batch that can be split."""
 CHECKED = "checked"
 """The engine of a config file of this name is compared with the policy, as engines with weights of their own are."""
+WRONG_ROWS = "wrong-rows"
+"""In a config file of this name the last rank computes shared rows with another scale of attention."""
 
 
 def with_fault(kind: str) -> Any:
@@ -73,6 +77,16 @@ def out_of_memory(kind: str) -> Any:
     return changed_losses(failing_loss)
 
 
+def with_wrong_rows() -> Any:
+    """Return a patch with which the last rank's attention over shared rows has twice its scale."""
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, layout: Any, scale: float, *softcap: Any) -> Tensor:
+        is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        return shared_attention(query, key, value, layout, scale * (1 + is_last), *softcap)
+
+    return mock.patch.object(shared_prefix, "shared_attention", wrong)
+
+
 def train_file(path: Path) -> None:
     """Train the config of a file, with what its name says."""
     if path.stem.startswith(FAULT):
@@ -80,7 +94,8 @@ def train_file(path: Path) -> None:
     elif path.stem.startswith(OUT_OF_MEMORY):
         patch = out_of_memory(path.stem.removeprefix(OUT_OF_MEMORY))
     else:
-        patch = with_check() if path.stem == CHECKED else nullcontext()
+        patches = {CHECKED: with_check, WRONG_ROWS: with_wrong_rows}
+        patch = patches.get(path.stem, nullcontext)()
     with patch:
         train(load_config(path), INSTRUMENTS)
 

@@ -347,7 +347,8 @@ def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
     assert cli.main(["train", str(tmp_path / "run.yaml")]) == 0
     assert shown(capsys) == [
         *loading, "1 steps of 2 prompts × 4 completions, on one process", "evaluation: prompt 5/5",
-        "evaluation: prompt 5/5", "step 1/1", "step 1: …% of the completions were cut off at max_completion_length",
+        "shared rows were compared with dense rows", "evaluation: prompt 5/5", "step 1/1",
+        "step 1: …% of the completions were cut off at max_completion_length",
     ]  # fmt: skip
     assert cli.main(["train", str(tmp_path / "run.yaml"), "resume_from_checkpoint=auto", "max_steps=2"]) == 0
     assert shown(capsys)[:7] == [
@@ -359,7 +360,7 @@ def test_a_run_says_what_it_does(tiny_checkpoint, tmp_path, capsys):
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Lines on standard error, without figures and advice."""
     lines = re.sub(r"\d+%", "…%", capsys.readouterr().err).splitlines()
-    return [re.split(r", (?:completions/s|reward|and an answer)", line)[0] for line in lines]
+    return [re.split(r", (?:completions/s|reward|and an answer)| in \d", line)[0] for line in lines]
 
 
 def test_new_policy_is_in_train_mode(tiny_checkpoint, tmp_path):

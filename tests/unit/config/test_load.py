@@ -385,6 +385,7 @@ WITHOUT = {
     "{gradient_checkpointing: vision_tower, freeze_vision_tower: true}": "on a frozen vision tower",
     "{shared_attention: sdpa, prefix_sharing: dense}": "without shared rows",
     "{shared_attention: flex, attn_implementation: eager}": "without shared rows",
+    '{verify: "off", prefix_sharing: dense}': "without shared rows",
     "endpoint_timeout: 5": "without `endpoint_url`",
     "endpoint_max_retries: 5": "without `endpoint_url`",
     "endpoint_max_concurrency: 5": "without `endpoint_url`",

@@ -1,0 +1,37 @@
+"""A probe of a model's gradients that does not depend on how completions are laid out in rows.
+
+One vector is added to the embedding of each token. Its gradient is a sum over all tokens, and it passes through every
+layer. So a prompt that is computed once has the same gradient as copies of it. No weight gets a gradient: nothing has
+to be undone, and no rank waits for the gradients of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def probed_embeddings(model: Any, rounding: float = 0.0) -> Iterator[Tensor]:
+    """Add a vector of zeros to all embeddings in the context, and yield it.
+
+    The vector has shape (hidden,) and requires a gradient. Embeddings are also multiplied by 1 + `rounding` or by
+    1 - `rounding`, in turn along their values.
+    """
+    embeddings: nn.Module = model.get_input_embeddings()
+    size = model.config.get_text_config().hidden_size
+    probe = torch.zeros(size, device=model.device, requires_grad=True)
+    factors = 1 + rounding * (1 - 2 * (torch.arange(size, device=model.device) % 2))
+
+    def add(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * factors.to(output.dtype) + probe.to(output.dtype)
+
+    handle = embeddings.register_forward_hook(add)
+    try:
+        yield probe
+    finally:
+        handle.remove()
