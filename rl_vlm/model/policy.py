@@ -21,7 +21,7 @@ from rl_vlm.model.families import Family
 from rl_vlm.model.head import Head, chunked_scores, head_function
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
-from rl_vlm.model.shared_prefix import shared_row
+from rl_vlm.model.shared_prefix import TWO_CALLS, shared_row
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
 from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_rows, to_device
@@ -183,6 +183,8 @@ class Policy(nn.Module):
         self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
         if batch.dense_reason:
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
+        if batch.shared and self.transformer.config.get_text_config()._attn_implementation == TWO_CALLS:
+            self.counters["shared_forwards/two_calls"] += 1
         self.counters["unique_tokens"] += unique
         self.counters["dense_tokens"] += dense
 

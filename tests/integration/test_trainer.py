@@ -325,6 +325,15 @@ def test_paused_completions_train_with_the_log_probs_of_their_own_versions(tiny_
         assert (differences.max() > 1e-3) == moved
 
 
+@pytest.mark.parametrize("setting", ["auto", "sdpa"])
+def test_forwards_in_two_calls_are_counted(tiny_checkpoint, tmp_path, setting):
+    train(make_config(tiny_checkpoint, tmp_path, shared_attention=setting, max_steps=1))
+    (line,) = metric_lines(tmp_path)
+    forwards = line["compute/shared_forwards"]
+    assert forwards > 0
+    assert line.get("compute/shared_forwards/two_calls", 0) == (forwards if setting == "sdpa" else 0)
+
+
 def test_completions_are_printed(tiny_checkpoint, tmp_path, capsys):
     config = make_config(tiny_checkpoint, tmp_path, num_completions_to_print=3, log_completions=False, max_steps=2)
     train(config)

@@ -23,6 +23,7 @@ from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, sma
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
 from rl_vlm.model.files import read_json
+from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import TokenBudget
@@ -101,8 +102,9 @@ def size(subject: Subject) -> Checking[bool]:
 
 
 def local_config(subject: Subject) -> RunConfig:
-    """Return the config with the temporary directory, and with the precision of this machine if it has none."""
-    return with_precision(subject.elsewhere, "cuda" if torch.cuda.is_available() else "cpu")
+    """Return the config with the temporary directory, and with the precision and attention that this machine takes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return with_fitting_attention(with_precision(subject.elsewhere, device.type), device)
 
 
 def loaded_model(subject: Subject) -> Checking[None]:
