@@ -30,7 +30,7 @@ class Stage(StrEnum):
     BALANCE = "balance"
     """Groups are dealt to ranks."""
     CHECK = "check"
-    """The log-probs of the rollout engine are compared with the policy's."""
+    """The log-probs of the rollout engine are compared with the policy's, or shared rows with dense rows."""
     OLD_LOGPROBS = "old_logprobs"
     REF_LOGPROBS = "ref_logprobs"
     TRAINING = "training"

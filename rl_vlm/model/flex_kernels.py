@@ -8,7 +8,7 @@ those of the forward in float32 for heads of 128. `benchmarks/kernels.py` compil
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -43,9 +43,10 @@ def kernel_options(head_dim: int, shared_memory: int, dtype: torch.dtype) -> dic
 
     Options that start with `fwd_` belong to the forward kernel, and with `bwd_` to the backward kernel.
     """
+    if dtype == torch.float32:
+        return ALWAYS | tiles("fwd", 32) if SMALL_HEAD < head_dim <= LARGEST_PLAIN_HEAD else ALWAYS
     if head_dim <= LARGEST_PLAIN_HEAD:
-        is_spilled = dtype == torch.float32 and head_dim > SMALL_HEAD
-        return ALWAYS | tiles("fwd", 32) if is_spilled else ALWAYS
+        return ALWAYS
     if head_dim > LARGE_HEAD:
         return ALWAYS | {"fwd_num_stages": 1} | tiles("fwd", 32)
     if shared_memory < ROOMY:
@@ -97,21 +98,23 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 @contextmanager
-def naming_compiler_errors(head_dim: int) -> Iterator[None]:
-    """Raise ModelError if a kernel for heads of `head_dim` values cannot be compiled in the block.
+def naming_compiler_errors(head_dims: Sequence[int]) -> Iterator[None]:
+    """Raise ModelError if a kernel cannot be compiled in the block. A backward kernel is compiled in a backward.
 
-    Its message names the card, the heads and the setting. Other errors are raised as they are, as is running out of
-    memory while a kernel is compiled. A backward kernel is compiled in the first backward.
+    The message names the card, the values of attention heads, and the settings that need no such kernel. Other errors
+    are raised as they are, as is running out of memory while a kernel is compiled.
     """
     try:
         yield
     except (RuntimeError, FailOnRecompileLimitHit) as error:
         if isinstance(inner := getattr(error, "inner_exception", None), torch.OutOfMemoryError):
             raise inner from error
-        is_of_compiler = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
-        if not is_of_compiler and NO_KERNEL not in str(error):
+        is_of_compiler = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)) or NO_KERNEL in str(error)
+        if not is_of_compiler or "out of memory" in str(error):
             raise
+        heads = " and ".join(map(str, head_dims))
         raise ModelError(
-            f"FlexAttention cannot be compiled on {torch.cuda.get_device_name()} for heads of {head_dim} values: "
-            f"{shorten(error)}. Set memory.shared_attention: sdpa"
+            f"A kernel of the language model cannot be compiled on {torch.cuda.get_device_name()}: {shorten(error)}. "
+            f"Set memory.shared_attention: sdpa, in place of FlexAttention for heads of {heads} values. If that does "
+            "not help, set model.fused: off"
         ) from error

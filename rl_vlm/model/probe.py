@@ -1,8 +1,8 @@
 """A probe of a model's gradients that does not depend on how completions are laid out in rows.
 
 One vector is added to the embedding of each token. Its gradient is a sum over all tokens, and it passes through every
-layer. So a prompt that is computed once has the same gradient as copies of it. No weight gets a gradient: nothing has
-to be undone, and no rank waits for the gradients of another.
+layer. So a prompt that is computed once has the same gradient as copies of it. No weight gets a gradient, and no rank
+waits for the gradients of another.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,40 +21,21 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.model.families import head_dim
+from rl_vlm.model.families import head_dims
 from rl_vlm.model.flex_kernels import naming_compiler_errors
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
-from rl_vlm.model.probe import probed_embeddings
 from rl_vlm.model.reference import Reference
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.passes.recovery import Recovery
 from rl_vlm.passes.schedule import Round, make_schedule
 from rl_vlm.stages import LogprobStage, Stage
-from rl_vlm.types import (
-    MicroBatch,
-    PolicyOutput,
-    ScoredGroup,
-    Sharing,
-    length_mask,
-    pad_rows,
-    synchronize,
-    to_device,
-    to_host,
-)
+from rl_vlm.types import MicroBatch, PolicyOutput, ScoredGroup, Sharing, synchronize, to_host
 
 T = TypeVar("T")
 
 Where = Callable[[ScoredGroup], bool]
-
-
-class Probe(NamedTuple):
-    """Log-probs of all tokens of some groups, and the gradient of a sum of them, in host memory and float32."""
-
-    logprobs: Tensor
-    gradient: Tensor
-    """With respect to a vector that is added to all embeddings. The rows' layout does not matter to it."""
 
 
 class Passes:
@@ -87,7 +68,7 @@ class Passes:
         def attempt() -> list[tuple[MicroBatch, PolicyOutput]]:
             outputs = []
             for work in self.schedule(list(filter(where, groups)), groups[0], model.vision, together):
-                with self.recovery.running(work):
+                with self.running(work):
                     output = PolicyOutput(*map(to_host, model(work.forward)))
                 outputs.append((work.forward.batch, output))
             synchronize(self.ranks.device)
@@ -149,40 +130,9 @@ class Passes:
 
         Raises AttemptFailed if it runs out of memory, and ModelError if a kernel cannot be compiled.
         """
-        text = self.policy.transformer.config.get_text_config()
-        with self.recovery.running(work), naming_compiler_errors(head_dim(text)):
+        heads = head_dims(self.policy.transformer.config.get_text_config())
+        with naming_compiler_errors(heads), self.recovery.running(work):
             yield
-
-    def probe(
-        self, groups: Sequence[ScoredGroup], sharing: Sharing, one_at_a_time: bool = False, rounding: float = 0.0
-    ) -> Probe:
-        """Compute log-probs of groups and a gradient, without a change of the gradients of weights.
-
-        `sharing` is how rows are laid out. With `one_at_a_time`, each completion has a forward of its own. Embeddings
-        are rounded by a factor of 1 ± `rounding`.
-        """
-        together, go_back = self.optimizer.strategy.equal_calls, self.policy.mark()
-        budget = 0 if one_at_a_time else self.recovery.budget.tokens
-
-        def attempt() -> Probe:
-            logprobs: dict[tuple[int, int], Tensor] = {}
-            # dense rows have other shapes than a run compiles
-            stance = torch.compiler.set_stance("force_eager" if sharing == "dense" else "default")
-            with stance, probed_embeddings(self.policy.transformer, rounding) as vector:
-                gradient = torch.zeros_like(vector)
-                rounds = self.schedule(groups, groups[0], self.policy.vision, together, sharing=sharing, budget=budget)
-                for work in rounds:
-                    batch = work.forward.batch
-                    with self.running(work):
-                        rows = self.policy(work.forward).logprobs_NT
-                        gradient += torch.autograd.grad(signed_sum(batch, rows), vector)[0]
-                    if not batch.is_dummy:
-                        logprobs.update(rows_by_completion(batch, rows.detach().float().cpu()))
-            return Probe(torch.cat([logprobs[key] for key in sorted(logprobs)]), gradient.cpu())
-
-        found = self.repeated(Stage.CHECK, attempt, together)
-        go_back()
-        return found
 
     def training_schedule(self, objective: Objective) -> list[Round]:
         """Return the rounds of the training passes."""
@@ -221,20 +171,3 @@ class Passes:
                 go_back()
 
         return self.recovery.repeat(stage, attempt, undo, together)
-
-
-def signed_sum(batch: MicroBatch, logprobs_NT: Tensor) -> Tensor:
-    """Return a weighted sum of log-probs, with weights of both signs that depend on tokens alone."""
-    if batch.is_dummy:
-        return 0.0 * logprobs_NT.sum()
-    tokens_NT = pad_rows([c.token_ids for c in batch.completions])
-    mask_NT = length_mask([len(c.token_ids) for c in batch.completions])
-    weights_NT = torch.cos(tokens_NT + torch.arange(tokens_NT.shape[1])) * mask_NT
-    return (to_device(weights_NT, logprobs_NT.device) * logprobs_NT).sum()
-
-
-def rows_by_completion(batch: MicroBatch, logprobs_NT: Tensor) -> dict[tuple[int, int], Tensor]:
-    """Return the log-probs of each completion, by its group and its index."""
-    keys = [(id(subgroup.scored), i) for subgroup in batch.subgroups for i in subgroup.members]
-    lengths = [len(c.token_ids) for c in batch.completions]
-    return {key: row[:length] for key, row, length in zip(keys, logprobs_NT, lengths, strict=True)}

@@ -11,15 +11,21 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
-from rl_vlm.errors import ModelError
-from rl_vlm.passes.passes import Passes, Probe
-from rl_vlm.types import ScoredGroup
+from rl_vlm.errors import ModelError, OutOfMemory
+from rl_vlm.model.probe import probed_embeddings
+from rl_vlm.passes.passes import Passes
+from rl_vlm.passes.recovery import free_memory, tried
+from rl_vlm.stages import Stage
+from rl_vlm.types import MicroBatch, ScoredGroup, Sharing, length_mask, pad_rows, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,14 @@ class Comparison:
         return f"{self.name} by {self.difference:.1e} (bound {self.bound:.1e})"
 
 
+class Probe(NamedTuple):
+    """Log-probs of all tokens of some groups, and the gradient of a sum of them, in host memory and float32."""
+
+    logprobs: Tensor
+    gradient: Tensor
+    """With respect to a vector that is added to all embeddings. The rows' layout does not matter to it."""
+
+
 class StartCheck:
     """Compares shared rows with dense rows once, before the first step of a process."""
 
@@ -62,26 +76,69 @@ class StartCheck:
     def run(self, groups: Sequence[ScoredGroup]) -> list[Comparison]:
         """Compare rows of a few of the groups, and return the comparisons. All ranks must call it.
 
-        Raises ModelError on every rank if a comparison does not hold on any.
+        Raises ModelError on every rank if a comparison does not hold on any. If memory runs out, the check is skipped
+        on every rank. If ranks gather weights together, they cannot skip it, and OutOfMemory is raised.
         """
         self.is_due, start = False, time.perf_counter()
-        checked = [shortened(group) for group in groups[:NUM_GROUPS]]
-        together = self.passes.probe(checked, "dense")
-        others = [
-            self.passes.probe(checked, "dense", one_at_a_time=True),
-            self.passes.probe(checked, "dense", rounding=torch.finfo(self.passes.policy.compute_dtype).eps),
-        ]
-        shared = self.passes.probe(checked, "shared")
-        found = compare(shared, together, others, SMALLEST_BOUND[self.passes.policy.compute_dtype])
+        found, failure = tried(partial(self.comparisons, groups[:NUM_GROUPS]))
+        if failure is not None and self.passes.optimizer.strategy.equal_calls:
+            raise OutOfMemory(f"the check before the first step: {failure}. Set model.verify: off to skip it")
+        failures = list(filter(None, self.ranks.gather([failure])))
+        if failures:
+            free_memory()
+            logger.warning("shared rows were not compared with dense rows: %s", failures[0])
+            return []
+        found = found or []
         with self.ranks.agree():
             refuse_differences(found, self.ranks.device)
-        seconds, differences = time.perf_counter() - start, " and in ".join(map(str, found)) or "values not finite"
-        logger.info("shared rows were compared with dense rows in %.1f s: they differ in %s", seconds, differences)
+        seconds = time.perf_counter() - start
+        if found:
+            differences = " and in ".join(map(str, found))
+            logger.info("shared rows were compared with dense rows in %.1f s: they differ in %s", seconds, differences)
         return found
+
+    def comparisons(self, groups: Sequence[ScoredGroup]) -> list[Comparison]:
+        """Compute the rows in each way, and compare them. Raises AttemptFailed if memory runs out."""
+        dtype = self.passes.policy.compute_dtype
+        dense = self.probe(groups, "dense")
+        others = [
+            self.probe(groups, "dense", one_at_a_time=True),
+            self.probe(groups, "dense", rounding=torch.finfo(dtype).eps / 2),
+        ]
+        return compare(self.probe(groups, "shared"), dense, others, SMALLEST_BOUND[dtype])
+
+    def probe(
+        self, groups: Sequence[ScoredGroup], sharing: Sharing, one_at_a_time: bool = False, rounding: float = 0.0
+    ) -> Probe:
+        """Compute log-probs and a gradient of the groups, shortened. Weights get no gradient.
+
+        `sharing` is how rows are laid out. With `one_at_a_time`, each completion has a forward of its own. Embeddings
+        are multiplied by 1 ± `rounding`.
+        """
+        passes, policy, checked = self.passes, self.passes.policy, [shortened(group) for group in groups]
+        budget, go_back = 0 if one_at_a_time else None, policy.mark()
+        together = passes.optimizer.strategy.equal_calls
+        # dense rows have other shapes than a run compiles
+        stance = torch.compiler.set_stance("force_eager" if sharing == "dense" else "default")
+        try:
+            with stance, probed_embeddings(policy.transformer, rounding) as vector:
+                gradient = torch.zeros_like(vector)
+                schedule = passes.schedule(checked, checked[0], policy.vision, together, sharing=sharing, budget=budget)
+                for work in schedule:
+                    batch = work.forward.batch
+                    with passes.running(work):
+                        logprobs_NT = policy(work.forward).logprobs_NT
+                        gradient += torch.autograd.grad(signed_sum(batch, logprobs_NT), vector)[0]
+                    if not batch.is_dummy:
+                        store_logprobs(batch, logprobs_NT.detach().float(), Stage.OLD_LOGPROBS)
+        finally:
+            go_back()
+        logprobs = [group.old_logprobs[i] for group in checked for i in sorted(group.old_logprobs)]
+        return Probe(torch.cat(logprobs), gradient.cpu())
 
 
 def shortened(scored: ScoredGroup) -> ScoredGroup:
-    """Return a group of the first completions and their first tokens. All of them are valid."""
+    """Return a new group of the first completions and their first tokens. All of them are valid."""
     completions = [
         replace(c, token_ids=c.token_ids[:MAX_TOKENS], generator_logprobs=c.generator_logprobs[:MAX_TOKENS])
         for c in scored.group.completions[:NUM_COMPLETIONS]
@@ -93,19 +150,29 @@ def shortened(scored: ScoredGroup) -> ScoredGroup:
     )  # fmt: skip
 
 
-def compare(shared: Probe, together: Probe, others: Sequence[Probe], smallest_bound: float) -> list[Comparison]:
+def signed_sum(batch: MicroBatch, logprobs_NT: Tensor) -> Tensor:
+    """Return a sum of log-probs with weights of both signs, which depend on each token and its position."""
+    if batch.is_dummy:
+        return 0.0 * logprobs_NT.sum()
+    tokens_NT = pad_rows([c.token_ids for c in batch.completions])
+    mask_NT = length_mask([len(c.token_ids) for c in batch.completions])
+    weights_NT = torch.cos(tokens_NT + torch.arange(tokens_NT.shape[1])) * mask_NT
+    return (to_device(weights_NT, logprobs_NT.device) * logprobs_NT).sum()
+
+
+def compare(shared: Probe, dense: Probe, others: Sequence[Probe], smallest_bound: float) -> list[Comparison]:
     """Compare the probes of shared and dense rows. `others` are the same dense rows, computed in other ways.
 
     Return nothing if dense rows are not finite. Training then ends after a few steps, and says so.
     """
-    if not (together.logprobs.isfinite().all() and together.gradient.isfinite().all()):
+    if not (dense.logprobs.isfinite().all() and dense.gradient.isfinite().all()):
         return []
 
     def bound(of_dense: Sequence[float]) -> float:
         return max(smallest_bound, MARGIN * max(of_dense))
 
-    logprobs = [logprob_difference(each, together) for each in (shared, *others)]
-    gradients = [gradient_difference(each, together) for each in (shared, *others)]
+    logprobs = [logprob_difference(each, dense) for each in (shared, *others)]
+    gradients = [gradient_difference(each, dense) for each in (shared, *others)]
     return [
         Comparison("log-probs", logprobs[0], bound(logprobs[1:])),
         Comparison("the norm of a gradient", gradients[0], bound(gradients[1:])),
@@ -113,9 +180,8 @@ def compare(shared: Probe, together: Probe, others: Sequence[Probe], smallest_bo
 
 
 def logprob_difference(a: Probe, b: Probe) -> float:
-    """Return the root mean square of the differences, relative to the root mean square of `b`, or to 1."""
-    size = max(rms(b.logprobs), 1.0)
-    return rms(a.logprobs - b.logprobs) / size
+    """Return the root mean square of the differences, divided by the root mean square of `b`, or by 1 if larger."""
+    return rms(a.logprobs - b.logprobs) / max(rms(b.logprobs), 1.0)
 
 
 def rms(values: Tensor) -> float:
@@ -134,7 +200,7 @@ def refuse_differences(found: Sequence[Comparison], device: torch.device) -> Non
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
         raise ModelError(
             f"Shared rows and dense rows differ on {name} in {' and in '.join(failed)}. Each bound is {MARGIN:g} times "
-            "the difference between dense rows that are computed in two ways. Set memory.shared_attention: sdpa, or "
-            "memory.prefix_sharing: dense, which computes prompts once per completion. model.verify: off skips this "
-            "check."
+            "the largest difference between dense rows that are computed in three ways. On a GPU, try "
+            "memory.shared_attention: sdpa, and then model.fused: off. memory.prefix_sharing: dense computes each "
+            "prompt once per completion. model.verify: off skips this check."
         )

@@ -1,6 +1,7 @@
-"""FlexAttention on a CPU as a GPU runs it: one compiled call over the whole row, with gradients.
+"""FlexAttention on a CPU: one compiled call over the whole row, with gradients, as in a run on a GPU.
 
-The compiler traces the call and its backward, and PyTorch's own operators compute them. Triton has no part in it.
+The compiler traces the call and its backward. PyTorch's own operators compute them, by the mask's rule alone: blocks of
+the mask and options of kernels have no effect. `interpreted_attention.py` runs the kernels themselves.
 """
 
 from __future__ import annotations
@@ -84,3 +85,8 @@ def captured_tensors_of_another_row(attend: Attend) -> Attend:
         return attend(query, key, value, cap, stale, scale, **kwargs)
 
     return wrong
+
+
+def half_of_key_gradients(attend: Attend) -> Attend:
+    """The forward is right."""
+    return lambda query, key, *args, **kwargs: attend(query, (key + key.detach()) / 2, *args, **kwargs)

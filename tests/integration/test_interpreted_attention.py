@@ -31,15 +31,15 @@ def errors(*names: str) -> dict[str, dict[str, float]]:
 def test_kernels_compute_plain_attention(name: str) -> None:
     found = errors(name)[name]
     assert set(found) == {"output", "log-sum-exp", "query", "key", "value"}
-    assert max(found.values()) < ROUNDING
+    assert all(error < ROUNDING for error in found.values())  # an error that is not a number fails
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str) -> None:
     found = errors(*FAULTS)[fault]
-    assert max(found.values()) > 100 * ROUNDING
+    assert not all(error <= 100 * ROUNDING for error in found.values())
 
 
 def test_the_forward_needs_no_query_blocks_and_the_gradients_of_keys_do() -> None:
     found = errors(*FAULTS)["no query blocks"]
-    assert {name for name, error in found.items() if error > ROUNDING} == {"key", "value"}
+    assert {name for name, error in found.items() if not error <= ROUNDING} == {"key", "value"}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, ModelError
@@ -34,7 +35,7 @@ def test_options_by_head_and_card(head_dim: int, shared_memory: int, expected: d
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "expected"), [(64, {}), (128, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}), (256, {"bwd_num_warps": 8})]
+    ("head_dim", "expected"), [(64, {}), (128, {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}), (256, {}), (512, {})]
 )
 def test_tiles_of_the_forward_are_small_in_float32(head_dim: int, expected: dict[str, Any]) -> None:
     assert kernel_options(head_dim, A100, torch.float32) == {"FORCE_USE_FLEX_ATTENTION": True, **expected}
@@ -70,14 +71,21 @@ def test_flex_is_refused_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backward_without_a_fitting_kernel_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10")
-    message = r"on NVIDIA A10 for heads of 256 values: No valid triton configs.*Set memory.shared_attention: sdpa"
-    with pytest.raises(ModelError, match=message), naming_compiler_errors(256):
+    message = r"on NVIDIA A10: No valid triton configs.*shared_attention: sdpa, .* heads of 256 and 512 values"
+    with pytest.raises(ModelError, match=message), naming_compiler_errors([256, 512]):
         raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory, Required: 114688")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), torch.OutOfMemoryError("CUDA out of memory.")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shape mismatch"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        TorchDynamoException("RuntimeError: Triton Error [CUDA]: out of memory"),
+    ],
+)
 def test_other_errors_stay_as_they_are(error: RuntimeError) -> None:
-    with pytest.raises(type(error)) as raised, naming_compiler_errors(256):
+    with pytest.raises(type(error)) as raised, naming_compiler_errors([256]):
         raise error
     assert raised.value is error
 

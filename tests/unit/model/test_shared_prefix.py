@@ -202,7 +202,7 @@ def test_an_error_of_the_compiler_names_the_heads_and_the_setting(layout, monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     blocks = replace(layout, masks=layout.block_mask(CAUSAL))
     with pytest.raises(
-        ModelError, match=r"on NVIDIA L4 for heads of 16 values: No choices .*shared_attention: sdpa"
+        ModelError, match=r"on NVIDIA L4: No choices .*shared_attention: sdpa, .* heads of 16 values"
     ) as raised:
         shared_attention(torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16), blocks, 0.3)
     assert not is_out_of_memory(raised.value)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rl_vlm.errors import ModelError
-from rl_vlm.passes.passes import Probe
-from rl_vlm.passes.start_check import Comparison, compare, refuse_differences
+from rl_vlm.passes.start_check import Comparison, Probe, compare, refuse_differences
 
 CPU = torch.device("cpu")
 
