@@ -117,7 +117,7 @@ def load_model(
     source, load = str(weights or initial), empty_transformer if empty else load_transformer
     refuse_quantized(base_of(source), config)
     if is_adapter(source):
-        model = load_adapter(load(base_of(source), config, compute_dtype(config)), source)
+        model = load_adapter(load(base_of(source), config, compute_dtype(config)), source, config)
         check_adapter_settings(model.peft_config["default"], config, source)
         return model
     if config.use_peft:
@@ -211,11 +211,13 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     """
     from peft import get_peft_model
 
+    from rl_vlm.model.lora_linear import with_lora_linear
+
     paths = [path for path, _ in model.named_modules()]
     for name in ("lora_target_modules", "lora_exclude_modules"):
         check_module_names(name, getattr(config, name), paths)
     try:
-        return get_peft_model(model, lora_config(model, config))
+        return get_peft_model(model, with_lora_linear(lora_config(model, config), config.load_in_4bit))
     except ValueError as error:  # a module is not a linear layer, or all targets are excluded
         raise ConfigError(
             f"model.lora_target_modules {config.lora_target_modules!r} cannot be used: {shorten(error)}"
@@ -239,12 +241,15 @@ def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
     )
 
 
-def load_adapter(model: PreTrainedModel, source: str) -> PeftModel:
+def load_adapter(model: PreTrainedModel, source: str, config: ModelConfig) -> PeftModel:
     """Load a checkpoint's adapter as trainable. Raises ModelError if its weights do not match."""
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    peft_model = PeftModel.from_pretrained(model, source, is_trainable=True)
+    from rl_vlm.model.lora_linear import with_lora_linear
+
+    adapter = with_lora_linear(PeftConfig.from_pretrained(source), config.load_in_4bit)
+    peft_model = PeftModel.from_pretrained(model, source, is_trainable=True, config=adapter)
     stored = load_file(Path(source) / "adapter_model.safetensors").keys()
     expected = get_peft_model_state_dict(peft_model, save_embedding_layers=False).keys()
     of_base = get_peft_model_state_dict(peft_model).keys() - expected  # embeddings, which PEFT stores by default

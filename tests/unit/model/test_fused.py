@@ -29,6 +29,8 @@ from tests.helpers.builders import (
 
 COMPILED_PARTS = 4
 """Of a layer: up to its attention module, from there to the attention, from there to the module's end, and the rest."""
+WITHOUT_GRADIENT = 3
+"""With LoRA, the first layer's input has no gradient. All parts but the last are compiled again for it."""
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +54,22 @@ def scores(policy: Policy, checkpoint: Path, size: int) -> tuple[torch.Tensor, d
 
 
 @pytest.mark.ci
-def test_fused_layers_compute_the_same_and_share_what_is_compiled(checkpoint: Path) -> None:
-    policy = make_policy(checkpoint, gradient_checkpointing=True)
+@pytest.mark.parametrize(
+    ("model", "graphs"),
+    [({}, COMPILED_PARTS), ({"use_peft": True, "lora_r": 4}, COMPILED_PARTS + WITHOUT_GRADIENT)],
+    ids=["full", "LoRA"],
+)
+def test_fused_layers_compute_the_same_and_share_what_is_compiled(
+    model: dict[str, Any], graphs: int, checkpoint: Path
+) -> None:
+    policy = make_policy(checkpoint, gradient_checkpointing=True, **model)
     expected = [scores(policy, checkpoint, size) for size in (32, 40)]
     compile_layers(policy, backend="aot_eager")
     for size, (logprobs, gradients) in zip((32, 40), expected, strict=True):
         found, its_gradients = scores(policy, checkpoint, size)
         torch.testing.assert_close(found, logprobs)
         assert gradient_error(its_gradients, gradients) <= 1e-5
-    assert counters["stats"]["unique_graphs"] == COMPILED_PARTS  # of two layers and two lengths
+    assert counters["stats"]["unique_graphs"] == graphs  # of two layers and two lengths
 
 
 def test_rollouts_compile_nothing(checkpoint: Path) -> None:
