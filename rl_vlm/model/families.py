@@ -201,11 +201,6 @@ def head_dim(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def head_dims(text: Any) -> list[int]:
-    """Return all sizes of attention heads. Global layers of Gemma 4 have another size."""
-    return sorted({head_dim(text), getattr(text, "global_head_dim", None) or head_dim(text)})
-
-
 def stop_token_ids(generation_config: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end a completion: the EOS tokens of the tokenizer and of the generation config.
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -98,7 +99,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 @contextmanager
-def naming_compiler_errors(head_dims: Sequence[int]) -> Iterator[None]:
+def naming_compiler_errors(head_dims: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Raise ModelError if a kernel cannot be compiled in the block. A backward kernel is compiled in a backward.
 
     The message names the card, the values of attention heads, and the settings that need no such kernel. Other errors
@@ -112,9 +113,15 @@ def naming_compiler_errors(head_dims: Sequence[int]) -> Iterator[None]:
         is_of_compiler = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit)) or NO_KERNEL in str(error)
         if not is_of_compiler or "out of memory" in str(error):
             raise
-        heads = " and ".join(map(str, head_dims))
+        heads = " and ".join(map(str, head_dims()))
         raise ModelError(
             f"A kernel of the language model cannot be compiled on {torch.cuda.get_device_name()}: {shorten(error)}. "
             f"Set memory.shared_attention: sdpa, in place of FlexAttention for heads of {heads} values. If that does "
             "not help, set model.fused: off"
         ) from error
+
+
+def head_dims_of(model: nn.Module) -> list[int]:
+    """Return the numbers of values of a model's attention heads. Layers of Gemma 4 have two sizes."""
+    sizes: list[Any] = [getattr(module, "head_dim", None) for module in model.modules()]
+    return sorted({size for size in sizes if isinstance(size, int)})

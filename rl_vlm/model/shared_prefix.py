@@ -303,7 +303,7 @@ def block_attention(
     options = kernel_options(query.shape[-1], shared_memory_of(query.device), value.dtype)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary angles are fp32 under autocast
     score_mod = None if softcap is None else score_cap(softcap, query.device)
-    with naming_compiler_errors([query.shape[-1]]):
+    with naming_compiler_errors(lambda: [query.shape[-1]]):
         row = attend(
             query[None], key[None], value[None], score_mod, mask, scale, enable_gqa=True, kernel_options=options
         )

@@ -21,8 +21,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.model.families import head_dims
-from rl_vlm.model.flex_kernels import naming_compiler_errors
+from rl_vlm.model.flex_kernels import head_dims_of, naming_compiler_errors
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
@@ -130,8 +129,7 @@ class Passes:
 
         Raises AttemptFailed if it runs out of memory, and ModelError if a kernel cannot be compiled.
         """
-        heads = head_dims(self.policy.transformer.config.get_text_config())
-        with naming_compiler_errors(heads), self.recovery.running(work):
+        with naming_compiler_errors(partial(head_dims_of, self.policy.transformer)), self.recovery.running(work):
             yield
 
     def training_schedule(self, objective: Objective) -> list[Round]:

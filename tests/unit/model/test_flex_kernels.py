@@ -72,7 +72,7 @@ def test_flex_is_refused_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backward_without_a_fitting_kernel_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10")
     message = r"on NVIDIA A10: No valid triton configs.*shared_attention: sdpa, .* heads of 256 and 512 values"
-    with pytest.raises(ModelError, match=message), naming_compiler_errors([256, 512]):
+    with pytest.raises(ModelError, match=message), naming_compiler_errors(lambda: [256, 512]):
         raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory, Required: 114688")
 
 
@@ -85,7 +85,7 @@ def test_a_backward_without_a_fitting_kernel_names_the_setting(monkeypatch: pyte
     ],
 )
 def test_other_errors_stay_as_they_are(error: RuntimeError) -> None:
-    with pytest.raises(type(error)) as raised, naming_compiler_errors([256]):
+    with pytest.raises(type(error)) as raised, naming_compiler_errors(lambda: [256]):
         raise error
     assert raised.value is error
 
