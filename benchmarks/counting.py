@@ -13,19 +13,25 @@ from torch.utils.flop_counter import FlopCounterMode
 def counted_flops(run: Callable[[], Any]) -> float:
     """Count the FLOPs of matrix products, convolutions and attention in `run` by torch's own formulas.
 
-    torch has no formula for the attention kernel of CPUs. Here causal attention counts the pairs that see each other,
-    and masked attention counts all pairs. A backward counts twice its forward, without the kernel's recomputation of
-    scores. torch counts gradients of grouped convolutions as if these had one group.
+    torch has no formula for the attention kernel of CPUs, and none for a product that is added in place. Here causal
+    attention counts the pairs that see each other, and masked attention counts all pairs. A backward counts twice its
+    forward, without the kernel's recomputation of scores. torch counts gradients of grouped convolutions as if
+    these had one group.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     mapping: dict[Any, Any] = {
         kernel: _attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         torch.ops.aten.convolution_backward: _convolution_backward,
+        torch.ops.aten.addmm_: _added_product,
     }
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         run()
     return float(counter.get_total_flops())
+
+
+def _added_product(total: Any, left: Any, right: Any, **_: Any) -> int:
+    return 2 * prod(left) * right[1]
 
 
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> float:
