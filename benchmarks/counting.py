@@ -18,14 +18,7 @@ def counted_flops(run: Callable[[], Any]) -> float:
     forward, without the kernel's recomputation of scores. torch counts gradients of grouped convolutions as if
     these had one group.
     """
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    mapping: dict[Any, Any] = {
-        kernel: _attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        torch.ops.aten.convolution_backward: _convolution_backward,
-        torch.ops.aten.addmm_: _added_product,
-    }
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         run()
     return float(counter.get_total_flops())
 
@@ -51,3 +44,12 @@ def _convolution_backward(grad: Any, inputs: Any, weight: Any, *_: Any, out_shap
     """Count a forward for each of the gradients of inputs and weight that is computed."""
     num_gradients = sum(shape is not None for shape in out_shape[:2])
     return num_gradients * 2 * prod(grad) * prod(weight[1:])
+
+
+FORMULAS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten.convolution_backward: _convolution_backward,
+    torch.ops.aten.addmm_: _added_product,
+}
+"""Formulas for operators, as functions of the arguments' shapes."""

@@ -8,7 +8,8 @@ torch.compile cold start compilation time with regional compilation" in PyTorch'
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.compilation import allow_graphs
@@ -34,7 +35,7 @@ def fuse_layers(policy: Policy, config: RunConfig, shards_weights: bool) -> None
         compile_layers(policy)
 
 
-def compile_layers(policy: Policy, backend: str = "inductor") -> None:
+def compile_layers(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:
     """Let the decoder layers of a policy be compiled when they are called first."""
     allow_graphs()
     for name, layer in layers(policy.transformer):
