@@ -142,6 +142,6 @@ def load_plain_model(checkpoint: Path, base: str | None, config: ModelConfig) ->
     except OSError as error:
         raise ModelError(f"the base model {base} of {checkpoint} cannot be loaded: {shorten(error)}") from error
     try:
-        return load_adapter(model, str(checkpoint)).merge_and_unload(safe_merge=True)
+        return load_adapter(model, str(checkpoint), config).merge_and_unload(safe_merge=True)
     except ValueError as error:  # from safe_merge
         raise ModelError(f"the adapter {checkpoint} cannot be merged into {base}: {shorten(error)}") from error
