@@ -21,7 +21,7 @@ from rl_vlm.model.families import Family
 from rl_vlm.model.head import Head, chunked_scores, head_function
 from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
-from rl_vlm.model.shared_prefix import TWO_CALLS, shared_row
+from rl_vlm.model.shared_prefix import TWO_CALLS, attention_layout
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
 from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_rows, to_device
@@ -154,7 +154,7 @@ class Policy(nn.Module):
         rows = (shared_inputs if batch.shared else dense_inputs)(batch, self.family, self.transformer)
         features = self.vision.encode(rows.prompts)
         images = [features[prompt] for prompt in rows.prompts if prompt in features]
-        with shared_row(rows.layout), self.vision.given(images) as image_inputs:
+        with attention_layout(rows.layout), self.vision.given(images) as image_inputs:
             output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
         self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
         self.counters["prefix_tokens"] += sum(len(prompt.token_ids) for prompt in rows.prompts)

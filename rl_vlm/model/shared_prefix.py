@@ -12,12 +12,13 @@ blocks and needs no gathered keys. `memory.shared_attention: sdpa` keeps the two
 soft cap to its attention scores, `softcap` computes it.
 
 The layout of the row is passed to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
-same layout. Outside of `shared_row` the registered functions call transformers' own sdpa attention, which has no soft
-cap, or `capped_attention`.
+same layout. Decoding passes another layout (`group_cache`). Without a layout, the registered functions call
+transformers' own sdpa attention, which has no soft cap, or `capped_attention`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -55,8 +56,45 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """An attention rule in transformers' form: (batch, head, query position, key position) -> whether to attend."""
 
 
+class AttentionLayout(ABC):
+    """The keys that each query of a forward attends to. Layers get it as their attention mask."""
+
+    ndim = 4
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of the mask: (batch, head, query, key)."""
+
+    @abstractmethod
+    def with_masks(self, mask_function: MaskFunction, two_calls: bool = False) -> AttentionLayout:
+        """Return this layout with masks for layers of one type. Their rule on token positions is `mask_function`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: Float[Tensor, "rows heads queries dim"],
+        key: Float[Tensor, "rows kv_heads keys dim"],
+        value: Float[Tensor, "rows kv_heads keys value_dim"],
+        scale: float,
+        softcap: float | None,
+    ) -> Float[Tensor, "rows queries heads value_dim"]:
+        """Compute the attention of one layer, whose masks are set."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> AttentionLayout:
+        """Return this layout for a slice of the mask that keeps all of it (Gemma 4).
+
+        Raises ModelError for other slices.
+        """
+        if any(part.indices(size) != (0, size, 1) for part, size in zip(index, self.shape, strict=True)):
+            raise ModelError(
+                f"the model computes a part {index} of an attention mask. Set memory.prefix_sharing: dense"
+            )
+        return self
+
+
 @dataclass(frozen=True)
-class RowLayout:
+class RowLayout(AttentionLayout):
     """Positions of prefixes and completions in a packed row. Index tensors hold row positions, 0 at padding.
 
     Example: prefixes of 3 and 2 tokens, completions of 2 and 1 tokens after the first and 1 after the second:
@@ -93,18 +131,10 @@ class RowLayout:
     """Sum over all prefixes."""
     masks: RowMasks | BlockMask | None = None
     """Attention masks for the layers of one type. They are set on the layout that these layers get."""
-    ndim = 4
-    """A layout is passed as an attention mask of shape (batch, head, query, key)."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (1, 1, len(self.output_index), len(self.output_index))
-
-    def __getitem__(self, index: tuple[slice, ...]) -> RowLayout:
-        """Return this layout for a slice of the mask that keeps all of it (Gemma 4). Raises ModelError for others."""
-        if any(part.indices(size) != (0, size, 1) for part, size in zip(index, self.shape, strict=True)):
-            raise ModelError(f"the model computes a part {index} of a shared row. Set memory.prefix_sharing: dense")
-        return self
 
     @staticmethod
     def build(
@@ -117,10 +147,10 @@ class RowLayout:
         is_prefix = torch.tensor([i == 0 for section in sections for i in range(len(section))])
         owner_N = torch.arange(len(sections)).repeat_interleave(torch.tensor([len(c) for c in completion_lengths]))
 
-        prefix_index, prefix_valid = _ranges(starts[is_prefix], lengths[is_prefix])
-        completion_index, completion_valid = _ranges(starts[~is_prefix], lengths[~is_prefix])
+        prefix_index, prefix_valid = ranges(starts[is_prefix], lengths[is_prefix])
+        completion_index, completion_valid = ranges(starts[~is_prefix], lengths[~is_prefix])
         prefix_ends = (starts + lengths)[is_prefix][owner_N]
-        logical_index, _ = _ranges(prefix_ends, lengths[~is_prefix])
+        logical_index, _ = ranges(prefix_ends, lengths[~is_prefix])
 
         row_index = torch.cat([prefix_index[prefix_valid], completion_index[completion_valid]])
         places = torch.cat([prefix_valid.flatten(), completion_valid.flatten()]).nonzero()[:, 0]
@@ -166,6 +196,11 @@ class RowLayout:
             return replace(self, masks=self.block_mask(mask_function))
         return replace(self, masks=replace(self.dense_masks(mask_function), expands_heads=two_calls))
 
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
+    ) -> Float[Tensor, "1 row heads value_dim"]:
+        return shared_attention(query[0], key[0], value[0], self, scale, softcap)[None]
+
     def dense_masks(self, mask_function: MaskFunction) -> RowMasks:
         """Build masks for SDPA: prefixes attend to themselves, completions to their prefix and themselves."""
         from transformers.masking_utils import causal_mask_function
@@ -209,19 +244,19 @@ class RowMasks:
     """Whether keys and values are copied for each query head. On CUDA, SDPA's fast kernels take no groups of heads."""
 
 
-def _ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Return index ranges `start … start + length - 1` as one padded matrix, and a mask that is False at padding."""
     offsets = torch.arange(int(lengths.max()) if len(lengths) else 0, device=starts.device)
     valid = offsets < lengths[:, None]
     return torch.where(valid, starts[:, None] + offsets, 0), valid
 
 
-active_layout: ContextVar[RowLayout | None] = ContextVar("active_layout", default=None)
+active_layout: ContextVar[AttentionLayout | None] = ContextVar("active_layout", default=None)
 
 
 @contextmanager
-def shared_row(layout: RowLayout | None) -> Iterator[None]:
-    """Run the forwards of the block on one packed row of this layout. None keeps the stock attention."""
+def attention_layout(layout: AttentionLayout | None) -> Iterator[None]:
+    """Run the forwards of the block with the attention of this layout. None keeps the stock attention."""
     token = active_layout.set(layout)
     try:
         yield
@@ -235,20 +270,19 @@ def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto"
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    def mask(two_calls: bool, *args: Any, **kwargs: Any) -> RowLayout | Tensor | None:
+    def mask(two_calls: bool, *args: Any, **kwargs: Any) -> AttentionLayout | Tensor | None:
         layout = active_layout.get()
         if layout is None:
             return sdpa_mask(*args, **kwargs)
         made = kwargs["attention_mask"]  # PaliGemma makes the mask, and its language model asks again
-        return made if isinstance(made, RowLayout) else layout.with_masks(kwargs["mask_function"], two_calls)
+        return made if isinstance(made, AttentionLayout) else layout.with_masks(kwargs["mask_function"], two_calls)
 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         softcap = kwargs.get("softcap")
-        if isinstance(attention_mask, RowLayout):
-            row = shared_attention(query[0], key[0], value[0], attention_mask, kwargs["scaling"], softcap)
-            return row[None], None
+        if isinstance(attention_mask, AttentionLayout):
+            return attention_mask.attend(query, key, value, kwargs["scaling"], softcap), None
         if softcap is not None:
             return capped_attention(query, key, value, attention_mask, kwargs["scaling"], softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -257,6 +291,11 @@ def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto"
     AttentionMaskInterface.register(name, partial(mask, name == TWO_CALLS))
     AttentionInterface.register(name, torch.compiler.disable(attention))  # its kernels are compiled apart
     model.set_attn_implementation({"text_config": name})
+
+
+def routes_attention(model: PreTrainedModel) -> bool:
+    """Return whether `enable_shared_rows` was called for the model."""
+    return model.config.get_text_config()._attn_implementation in (ONE_CALL, TWO_CALLS)
 
 
 def shared_attention(

@@ -149,7 +149,7 @@ def routed(stock: Callable[..., Any], over_row: Callable[..., Any]) -> Callable[
 def pass_row(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the active shared row to the language model's arguments, which it passes to its layers."""
     layout = active_layout.get()
-    return args, kwargs if layout is None else kwargs | {"seq_idx": SharedRow(layout)}
+    return args, kwargs | {"seq_idx": SharedRow(layout)} if isinstance(layout, RowLayout) else kwargs
 
 
 def check_calls(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -39,10 +39,10 @@ def capped_attention(
 
     `mask` is True where a query attends to a key. None means causal attention of the last tokens among the keys.
     """
-    (rows, heads, queries, _), keys = query.shape, key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    at_once = max(1, CHUNK_SCORES // (rows * heads * keys))
+    at_once = chunk_size(query, key)
     outputs = [
         checkpoint(chunk_attention, *chunk, key, value, scale, softcap, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(query.split(at_once, dim=2), mask.split(at_once, dim=2), strict=True)
@@ -50,16 +50,29 @@ def capped_attention(
     return torch.cat(outputs, dim=2)
 
 
+def chunk_size(query: Tensor, key: Tensor) -> int:
+    """Return the number of queries whose scores are computed at once."""
+    rows, heads = query.shape[:2]
+    return max(1, CHUNK_SCORES // (rows * heads * key.shape[2]))
+
+
 def chunk_attention(query: Tensor, mask: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float) -> Tensor:
-    """Compute `capped_attention` of some queries at once. Scores are computed in float32, as in fused kernels."""
+    """Compute `capped_attention` of some queries at once."""
+    weights = chunk_scores(query, mask, key, scale, softcap).softmax(-1).to(value.dtype).flatten(2, 3)
+    return (weights @ value).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+
+
+def chunk_scores(
+    query: Tensor, mask: Tensor, key: Tensor, scale: float, softcap: float | None
+) -> Float[Tensor, "rows kv_heads heads queries keys"]:
+    """Compute the scores of some queries with a soft cap, if there is one, in float32, as in fused kernels."""
     kv_heads, queries = key.shape[1], query.shape[2]
     of_kv_head = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # so that keys and values are not repeated
     dtype = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
-        scores = soft_capped(of_kv_head.to(dtype) @ key.mT.to(dtype) * scale, softcap)
-    by_head = scores.unflatten(2, (-1, queries)).masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
-    weights = by_head.softmax(-1).to(value.dtype).flatten(2, 3)
-    return (weights @ value).unflatten(2, (-1, queries)).flatten(1, 2)
+        scores = of_kv_head.to(dtype) @ key.mT.to(dtype) * scale
+    scores = scores if softcap is None else soft_capped(scores, softcap)
+    return scores.unflatten(2, (-1, queries)).masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
 
 
 @cache

@@ -16,6 +16,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import family_of
+from rl_vlm.model.group_cache import caches_latents
 from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
@@ -264,6 +265,8 @@ def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Roll
         KV_CACHE: hf_cache_bytes(
             model.config, model.prompt_tokens, sampled.max_completion_length, sampled.num_generations,
             sampled.max_num_seqs,
+            shares_prompts=config.model.attn_implementation == "sdpa" and not caches_latents(model.config),
+            is_autocast=config.model.precision != "float32",
         ),
         "logits": hf_logits_bytes(model.config, sampled.max_num_seqs),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import head_dim
+from rl_vlm.model.group_cache import ROOM
 from rl_vlm.plan.hardware import GIB, Card
 from rl_vlm.plan.weights import num_experts
 
@@ -207,18 +208,26 @@ def profile_peak(text: Any, max_num_batched_tokens: int, tensor_parallel_size: i
 
 
 def hf_cache_bytes(
-    config: Any, prompt_tokens: int, completion_tokens: int, num_generations: int, max_num_seqs: int
-) -> int:
-    """Return the bytes of the KV caches that engine `hf` holds at the end of its longest batch.
+    config: Any, prompt_tokens: int, completion_tokens: int, num_generations: int, max_num_seqs: int,
+    shares_prompts: bool, is_autocast: bool,
+) -> int:  # fmt: skip
+    """Return the bytes in bfloat16 of the KV caches that engine `hf` holds at the end of its longest batch.
 
-    The caches of prefilled prompts stay while completions are decoded. Every completion also has a copy of its prompt's
-    cache: a group shares no memory. Appending a token copies one layer's cache, which is counted too.
+    The caches of prefilled prompts stay while completions are decoded. They are in float32 under autocast. With
+    `shares_prompts`, decoding holds each prompt once, in bfloat16, and buffers with room for own tokens. Otherwise it
+    holds a copy of the prompt for every completion. One layer's buffer or cache is copied at a time.
     """
     prompts = max(1, max_num_seqs // num_generations)
     completions = min(max_num_seqs, prompts * num_generations)
     per_token, layers = kv_bytes_per_token(config), config.get_text_config().num_hidden_layers
-    decoded = completions * (prompt_tokens + completion_tokens) * per_token
-    return prompts * prompt_tokens * per_token + decoded + decoded // layers
+    prefilled = prompts * prompt_tokens
+    if shares_prompts:
+        decoded = completions * (completion_tokens + ROOM)
+        held = (3 if is_autocast else 1) * prefilled
+    else:
+        decoded = completions * (prompt_tokens + completion_tokens)
+        held = prefilled
+    return (held + decoded) * per_token + decoded * per_token // layers
 
 
 def hf_logits_bytes(config: Any, max_num_seqs: int) -> int:

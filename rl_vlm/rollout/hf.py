@@ -1,15 +1,14 @@
 """Rollouts with the policy's own transformers model: no second copy of the weights, no server, any device.
 
     requests ─ batches of whole groups ─► prefill: each prompt and its images once
-             ─ KV cache expanded to the completions ─► decode: one token per forward and completion ─► Group
+             ─ a cache with each prompt's keys once ─► decode: one token per forward and completion ─► Group
 
 The sampling loop is not `model.generate`, which would prefill once per completion, use one random stream for the
-whole batch and take settings from the checkpoint's generation config.
+whole batch and take settings from the checkpoint's generation config. `GroupLayout` is the attention of a decode.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +29,10 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import OutOfMemory
 from rl_vlm.model.families import stop_token_ids
+from rl_vlm.model.group_cache import GroupCacheLayer, GroupLayout, RowGroups, expanded_cache, group_layers
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.loading import load_policy
+from rl_vlm.model.shared_prefix import attention_layout, routes_attention
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.recovery import Failure, described, repeated
@@ -39,7 +40,7 @@ from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
 from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling
+from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling, to_device
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -68,19 +69,50 @@ class Prefix:
     """Logits of the first completion token."""
     mask: Int[Tensor, "rows longest_prompt"]
     """0 at left padding."""
+    is_padded: bool
     next_positions: Int[Tensor, "*axes rows 1"]
     """Position ids of the first completion token, in the model's layout; equal on all axes."""
     cross_attention: dict[str, Tensor]
     """Image mask of completion tokens, (rows, 1, images, tiles). Empty if the model does not cross-attend to images."""
+    groups: RowGroups | None = None
+    """The rows of each prompt, if layers of the cache hold the keys of a prompt once. Set by `expand`."""
 
-    def expand(self, row_index: Int[Tensor, " completions"]) -> Prefix:
-        """Return a prefix with row `row_index[n]` for completion n, and its own copy of the cache."""
-        cache = copy.deepcopy(self.cache)
-        cache.reorder_cache(cast(Any, row_index))
-        cross = {name: mask[row_index] for name, mask in self.cross_attention.items()}
-        return Prefix(
-            cache, self.logits_NV[row_index], self.mask[row_index], self.next_positions[..., row_index, :], cross
-        )
+    def expand(self, owners: list[int], grouped: set[int]) -> Prefix:
+        """Return a prefix with row `owners[n]`, in ascending order, for completion n, and its own cache.
+
+        Layers `grouped` of the cache hold the keys of each prompt once.
+        """
+        device = self.mask.device
+        prompts, within = torch.tensor(owners).unique(return_inverse=True)
+        rows = to_device(torch.tensor(owners), device)
+        cache = expanded_cache(self.cache, rows, to_device(prompts, device), grouped)
+        valid = self.mask[to_device(prompts, device)].bool() if self.is_padded else None
+        return replace(self.select(rows), cache=cache, groups=RowGroups.of(within, valid, device) if grouped else None)
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> Prefix:
+        """Return an expanded prefix with some of the rows. This one must not be used any more."""
+        groups, prompts = (None, None) if self.groups is None else self.groups.keep(rows)
+        for layer in self.cache.layers:
+            if isinstance(layer, GroupCacheLayer):
+                layer.keep(rows, prompts)
+            else:
+                layer.reorder_cache(cast(Any, rows))
+        return replace(self.select(rows), groups=groups)
+
+    def select(self, rows: Int[Tensor, " selected"]) -> Prefix:
+        """Return a prefix with some of the rows, and the same cache."""
+        cross = {name: mask[rows] for name, mask in self.cross_attention.items()}
+        return replace(
+            self, logits_NV=self.logits_NV[rows], mask=self.mask[rows],
+            next_positions=self.next_positions[..., rows, :], cross_attention=cross,
+        )  # fmt: skip
+
+    def attention(self, num_before: int, num_new: int) -> GroupLayout | None:
+        """Return the attention of new tokens, after `num_before` others. None means transformers' own."""
+        if self.groups is None:
+            return None
+        layers = [layer for layer in self.cache.layers if isinstance(layer, GroupCacheLayer)]
+        return GroupLayout(self.groups, layers, num_new, num_keys=self.mask.shape[1] + num_before + num_new)
 
 
 class HFEngine:
@@ -220,15 +252,16 @@ class HFEngine:
         device, num_generations = self.model.device, sampling.num_generations
         prefix = self.prefill([request.prompt for request in requests])
         paused = [request.paused(num_generations) for request in requests]
-        rows = torch.tensor([row for row, group in enumerate(paused) for _ in group], device=device)
+        owners = [row for row, group in enumerate(paused) for _ in group]
         streams = [stream_keys(sampling.seed, request.group_id, num_generations) for request in requests]
         keys = torch.cat([keys_G[list(group)] for keys_G, group in zip(streams, paused, strict=True)]).to(device)
         to_continue = [completion for group in paused for completion in group.values()]
 
+        grouped = group_layers(prefix.cache, self.model.config) if routes_attention(self.model) else set()
         sampled: list[Completion] = []
         for start in range(0, len(to_continue), self.max_num_seqs):
             some = slice(start, start + self.max_num_seqs)
-            sampled += self.decode(prefix.expand(rows[some]), keys[some], to_continue[some], sampling)
+            sampled += self.decode(prefix.expand(owners[some], grouped), keys[some], to_continue[some], sampling)
         further = iter(sampled)
         return [
             request.group(list(islice(further, len(group))), self.policy_version)
@@ -248,7 +281,8 @@ class HFEngine:
         next_positions = torch.stack([row["position_ids"].max() + 1 for row in rows]).to(device)[:, None]
         next_positions = next_positions.expand(*kwargs["position_ids"].shape[:-1], 1)
         cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
-        return Prefix(cache, logits, kwargs["attention_mask"], next_positions, cross)
+        is_padded = len({len(prompt.token_ids) for prompt in prompts}) > 1
+        return Prefix(cache, logits, kwargs["attention_mask"], is_padded, next_positions, cross)
 
     def decode(
         self, prefix: Prefix, keys_N: Int[Tensor, " completions"], to_continue: Sequence[Completion], sampling: Sampling
@@ -257,40 +291,43 @@ class HFEngine:
         num, start, device = len(keys_N), len(to_continue[0].token_ids), keys_N.device
         end = sampling.end(start)
         stop_ids = torch.tensor(self.stop_token_ids, device=device)
+        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=device)
         tokens_NT = torch.zeros(num, end, dtype=torch.int64, device=device)
         logprobs_NT = torch.zeros(num, end, device=device)
         tokens_NT[:, :start] = torch.stack([completion.token_ids for completion in to_continue])
         logprobs_NT[:, :start] = torch.stack([completion.generator_logprobs for completion in to_continue])
         rows, finished = torch.arange(num, device=device), torch.zeros(num, dtype=torch.bool, device=device)
-        logits = self.forward(prefix, rows, tokens_NT[:, :start], 0) if start else prefix.logits_NV
+        logits = self.forward(prefix, tokens_NT[:, :start], 0) if start else prefix.logits_NV
 
         for step in range(start, end):
             stop.check()
-            tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, self.banned_token_ids)
+            tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, banned)
             tokens_NT[rows, step], logprobs_NT[rows, step] = tokens, logprobs
             finished = finished | torch.isin(tokens, stop_ids)
-            if finished.all() or step + 1 == end:
+            num_finished = int(finished.sum())  # the only wait for the device in a step
+            if num_finished == len(rows) or step + 1 == end:
                 break
-            if finished.float().mean() >= COMPACT_FRACTION:
+            if num_finished >= COMPACT_FRACTION * len(rows):
                 unfinished = (~finished).nonzero()[:, 0]
-                prefix.cache.reorder_cache(cast(Any, unfinished))
+                prefix = prefix.keep(unfinished)
                 rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
-            logits = self.forward(prefix, rows, tokens[:, None], step)
+            logits = self.forward(prefix, tokens[:, None], step)
         return self.completions(tokens_NT.cpu(), logprobs_NT.cpu(), sampling.reason_at(end))
 
     def forward(
-        self, prefix: Prefix, rows: Int[Tensor, " rows"], tokens_NS: Int[Tensor, "rows new"], step: int
+        self, prefix: Prefix, tokens_NS: Int[Tensor, "rows new"], num_before: int
     ) -> Float[Tensor, "rows vocabulary"]:
-        """Append tokens to the completions `rows`, from index `step` on, and return the logits after the last one."""
-        num_new = tokens_NS.shape[1]
-        mask = prefix.mask[rows]
+        """Append tokens to completions of `num_before` tokens, and return the logits after the last one."""
+        num, num_new = tokens_NS.shape
+        layout = prefix.attention(num_before, num_new)
+        mask = torch.cat([prefix.mask, prefix.mask.new_ones(num, num_before + num_new)], dim=1)
         kwargs = {
             "input_ids": tokens_NS,
-            "attention_mask": torch.cat([mask, mask.new_ones(len(rows), step + num_new)], dim=1),
-            "position_ids": prefix.next_positions[..., rows, :] + step + torch.arange(num_new, device=rows.device),
-            **{name: mask[rows].expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
+            "attention_mask": mask if layout is None else None,
+            "position_ids": prefix.next_positions + num_before + torch.arange(num_new, device=tokens_NS.device),
+            **{name: mask.expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
         }
-        with self.together(num_vision_calls=0):
+        with self.together(num_vision_calls=0), attention_layout(layout):
             return self.run_model(kwargs, prefix.cache)[1]
 
     def run_model(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -66,12 +65,10 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def token_distribution(
-    logits_NV: Float[Tensor, "completions vocabulary"], temperature: float, banned_token_ids: Sequence[int]
+    logits_NV: Float[Tensor, "completions vocabulary"], temperature: float, banned: Int64[Tensor, " banned"]
 ) -> Float[Tensor, "completions vocabulary"]:
     """Compute fp32 log-probs after temperature, with banned tokens at -inf. Used for `generator_logprobs`."""
-    logits_NV = logits_NV.float() / temperature
-    logits_NV[:, list(banned_token_ids)] = -torch.inf
-    return logits_NV.log_softmax(-1)
+    return (logits_NV.float() / temperature).index_fill_(-1, banned, -torch.inf).log_softmax(-1)
 
 
 def truncate(
@@ -112,10 +109,10 @@ def next_tokens(
     keys_N: Int64[Tensor, " completions"],
     position: int,
     sampling: Sampling,
-    banned_token_ids: Sequence[int],
+    banned: Int64[Tensor, " banned"],
 ) -> tuple[Int64[Tensor, " completions"], Float[Tensor, " completions"]]:
     """Return each completion's next token and generator log-prob. Temperature 0 takes the log-prob at temperature 1."""
-    logprobs_NV = token_distribution(logits_NV, sampling.temperature or 1.0, banned_token_ids)
+    logprobs_NV = token_distribution(logits_NV, sampling.temperature or 1.0, banned)
     if sampling.temperature == 0:
         token_ids = logprobs_NV.argmax(-1)
     else:

@@ -1,5 +1,6 @@
 """The rollout engine on tiny random models, against `model.generate` and fresh full forwards."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.model.families import family_of
 from rl_vlm.model.policy import Policy
+from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.rollout import hf
 from rl_vlm.rollout.hf import HFEngine
@@ -46,6 +49,7 @@ def load(directory: Path, family: str) -> tuple[Any, dict[str, Prompt], Any]:
     """A model with attention that is not uniform, one prompt per entry of PICTURES, and the tokenizer."""
     checkpoint = sharp_checkpoint(family, directory)
     model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    enable_shared_rows(model)
     with torch.no_grad():
         # Tied to the input embeddings or not: logits that differ enough for greedy decoding to mean something.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 4)
@@ -204,6 +208,33 @@ def test_half_of_the_completions_that_ran_out_of_memory_are_generated_at_once(ti
     assert token_ids(engine.generate(requests, sampling)) == expected
     assert engine.sizes == [12, 6, 3, 3, 3, 3]  # four prompts of three: 12 of at most 64, then of at most 6 and 3
     assert (engine.max_num_seqs, engine.counters) == (3, {"out_of_memory/rollout": 2})
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators whose result a host reads from a device, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        reads = func._overloadpacket in (aten._local_scalar_dense, aten.nonzero, aten.equal, aten._unique2)
+        indices = args[1] if func._overloadpacket in (aten.index, aten.index_put_) else ()
+        if reads or any(index is not None and index.dtype == torch.bool for index in indices):
+            self.found[func._overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("names", [["one"], ["one", "two", "text"]])
+def test_a_step_waits_for_the_device_once(engine, prompts, names):
+    counts = []
+    for length in (4, 9):
+        waits, sampling = Waits(), make_sampling(max_completion_length=length)
+        with waits:
+            engine.generate(make_requests(prompts, *names), sampling)
+        counts.append(waits.found)
+    assert counts[1] - counts[0] == {"_local_scalar_dense": 5}
 
 
 def test_groups_come_in_the_order_of_requests(engine, prompts):

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from rl_vlm.errors import ModelError
 from rl_vlm.model import shared_prefix
-from rl_vlm.model.shared_prefix import RowLayout, shared_attention, shared_row
+from rl_vlm.model.shared_prefix import RowLayout, attention_layout, shared_attention
 from rl_vlm.passes.recovery import is_out_of_memory
 
 F, T = False, True
@@ -228,9 +228,9 @@ def test_a_part_of_a_layouts_mask_is_refused(layout):
 def test_a_layout_is_active_only_inside(layout):
     from rl_vlm.model.shared_prefix import active_layout
 
-    with pytest.raises(ZeroDivisionError), shared_row(layout):
+    with pytest.raises(ZeroDivisionError), attention_layout(layout):
         assert active_layout.get() is layout
-        with shared_row(None):
+        with attention_layout(None):
             assert active_layout.get() is None
         assert active_layout.get() is layout
         raise ZeroDivisionError

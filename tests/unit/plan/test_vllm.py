@@ -163,15 +163,26 @@ def test_a_mixture_of_experts_computes_the_chosen_ones():
     assert profile_peak(text, 1000) == 2 * 1000 * (3 * 8 * 768 + 2 * 2048)
 
 
-def test_the_cache_of_engine_hf_copies_the_prompt_to_every_completion():
+def hf_cache(max_num_seqs: int, shares_prompts: bool, is_autocast: bool = True) -> int:
+    """For prompts of 500 tokens and groups of 8 completions of 200."""
     config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")
+    return hf_cache_bytes(config, 500, 200, 8, max_num_seqs, shares_prompts=shares_prompts, is_autocast=is_autocast)
+
+
+def test_the_cache_of_engine_hf_holds_each_prompt_once():
+    # 2 x 500 tokens of prompts; 16 x 200 tokens of completions with room for 128 more, and one layer of 28 once more
+    assert hf_cache(16, shares_prompts=True, is_autocast=False) == 57_344 * 1000 + 57_344 * 16 * 328 * 29 // 28
+    # under autocast the prefilled prompts are in float32, and are copied to bfloat16
+    assert hf_cache(16, shares_prompts=True) == 57_344 * 3000 + 57_344 * 16 * 328 * 29 // 28
+
+
+def test_without_sharing_it_copies_the_prompt_to_every_completion():
     # 16 completions of two prompts: 2 x 500 tokens of prompts, 16 x 700 of completions, one layer of 28 once more
-    assert hf_cache_bytes(config, 500, 200, num_generations=8, max_num_seqs=16) == 57_344 * (1000 + 11_200 + 400)
+    assert hf_cache(16, shares_prompts=False) == 57_344 * (1000 + 11_200 + 400)
 
 
 def test_a_group_above_max_num_seqs_is_decoded_in_slices():
-    config = config_of("Qwen/Qwen2.5-VL-7B-Instruct")
-    assert hf_cache_bytes(config, 500, 200, num_generations=8, max_num_seqs=4) == 57_344 * (500 + 2800 + 100)
+    assert hf_cache(4, shares_prompts=False) == 57_344 * (500 + 2800 + 100)
 
 
 def test_logits_of_a_decoding_step():

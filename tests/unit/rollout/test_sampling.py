@@ -8,6 +8,8 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from rl_vlm.rollout.sampling import draw, next_tokens, stream_keys, token_distribution, truncate, uniforms
 from rl_vlm.types import Sampling
 
+NOTHING = torch.tensor([], dtype=torch.int64)
+
 INF = float("inf")
 # blake2b of "0/step-1/row-7/0" and "…/1", as little-endian int64.
 KEYS = [-8320045850544526531, 458975653968898565]
@@ -57,7 +59,7 @@ def test_uniforms_are_uniform_and_independent():
 
 def test_distribution_is_taken_after_temperature_and_ban():
     logits = torch.tensor([[0.0, 2 * math.log(3), 9.0]], dtype=torch.bfloat16)
-    logprobs = token_distribution(logits, temperature=2.0, banned_token_ids=[2])
+    logprobs = token_distribution(logits, temperature=2.0, banned=torch.tensor([2]))
     assert logprobs.dtype == torch.float32
     assert logprobs.exp()[0].tolist() == pytest.approx([0.25, 0.75, 0.0], abs=1e-3)
     assert logprobs[0, 2] == -INF
@@ -127,14 +129,16 @@ def sampling(temperature: float, top_k: int = 0) -> Sampling:
 
 def test_greedy_takes_the_best_allowed_token_and_scores_it_at_temperature_1():
     logits = torch.tensor([[0.0, math.log(3), 9.0]]).repeat(2, 1)
-    token_ids, logprobs = next_tokens(logits, stream_keys(0, "g", 2), 0, sampling(0.0), banned_token_ids=[2])
+    token_ids, logprobs = next_tokens(logits, stream_keys(0, "g", 2), 0, sampling(0.0), banned=torch.tensor([2]))
     assert token_ids.tolist() == [1, 1]
     assert logprobs.exp().tolist() == pytest.approx([0.75, 0.75])
 
 
 def test_generator_logprobs_are_those_before_truncation():
     logits = torch.tensor([[0.0, 2 * math.log(3)]]).repeat(2, 1)
-    token_ids, logprobs = next_tokens(logits, stream_keys(0, "g", 2), 0, sampling(2.0, top_k=1), banned_token_ids=[])
+    token_ids, logprobs = next_tokens(
+        logits, stream_keys(0, "g", 2), 0, sampling(2.0, top_k=1), banned=torch.tensor([], dtype=torch.int64)
+    )
     assert token_ids.tolist() == [1, 1]
     assert logprobs.exp().tolist() == pytest.approx([0.75, 0.75])
 
