@@ -295,6 +295,16 @@ def pad_rows(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
+def pad_split(values: Float[Tensor, " tokens"], lengths: Sequence[int]) -> Float[Tensor, "completions longest"]:
+    """Split a vector into N rows of these lengths, right-padded with 0.
+
+    One operator scatters all rows. With an operator per row, each one's backward would copy the gradient of all rows.
+    """
+    mask = length_mask(lengths)
+    places = to_device(mask.flatten().nonzero()[:, 0], values.device)
+    return values.new_zeros(mask.numel()).index_copy(0, places, values).view(mask.shape)
+
+
 def length_mask(lengths: Sequence[int], device: torch.device | None = None) -> Bool[Tensor, "completions tokens"]:
     """Build the (N, max length) mask of N completions, True at real tokens."""
     ends = torch.tensor(list(lengths), device=device)

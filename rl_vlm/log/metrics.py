@@ -156,18 +156,21 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     differences. `step_tokens` counts one step, while TRL's `num_tokens` adds up over the run. If no completion
     terminated, the terminated lengths are left out, while TRL logs 0.
     """
-    for scored in groups:
-        metrics.add_values(scored.rewards_G, mean="reward", std="reward_std")
-        metrics.add_mean("frac_reward_zero_std", float(not scored.has_variance), 1)
-        for scores, name in zip(scored.scores_GF.unbind(dim=1), names, strict=True):
-            metrics.add_values(scores, mean=f"rewards/{name}/mean", std=f"rewards/{name}/std")
-        completions = scored.group.completions
-        lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
-        clipped = torch.tensor([c.finish_reason == "length" for c in completions])
-        for kind, some in (("length", lengths), ("terminated_length", lengths[~clipped])):
-            metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})
-        metrics.add_values(clipped.float(), mean="completions/clipped_ratio")
-        metrics.add_sum("step_tokens", lengths.sum().item() + len(scored.group.prompt.token_ids))
+    if not groups:
+        return
+    metrics.add_values(torch.cat([scored.rewards_G for scored in groups]), mean="reward", std="reward_std")
+    metrics.add_mean("frac_reward_zero_std", sum(not scored.has_variance for scored in groups), len(groups))
+    scores_NF = torch.cat([scored.scores_GF for scored in groups])
+    for scores, name in zip(scores_NF.unbind(dim=1), names, strict=True):
+        metrics.add_values(scores, mean=f"rewards/{name}/mean", std=f"rewards/{name}/std")
+    completions = [completion for scored in groups for completion in scored.group.completions]
+    lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
+    clipped = torch.tensor([c.finish_reason == "length" for c in completions])
+    for kind, some in (("length", lengths), ("terminated_length", lengths[~clipped])):
+        metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})
+    metrics.add_values(clipped.float(), mean="completions/clipped_ratio")
+    num_prompt_tokens = sum(len(scored.group.prompt.token_ids) for scored in groups)
+    metrics.add_sum("step_tokens", lengths.double().sum().item() + num_prompt_tokens)
 
 
 def is_score(metric: str) -> bool:

@@ -41,6 +41,11 @@ class ForwardInputs:
 
 def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
     """Raise ModelError if a completion is empty, or contains a placeholder token: there is no image for it."""
+    completions = batch.completions
+    token_ids = torch.cat([completion.token_ids for completion in completions])
+    has_placeholder = torch.isin(token_ids, torch.tensor(list(placeholders), dtype=torch.int64)).any()
+    if all(len(completion.token_ids) for completion in completions) and not has_placeholder:
+        return
     for subgroup in batch.subgroups:
         for member, completion in zip(subgroup.members, subgroup.completions, strict=True):
             held = sorted(set(completion.token_ids.tolist()) & set(placeholders))

@@ -24,7 +24,7 @@ from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import TWO_CALLS, attention_layout
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
-from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_rows, to_device
+from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_split, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,7 +147,7 @@ class Policy(nn.Module):
         targets = to_device(torch.cat([c.token_ids for c in batch.completions]), self.device)
         logprobs, entropies = self.logprobs(hidden, targets)
         lengths = [len(c.token_ids) for c in batch.completions]
-        return PolicyOutput(pad_rows(logprobs.split(lengths)), pad_rows(entropies.split(lengths)))
+        return PolicyOutput(pad_split(logprobs, lengths), pad_split(entropies, lengths))
 
     def hidden_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
         """Run one forward and return the hidden states that predict completion tokens."""

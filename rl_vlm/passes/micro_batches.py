@@ -69,7 +69,7 @@ class Size:
     def of(group: ScoredGroup, members: Sequence[int], vision_tokens: int = 0) -> Size:
         prefix = len(group.group.prompt.token_ids)
         lengths = [len(group.group.completions[i].token_ids) for i in members]
-        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths), vision_tokens)
+        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths, default=0), vision_tokens)
 
     def __add__(self, other: Size) -> Size:
         return Size(
@@ -135,11 +135,18 @@ class Packer:
         if self.fits(self.size(group, members)):
             return [SubGroup(group, members)]
         apart = self.vision_tokens(group.group.prompt) > 0
+        prefix, completions = len(group.group.prompt.token_ids), group.group.completions
+        prompt_alone = self.size(group, [], apart)
         pieces: list[list[int]] = [[]]
+        size = prompt_alone
         for member in members:
-            if pieces[-1] and not self.fits(self.size(group, [*pieces[-1], member], apart)):
+            length = len(completions[member].token_ids)
+            row = Size(length, 1, prefix + length)
+            if pieces[-1] and not self.fits(size + row):
                 pieces.append([])
+                size = prompt_alone
             pieces[-1].append(member)
+            size = size + row
         return [SubGroup(group, piece, apart) for piece in pieces]
 
     def size(self, group: ScoredGroup, members: Sequence[int], vision_apart: bool = False) -> Size:

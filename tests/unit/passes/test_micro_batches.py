@@ -1,3 +1,6 @@
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +56,22 @@ def test_a_group_beyond_the_budget_is_split_between_completions():
     group = make_group("a", 10, [4, 4, 4, 4, 4])
     assert contents(make_micro_batches([group], 18, "shared")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
     assert contents(make_micro_batches([group], 28, "dense")) == [{"a": [0, 1]}, {"a": [2, 3]}, {"a": [4]}]
+
+
+def test_a_large_group_is_split_in_linear_time():
+    lengths: Counter[str] = Counter()
+
+    class Tokens(torch.Tensor):
+        def __len__(self) -> int:
+            lengths["read"] += 1
+            return super().__len__()
+
+    for size in (100, 200):
+        group = make_group("a", 10, [4] * size)
+        completions = [replace(c, token_ids=c.token_ids.as_subclass(Tokens)) for c in group.group.completions]
+        lengths.clear()
+        make_micro_batches([replace(group, group=replace(group.group, completions=completions))], 410, "shared")
+        assert lengths["read"] <= 10 * size
 
 
 def test_a_group_that_is_split_does_not_pay_for_its_images():
