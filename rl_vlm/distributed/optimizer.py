@@ -6,10 +6,12 @@ import warnings
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from rl_vlm.config.batches import warmup_steps
 from rl_vlm.config.schema import TrainConfig
 from rl_vlm.distributed.optim import build_optimizer
+from rl_vlm.distributed.schedules import Span, learning_rate_factor
 from rl_vlm.distributed.strategy import Strategy
 
 
@@ -21,19 +23,13 @@ class Optimizer:
 
     def __init__(self, strategy: Strategy, policy: nn.Module, train: TrainConfig, num_steps: int) -> None:
         """Prepare a policy that `strategy` has placed, for `num_steps` optimizer steps."""
-        from transformers import get_scheduler
-
         self.strategy = strategy
         self.trainable = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self.torch_optimizer = build_optimizer(list(self.trainable.values()), train)
         self.policy = strategy.prepare(policy, self.torch_optimizer)
-        self.scheduler = get_scheduler(
-            train.lr_scheduler_type,
-            self.torch_optimizer,
-            num_warmup_steps=warmup_steps(train.warmup_steps, num_steps),
-            num_training_steps=num_steps,
-            scheduler_specific_kwargs=train.lr_scheduler_kwargs,
-        )
+        span = Span(train.learning_rate, warmup_steps(train.warmup_steps, num_steps), num_steps)
+        factor = learning_rate_factor(train.lr_scheduler_type, span, train.lr_scheduler_kwargs)
+        self.scheduler = LambdaLR(self.torch_optimizer, factor)
 
     def advance_schedule(self) -> None:
         """Set the learning rate of the next step. It depends on the step count, which includes skipped updates."""
@@ -47,7 +43,7 @@ class Optimizer:
 
     def set_step(self, num_steps: int) -> None:
         """Set the learning rate of the step after `num_steps`, for a resumed run."""
-        scheduler: Any = self.scheduler  # a LambdaLR for every schedule that the settings allow
+        scheduler: Any = self.scheduler
         scheduler.last_epoch = num_steps
         rates = [
             rate * factor(num_steps) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
