@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_vlm.tiny.cached import cached_model
+
 if TYPE_CHECKING:
     from rl_vlm.types import Forward, Prompt
 
@@ -55,6 +57,7 @@ def held_out_rows() -> list[dict[str, Any]]:
     return _split()[1]
 
 
+@cached_model()
 def starting_model(directory: Path, seed: int) -> None:
     """Write a Qwen2.5-VL of half a million parameters that answers `<answer>d</answer>` with a random digit."""
     from rl_vlm.tiny.build import build_tiny

@@ -11,8 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from examples.digits import digits
 from examples.digits.digits import supervised_batch
+from examples.grounding import scenes
 from examples.grounding.scenes import COLOURS, QUESTION, SHAPES, SIDES
+from rl_vlm.tiny.cached import cached_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -31,6 +34,7 @@ MAX_PIXELS = 32 * 32
 WARM_UP_STEPS, WARM_UP_IMAGES, WARM_UP_LEARNING_RATE = 80, 32, 2e-3
 
 
+@cached_model(digits, scenes)
 def starting_model(directory: Path, seed: int) -> None:
     """Write a model that answers `{"bbox_2d": [x1, y1, x2, y2]}` with random numbers."""
     from rl_vlm.tiny.build import build_tiny
