@@ -1,6 +1,7 @@
 """Rollouts of one group: `HFEngine`, which prefills each prompt once, against `generate(num_return_sequences=G)`.
 
     python benchmarks/rollout.py --num-generations 8 --completion-tokens 32 --json result.json
+    python benchmarks/rollout.py --decode        # steps of 8, 64 and 256 completions, beside their matrix products
 
 Both sides sample at temperature 1 from the same weights in one process, alternating, and never stop early. Prefill is a
 rollout of one token; its work is the FLOPs that torch counts in it.
@@ -22,6 +23,7 @@ import torch
 
 from benchmarks.common import alternate, environment, markdown_table, ratio
 from benchmarks.counting import counted_flops
+from benchmarks.decode_steps import decode_table
 from benchmarks.flops import Training, Workload
 from benchmarks.report import finish, result_arguments
 from benchmarks.shapes import SHAPES
@@ -41,6 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--completion-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--decode", action="store_true", help="time decode steps against a floor")
     result_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -136,6 +139,9 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     args = parse()
+    if args.decode:
+        print(decode_table(args.shape, args.image_tokens, args.completion_tokens, args.repeats))
+        return
     measured = measure(args)
     finish(measured, table(measured), args)
 

@@ -26,6 +26,7 @@ from benchmarks import (
 from benchmarks.common import ROOT, ratio
 from benchmarks.communication import CountTraffic
 from benchmarks.counting import counted_flops
+from benchmarks.decode_steps import decode_row
 from benchmarks.flops import (
     FORWARD_ONLY,
     Flops,
@@ -423,3 +424,12 @@ def test_whole_windows_against_trl():
 
 def test_causal_pairs():
     assert [causal_pairs(n) for n in (1, 2, 3)] == [1, 3, 6]
+
+
+def test_decode_steps_are_timed_beside_their_products():
+    row = decode_row("toy", 2, 3, Workload(image_tokens=16, text_tokens=40, completion_tokens=3, num_generations=1), 1)
+    assert row[:2] == ["2 x 3", "56"]
+    step, token, least, share = map(float, row[2:6])
+    assert token == pytest.approx(step / 6, abs=0.01)
+    assert least > 0
+    assert 0 < share < 1
