@@ -41,6 +41,20 @@ def ratio(seconds: Mapping[str, Sequence[float]], of: str, to: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[of], seconds[to], strict=True))
 
 
+def product_rate(device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Measure the FLOPs per second of a product of matrices of 1,024 x 1,024, or 8,192 x 8,192 on a GPU."""
+    size = 1024 if device == "cpu" else 8192
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def product() -> None:
+        torch.matmul(matrix, matrix)
+        wait()
+
+    product()
+    return 2 * size**3 / min(alternate({"product": product}, 20)["product"])
+
+
 def peak_growth(run: Callable[[], Any]) -> int:
     """Return by how many bytes the peak resident size during `run` exceeds the resident size before it (Linux)."""
     before = _status("VmRSS")

@@ -206,6 +206,17 @@ def floor_flops(config: Any, work: Workload, training: Training) -> Flops:
     return _pass_flops(config, work, training, rows, head_again=0)
 
 
+def rollout_flops(config: Any, work: Workload, num_prefills: int) -> float:
+    """Compute the FLOPs of a group's rollout, in which the prompt and its image are computed `num_prefills` times."""
+    text, prefix, count = config.text_config, work.prompt_tokens, work.num_generations
+    steps = work.completion_tokens - 1  # the prefill gives the first token
+    prefill = vision_flops(config.vision_config, work.image_grid) + head_flops(text, 1)
+    prefill += language_flops(text, prefix, causal_pairs(prefix))
+    pairs = count * (steps * prefix + causal_pairs(steps))
+    decode = language_flops(text, count * steps, pairs) + head_flops(text, count * steps)
+    return num_prefills * prefill + decode
+
+
 def flop_ceiling(config: Any, work: Workload, training: Training, vision_once: bool = False) -> float:
     """Compute the speed-up of the shared over the dense pass at equal FLOPs per second."""
     return dense_flops(config, work, training, vision_once).total / shared_flops(config, work, training).total

@@ -22,8 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
 import torch
+from transformers import AutoConfig
 
-from benchmarks.common import command_line, environment, in_fresh_process, peak_bytes
+from benchmarks.common import command_line, environment, in_fresh_process, peak_bytes, product_rate
+from benchmarks.flops import Training, Workload, dense_flops, rollout_flops, shared_flops
 from benchmarks.report import result_arguments, run_benchmark
 from benchmarks.shapes import SHAPES
 from benchmarks.whole_run_sides import Case, Ours, Trl
@@ -84,8 +86,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             print(progress(windows), file=sys.stderr, flush=True)
         for side in sides.values():
             side.close()
+        config = AutoConfig.from_pretrained(case.config.model.model_name_or_path)
     memory = {name: in_fresh_process("whole_run.py", memory_arguments(args, name)) for name in SIDES}
-    return result(args, windows, memory)
+    rate = product_rate(args.device, getattr(torch, args.dtype))
+    flops = [window_flops(args, config, window) for window in windows]
+    return result(args, windows, memory) | {"flops": flops, "flops_per_second": rate}
+
+
+def window_flops(args: argparse.Namespace, config: Any, window: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Compute the FLOPs of a window by side and stage, from the mean length of its completions.
+
+    TRL computes a prompt and its image once per completion, in rollouts and in training.
+    """
+    found = {}
+    for name, (_, metrics) in window.items():
+        length = max(1, round(metrics["completions/mean_length"]))
+        prompts, count = args.prompts_per_step, args.num_generations
+        tokens = window["ours"][1]["step_tokens"] - prompts * count * window["ours"][1]["completions/mean_length"]
+        text = max(0, round(tokens / prompts) - args.image_tokens)
+        work = Workload(args.image_tokens, text, length, count)
+        training = Training(gradient_checkpointing=args.gradient_checkpointing, beta=args.beta)
+        layout, prefills = (shared_flops, 1) if name == "ours" else (dense_flops, count)
+        found[name] = {
+            "rollout": prompts * rollout_flops(config, work, prefills),
+            "training": prompts * args.num_iterations * layout(config, work, training).total,
+        }
+    return found
 
 
 def progress(windows: list[dict[str, Any]]) -> str:
@@ -142,8 +168,21 @@ def table(result: dict[str, Any]) -> str:
         ("peak_memory_vs_peer", "peak memory of two windows in a fresh process, ours over TRL's"),
     ]
     lines = [f"{name:20} {result[name]:6.3f}   {meaning}" for name, meaning in conclusions]
+    shares = [ceiling_line(result, name) for name in SIDES]
     curves = [f"reward, {name:12} {' '.join(f'{r:.2f}' for r in result['reward'][name])}" for name in SIDES]
-    return "\n".join([whole_run_table([result]), "", *lines, *curves])
+    return "\n".join([whole_run_table([result]), "", *lines, *shares, *curves])
+
+
+def ceiling_line(result: dict[str, Any], side: str) -> str:
+    """Say which share of a window's time, without the first, its FLOPs would take at the rate of matrix products."""
+    stages = ("rollout", "training")
+    pairs = list(zip(result["flops"], result["seconds"][side], strict=True))[1:]
+    ideal = {stage: sum(flops[side][stage] for flops, _ in pairs) / result["flops_per_second"] for stage in stages}
+    spent = {stage: sum(seconds[stage] for _, seconds in pairs) for stage in stages}
+    whole = sum(sum(seconds.values()) for _, seconds in pairs)
+    parts = [f"{stage} {sum(f[side][stage] for f, _ in pairs) / len(pairs) / 1e12:.3g} TFLOP a window, "
+             f"{ideal[stage] / spent[stage]:.0%} of the ceiling" for stage in stages]  # fmt: skip
+    return f"{side:20} {'; '.join(parts)}; whole window {sum(ideal.values()) / whole:.0%}"
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ class Case:
         """Write the initial weights to `directory`, and the settings of a run from them."""
         checkpoint = directory / "model"
         if args.shape == "digits":
-            digits.starting_model(checkpoint, seed=0)
+            digits.starting_model(checkpoint, 0)
             token_side = 8
         else:
             build_checkpoint(SHAPES[args.shape], checkpoint)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks import (
     batch_memory,
@@ -39,12 +40,15 @@ from benchmarks.flops import (
     flop_ceiling,
     head_flops,
     language_flops,
+    rollout_flops,
     shared_flops,
     vision_flops,
 )
 from benchmarks.shapes import QWEN2_5_VL_3B, SMALL, TOY, TOY_HYBRID, Shape, model_config
 from benchmarks.sides import Setup, Side, differences, floor_side, own_side
 from rl_vlm.passes.micro_batches import make_micro_batches
+from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.types import RolloutRequest, Sampling
 
 WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
 
@@ -433,3 +437,13 @@ def test_decode_steps_are_timed_beside_their_products():
     assert token == pytest.approx(step / 6, abs=0.01)
     assert least > 0
     assert 0 < share < 1
+
+
+def test_flops_of_a_rollout_are_those_that_torch_counts(tmp_path):
+    work = Workload(image_tokens=16, text_tokens=40, completion_tokens=6, num_generations=3)
+    setup = Setup.build(TOY, work, Training(), tmp_path)
+    engine = HFEngine.for_policy(setup.policy(), AutoTokenizer.from_pretrained(setup.checkpoint), max_num_seqs=8)
+    engine.stop_token_ids = []
+    request = RolloutRequest("group", setup.new_group().group.prompt)
+    counted = counted_flops(lambda: engine.generate([request], Sampling(3, 6, temperature=1.0, seed=0)))
+    assert rollout_flops(model_config(TOY), work, num_prefills=1) == pytest.approx(counted, rel=0.01)
