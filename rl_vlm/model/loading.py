@@ -75,7 +75,7 @@ def load_policy(
         enable_batched_windows(transformer, family)
     enable_autocast_experts(transformer)
     use_linear_patches(transformer)
-    enable_recomputation(transformer, family, config.memory.gradient_checkpointing)
+    enable_recomputation(transformer, family, config.memory)
     refuse_unshareable(transformer, config.memory, config.model)
 
     dtype = compute_dtype(config.model)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from rl_vlm.config.schema import MemoryConfig
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import Family
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 Part = Literal["vision_tower", "language_model"]
 
 
-def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Part) -> None:
-    """Recompute activations of `part`, or of all layers, in the backward pass.
+def enable_recomputation(model: PreTrainedModel, family: Family, memory: MemoryConfig) -> None:
+    """Recompute activations of a part, or of all layers, in the backward pass, as `gradient_checkpointing` says.
 
     Call this after `requires_grad` of all weights is set. Raises ConfigError if only a frozen vision tower would be
-    recomputed, or if no layer of `part` can be recomputed.
+    recomputed, or if no layer of the part can be recomputed.
     """
+    part = memory.gradient_checkpointing
     if not part:
         return
     if part == "vision_tower" and not trains_tower(model, family):
@@ -35,6 +37,19 @@ def enable_recomputation(model: PreTrainedModel, family: Family, part: bool | Pa
     model.disable_input_require_grads()  # only reentrant checkpointing needs them; they would reach a frozen tower
     for name, module in checkpointed(model):
         module.gradient_checkpointing = part is True or is_vision(name, family) == (part == "vision_tower")
+    of_text = [layer for name, layer in layers(model) if not is_vision(name, family)]
+    if of_text and keeps_last_layer(model, memory):
+        of_text[-1].gradient_checkpointing = False
+
+
+def keeps_last_layer(model: PreTrainedModel, memory: MemoryConfig) -> bool:
+    """Return whether the last layer of the language model keeps its activations. The backward begins with them.
+
+    They then lie in memory while the LM head is computed. If the head is trained, that is the peak, and they would add
+    to it. With offloading they would move to host memory and straight back.
+    """
+    head: Any = model.get_output_embeddings()
+    return not memory.activation_offloading and not any(p.requires_grad for p in head.parameters())
 
 
 def require_layers(model: nn.Module, family: Family, part: Part) -> None:

@@ -56,6 +56,20 @@ def test_only_the_layers_of_the_part_run_again(
     assert gradient_error(found.gradients, plain.gradients) <= 1e-6
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_last_layer_is_kept_if_the_head_is_frozen(checkpoint: Path, offloads: bool) -> None:
+    groups = case_groups(checkpoint, "several prompts")
+    lora: dict[str, Any] = {"use_peft": True, "lora_r": 4}
+    plain = scores(make_policy(checkpoint, **lora), groups, shared=True)
+    policy = make_policy(checkpoint, True, activation_offloading=offloads, **lora)
+    found, counts = forwards(policy, groups)
+    assert counts["language"] == ({2} if offloads else {1, 2})
+    last = policy.transformer.get_decoder().layers[-1]
+    assert last.gradient_checkpointing == offloads
+    assert torch.equal(found.logprobs, plain.logprobs)
+    assert gradient_error(found.gradients, plain.gradients) <= 1e-6
+
+
 @pytest.mark.parametrize("settings", [{"use_peft": True}, {"trainable_modules": ["lm_head", "projector"]}], ids=str)
 def test_a_tower_that_is_not_trained_has_nothing_to_recompute(settings: dict[str, Any], tiny_checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="no weight of the vision tower is trained"):
