@@ -24,7 +24,7 @@ from rl_vlm.plan.hardware import Card
 from rl_vlm.plan.memory import KV_CACHE, Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
 from rl_vlm.plan.sharding import buffer_bytes
-from rl_vlm.plan.tracing.activations import Activations, trace_activations
+from rl_vlm.plan.tracing.activations import MOST_TOKENS, Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
 from rl_vlm.plan.vllm import ImageSize, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, traceable
@@ -38,8 +38,6 @@ PLANNED_STAGES = (
     Stage.LOAD, Stage.GENERATION, Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS, Stage.ENTROPY, Stage.TRAINING, Stage.UPDATE,
     Stage.WEIGHT_SYNC, Stage.SAVE,
 )  # fmt: skip
-MOST_TOKENS = 2**15
-"""Largest `micro_batch_tokens` that `auto` chooses. It leaves memory free for usage that the plan does not count."""
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""
 

@@ -26,7 +26,12 @@ def deep_config(family: str, directory: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "period", "checkpointing"), [("qwen2_5_vl", 1, True), ("qwen3_vl", 1, False), ("gemma3", 2, False)]
+    ("family", "period", "checkpointing"),
+    [
+        ("qwen2_5_vl", 1, True),
+        pytest.param("qwen3_vl", 1, False, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_extrapolated_activations_are_those_of_the_whole_model(
     family: str, period: int, checkpointing: bool, tmp_path: Path

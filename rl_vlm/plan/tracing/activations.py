@@ -31,7 +31,10 @@ from rl_vlm.plan.tracing.step import TracedSteps, make_models_fake, models_witho
 from rl_vlm.stages import Stage
 from rl_vlm.types import Prompt, ScoredGroup, Sharing
 
-MOST_COMPLETIONS = 16
+FEW, MANY = 16, 64
+"""Most completions of the smaller and of the larger micro-batch that are traced."""
+MOST_TOKENS = 2**15
+"""Largest `micro_batch_tokens` that `auto` chooses. It leaves memory free for usage that the plan does not count."""
 WHOLE_GROUP = sys.maxsize
 """A token budget that cuts no group."""
 
@@ -96,12 +99,18 @@ def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_g
 
 
 def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activations:
-    """Trace micro-batches of two sizes, and return the activations of the model."""
+    """Trace micro-batches of two sizes, and return the activations of the model.
+
+    The larger has as many tokens as any micro-batch, unless completions are short. Its peak may be at another moment
+    than that of the smaller one, for example in a layer and not in the LM head. Between the sizes the line through both
+    is then above the peak.
+    """
     length = config.rollout.max_completion_length
     # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
     chunk = HEAD_CHUNK_ELEMENTS // model_config.get_text_config().vocab_size
-    few = min(1 + max(1, -(-chunk // length)), MOST_COMPLETIONS)
-    groups = [make_group(replace(prompt), n, length) for n in (few, 2 * few)]
+    few = min(1 + max(1, -(-chunk // length)), FEW)
+    many = max(2 * few, min(MANY, -(-(MOST_TOKENS - len(prompt.token_ids)) // length)))
+    groups = [make_group(replace(prompt), n, length) for n in (few, many)]
     with tempfile.TemporaryDirectory() as directory:
         model_config.save_pretrained(directory)
         models = models_without_storage(config, directory, groups)
