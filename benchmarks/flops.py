@@ -14,6 +14,7 @@ Checkpointing adds one forward of every layer that has a backward.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -185,7 +186,10 @@ def dense_flops(config: Any, work: Workload, training: Training, vision_once: bo
     rows = RowFlops(count * row, count * causal_pairs(row), count * work.completion_tokens)
     if vision_once:
         return _pass_flops(config, work, training, rows)
-    return _pass_flops(config, work, training, rows, num_images=count, passed_through=training.gradient_checkpointing)
+    passed_through = training.gradient_checkpointing
+    return _pass_flops(
+        config, work, training, rows, num_images=count, passed_through=passed_through, recomputes_last=True
+    )
 
 
 def shared_flops(config: Any, work: Workload, training: Training) -> Flops:
@@ -247,9 +251,11 @@ def _pass_flops(
     num_images: int = 1,
     passed_through: bool = False,
     head_again: int = 1,
+    recomputes_last: bool = False,
 ) -> Flops:
     """Compute the FLOPs of forward, backward and, if `beta` > 0, the reference's forward.
 
+    `recomputes_last`: with LoRA, gradient checkpointing recomputes the last layer too, which this project keeps.
     `passed_through`: a frozen tower is recomputed and back-propagated too, and runs again for the reference.
     """
     text, lora_r = config.text_config, training.lora_r
@@ -261,6 +267,9 @@ def _pass_flops(
         language_flops(text, rows.tokens, rows.pairs, again(LORA if lora_r else FULL), lora_r),
         head_flops(text, rows.scored, (2 if lora_r else 3) + head_again),
     )
+    if lora_r and training.gradient_checkpointing and not recomputes_last:
+        kept = language_flops(last_layer(text), rows.tokens, rows.pairs, Passes(1, 1, 1), lora_r)
+        flops += Flops(0.0, -kept, 0.0)
     if training.beta > 0:
         num_reference_images = num_images if passed_through or not lora_r else 0
         flops += Flops(
@@ -269,3 +278,11 @@ def _pass_flops(
             head_flops(text, rows.scored),
         )
     return flops
+
+
+def last_layer(text: Any) -> Any:
+    """Return the config of a language model that has only the last layer."""
+    one = copy.copy(text)
+    one.layer_types = (getattr(text, "layer_types", None) or [])[-1:]
+    one.num_hidden_layers = 1
+    return one

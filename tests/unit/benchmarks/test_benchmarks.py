@@ -115,7 +115,7 @@ def test_ceilings_of_the_real_model():
     lora = Training(lora_r=16, gradient_checkpointing=True)
     assert flop_ceiling(config, Workload(), Training()) == pytest.approx(4.61, abs=0.01)
     assert flop_ceiling(config, Workload(num_generations=16), Training()) == pytest.approx(6.21, abs=0.01)
-    assert flop_ceiling(config, Workload(num_generations=16), lora) == pytest.approx(7.10, abs=0.01)
+    assert flop_ceiling(config, Workload(num_generations=16), lora) == pytest.approx(7.16, abs=0.01)
 
 
 def proportions(shape: Shape, work: Workload) -> Flops:
@@ -434,7 +434,7 @@ def test_decode_steps_are_timed_beside_their_products():
     row = decode_row("toy", 2, 3, Workload(image_tokens=16, text_tokens=40, completion_tokens=3, num_generations=1), 1)
     assert row[:2] == ["2 x 3", "56"]
     step, token, least, share = map(float, row[2:6])
-    assert token == pytest.approx(step / 6, abs=0.01)
+    assert token == pytest.approx(step / 6, abs=0.02)
     assert least > 0
     assert 0 < share < 1
 
