@@ -64,8 +64,8 @@ def test_the_last_layer_is_kept_if_the_head_is_frozen(checkpoint: Path, offloads
     policy = make_policy(checkpoint, True, activation_offloading=offloads, **lora)
     found, counts = forwards(policy, groups)
     assert counts["language"] == ({2} if offloads else {1, 2})
-    last = policy.transformer.get_decoder().layers[-1]
-    assert last.gradient_checkpointing == offloads
+    decoder: Any = policy.transformer.get_decoder()
+    assert decoder.layers[-1].gradient_checkpointing == offloads
     assert torch.equal(found.logprobs, plain.logprobs)
     assert gradient_error(found.gradients, plain.gradients) <= 1e-6
 

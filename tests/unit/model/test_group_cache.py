@@ -120,13 +120,13 @@ def test_outside_of_the_window_nothing_is_kept(monkeypatch):
 
 
 def test_a_prompt_is_not_copied_for_its_completions():
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     cache.update(torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), 0)
     found = expanded_cache(cache, torch.tensor([0, 0, 1]), torch.tensor([0, 1]), {0})
     (layer,) = found.layers
     assert isinstance(layer, GroupCacheLayer)
     assert layer.of_prompts[0] is cache.layers[0].keys
-    copied = expanded_cache(cache, torch.tensor([0, 0, 1]), torch.tensor([0, 1]), set())
+    copied: Any = expanded_cache(cache, torch.tensor([0, 0, 1]), torch.tensor([0, 1]), set())
     assert copied.layers[0].keys.shape == (3, 2, 5, 8)
     assert cache.layers[0].keys.shape == (2, 2, 5, 8)
 
