@@ -194,12 +194,12 @@ def dense_flops(config: Any, work: Workload, training: Training, vision_once: bo
 
 def shared_flops(config: Any, work: Workload, training: Training) -> Flops:
     """Compute the FLOPs of each token and each image once."""
-    return _pass_flops(config, work, training, _shared_row(work))
+    return _pass_flops(config, work, training, shared_row(work))
 
 
 def unique_flops(config: Any, work: Workload, training: Training) -> Flops:
     """Compute the FLOPs that the shared pass needs, without recomputation: those of a model FLOPs utilization (MFU)."""
-    return _pass_flops(config, work, replace(training, gradient_checkpointing=False), _shared_row(work), head_again=0)
+    return _pass_flops(config, work, replace(training, gradient_checkpointing=False), shared_row(work), head_again=0)
 
 
 def floor_flops(config: Any, work: Workload, training: Training) -> Flops:
@@ -236,7 +236,7 @@ class RowFlops:
     scored: int
 
 
-def _shared_row(work: Workload) -> RowFlops:
+def shared_row(work: Workload) -> RowFlops:
     """Return the sizes of the row in which each token is once, and completions see their prompt and themselves."""
     prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
     pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.common import markdown_table
-from benchmarks.flops import Training, Workload, causal_pairs, unique_flops
+from benchmarks.flops import Training, Workload, shared_row, unique_flops
 from benchmarks.kernel_counts import CountedGraphs, Kernel, PlainKernels, Work, host_reads
 from benchmarks.shapes import SHAPES, Shape, model_config
 from benchmarks.sides import Setup
@@ -192,11 +192,11 @@ def count_layer(policy: Policy, layout: RowLayout, is_fused: bool) -> Work:
 
 def flex_attention(text: dict[str, Any], work: Workload, training: Training) -> Kernel:
     """Compute the work of FlexAttention in a layer."""
-    tokens, count, length = work.prompt_tokens, work.num_generations, work.completion_tokens
-    pairs = causal_pairs(tokens) + count * (length * tokens + causal_pairs(length))
     passes = 1 + ATTENTION_BACKWARD + training.gradient_checkpointing
     width = text["hidden_size"] * (2 + 2 * text["num_key_value_heads"] / text["num_attention_heads"])
-    return Kernel("attention", passes * 4 * pairs * text["hidden_size"], passes * 2 * work.unique_tokens * width)
+    return Kernel(
+        "attention", passes * 4 * shared_row(work).pairs * text["hidden_size"], passes * 2 * work.unique_tokens * width
+    )
 
 
 def count_head(policy: Policy, scored: int, is_fused: bool) -> Work:

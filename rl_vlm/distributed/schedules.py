@@ -1,6 +1,6 @@
-"""Learning rates by step. Names, arguments and values are those of `transformers.get_scheduler`.
+"""Learning rates by step, with the names, arguments and values of `transformers.get_scheduler`.
 
-Its import loads PEFT, bitsandbytes and TorchInductor, which takes seconds of each start.
+The import of that function loads PEFT, bitsandbytes and TorchInductor, which takes seconds of each start.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Span:
 
 
 def learning_rate_factor(name: str, span: Span, arguments: dict[str, Any]) -> Factor:
-    """Return the schedule `name`. Its arguments are those of `rl_vlm.config.schedules.ARGUMENTS`."""
+    """Return the schedule `name`. `rl_vlm.config.schedules.ARGUMENTS` lists the arguments of each."""
     if name == "warmup_stable_decay":
         return warmup_stable_decay(span, **arguments)
     if name == "constant":
-        return lambda step: 1.0
+        return constant(span)
     after_warmup = AFTER_WARMUP[name](span, **arguments)
     return lambda step: step / max(1, span.num_warmup) if step < span.num_warmup else after_warmup(step)
 

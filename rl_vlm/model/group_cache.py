@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rl_vlm.errors import ModelError
 from rl_vlm.model.shared_prefix import AttentionLayout, MaskFunction, ranges
-from rl_vlm.model.softcap import chunk_scores, chunk_size
+from rl_vlm.model.softcap import chunk_scores, chunk_size, weighted_values
 from rl_vlm.types import to_device
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ ROOM = 128
 
 
 class GroupCacheLayer(DynamicLayer):
-    """A layer's keys and values: of B prompts, and of the tokens of N completions.
+    """Keys and values of one layer, for B prompts and for the tokens of N completions.
 
-    `keys` and `values` are those of completions. Before their first token, they are those of prompts.
+    `keys` and `values` belong to completions. Before the first token they belong to prompts.
 
     If the layer attends to a window of tokens, keys outside of it are left out.
     """
@@ -267,21 +267,20 @@ def attention_with_lse(
     All heads have the same keys. A query with a mask of False alone gets a log-sum-exp of about -1e38.
     """
     heads, queries, num_keys = query.shape[1], query.shape[2], key.shape[2]
-    is_fused = softcap is None and key.shape[-1] == value.shape[-1]
-    if is_fused and query.device.type == "cpu":
-        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    on_cpu, has_kernel = query.device.type == "cpu", query.is_cuda and key.shape[-1] % 8 == 0
+    if softcap is not None or key.shape[-1] != value.shape[-1] or not (on_cpu or has_kernel):
+        return plain_attention_with_lse(query, key, value, mask, scale, softcap)
+    key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    added = None if mask is None else bias(mask, query.dtype)
+    if on_cpu:
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return fused(query, key, value, attn_mask=None if mask is None else bias(mask, query.dtype), scale=scale)
-    if is_fused and query.is_cuda and key.shape[-1] % 8 == 0:
-        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
-        added = None
-        if mask is not None:  # rows of the kernel's bias begin at multiples of 16 values
-            aligned = F.pad(bias(mask, query.dtype), (0, -num_keys % 16))[..., :num_keys]
-            added = aligned.expand(len(query), heads, queries, -1)
-        fused = torch.ops.aten._scaled_dot_product_efficient_attention
-        output, lse, *_ = fused(query, key, value, added, compute_log_sumexp=True, scale=scale)
-        return output, lse[..., :queries]  # padded to multiples of 32 queries
-    return plain_attention_with_lse(query, key, value, mask, scale, softcap)
+        return fused(query, key, value, attn_mask=added, scale=scale)
+    if added is not None:  # rows of the kernel's bias begin at multiples of 16 values
+        aligned = F.pad(added, (0, -num_keys % 16))[..., :num_keys]
+        added = aligned.expand(len(query), heads, queries, -1)
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    output, lse, *_ = fused(query, key, value, added, compute_log_sumexp=True, scale=scale)
+    return output, lse[..., :queries]  # padded to multiples of 32 queries
 
 
 def bias(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
@@ -301,8 +300,7 @@ def plain_attention_with_lse(
     for some, allowed in zip(query.split(at_once, dim=2), mask.split(at_once, dim=2), strict=True):
         scores = chunk_scores(some, allowed, key, scale, softcap)
         lse = scores.logsumexp(-1)
-        weights = (scores - lse[..., None]).exp().to(value.dtype).flatten(2, 3)
-        found.append(((weights @ value).unflatten(2, (-1, some.shape[2])).flatten(1, 2), lse.flatten(1, 2)))
+        found.append((weighted_values((scores - lse[..., None]).exp(), value), lse.flatten(1, 2)))
     outputs, lses = zip(*found, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
 

@@ -58,8 +58,15 @@ def chunk_size(query: Tensor, key: Tensor) -> int:
 
 def chunk_attention(query: Tensor, mask: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float) -> Tensor:
     """Compute `capped_attention` of some queries at once."""
-    weights = chunk_scores(query, mask, key, scale, softcap).softmax(-1).to(value.dtype).flatten(2, 3)
-    return (weights @ value).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+    return weighted_values(chunk_scores(query, mask, key, scale, softcap).softmax(-1), value)
+
+
+def weighted_values(
+    weights: Float[Tensor, "rows kv_heads heads queries keys"], value: Float[Tensor, "rows kv_heads keys value_dim"]
+) -> Float[Tensor, "rows all_heads queries value_dim"]:
+    """Sum values by the weights of a softmax. All heads follow one another."""
+    products = weights.to(value.dtype).flatten(2, 3) @ value
+    return products.unflatten(2, (-1, weights.shape[3])).flatten(1, 2)
 
 
 def chunk_scores(

@@ -83,10 +83,11 @@ class Prefix:
         Layers `grouped` of the cache hold the keys of each prompt once.
         """
         device = self.mask.device
-        prompts, within = torch.tensor(owners).unique(return_inverse=True)
-        rows = to_device(torch.tensor(owners), device)
-        cache = expanded_cache(self.cache, rows, to_device(prompts, device), grouped)
-        valid = self.mask[to_device(prompts, device)].bool() if self.is_padded else None
+        of_rows = torch.tensor(owners)
+        of_prompts, within = of_rows.unique(return_inverse=True)
+        rows, prompts = to_device(of_rows, device), to_device(of_prompts, device)
+        cache = expanded_cache(self.cache, rows, prompts, grouped)
+        valid = self.mask[prompts].bool() if self.is_padded else None
         return replace(self.select(rows), cache=cache, groups=RowGroups.of(within, valid, device) if grouped else None)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> Prefix:
@@ -319,11 +320,12 @@ class HFEngine:
     ) -> Float[Tensor, "rows vocabulary"]:
         """Append tokens to completions of `num_before` tokens, and return the logits after the last one."""
         num, num_new = tokens_NS.shape
-        layout = prefix.attention(num_before, num_new)
-        mask = torch.cat([prefix.mask, prefix.mask.new_ones(num, num_before + num_new)], dim=1)
+        layout, mask = prefix.attention(num_before, num_new), None
+        if layout is None:
+            mask = torch.cat([prefix.mask, prefix.mask.new_ones(num, num_before + num_new)], dim=1)
         kwargs = {
             "input_ids": tokens_NS,
-            "attention_mask": mask if layout is None else None,
+            "attention_mask": mask,
             "position_ids": prefix.next_positions + num_before + torch.arange(num_new, device=tokens_NS.device),
             **{name: mask.expand(-1, num_new, -1, -1) for name, mask in prefix.cross_attention.items()},
         }

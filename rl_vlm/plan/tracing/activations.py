@@ -101,9 +101,8 @@ def trace_activations(config: RunConfig, model_config: Any, prompt: Prompt, on_g
 def trace_shallow(config: RunConfig, model_config: Any, prompt: Prompt) -> Activations:
     """Trace micro-batches of two sizes, and return the activations of the model.
 
-    The larger has as many tokens as any micro-batch, unless completions are short. Its peak may be at another moment
-    than that of the smaller one, for example in a layer and not in the LM head. Between the sizes the line through both
-    is then above the peak.
+    The larger has as many tokens as any micro-batch, unless completions are short. The two may have their peaks at
+    different moments, such as the LM head and a layer. Between the sizes the line through both is then above the peak.
     """
     length = config.rollout.max_completion_length
     # The LM head's chunks are full from the smaller size on, unless the vocabulary is small.
