@@ -16,6 +16,7 @@ from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Kind, Sharding, kinds, listed_names
 from rl_vlm.errors import ConfigError
+from rl_vlm.plan.hardware import Card, Hardware, parse_card
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,11 +80,8 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
         print(f"\n{smallest_table(fewest_gpus)}")
 
 
-def planned_hardware(options: argparse.Namespace) -> Any:
+def planned_hardware(options: argparse.Namespace) -> Hardware:
     """Return the machines to plan for. Raises ConfigError if an option is out of range or the card is unknown."""
-    from rl_vlm.plan.build import Hardware
-    from rl_vlm.plan.hardware import parse_card
-
     asked = accelerate_file(options.config_file) if options.config_file else {}
     nodes = asked.get("nodes", 1) if options.nodes is None else options.nodes
     gpus = asked.get("gpus", 1) if options.gpus is None else options.gpus
@@ -94,7 +92,7 @@ def planned_hardware(options: argparse.Namespace) -> Any:
     return Hardware(card, gpus, nodes, sharding)
 
 
-def local_card() -> Any:
+def local_card() -> Card:
     """Return this machine's GPU. Raises ConfigError if it has none."""
     import torch
 

@@ -27,7 +27,8 @@ from rl_vlm.distributed.shardings import UNSHARDED
 from rl_vlm.passes.allocator import VARIABLES
 from rl_vlm.passes.recovery import free_memory
 from rl_vlm.plan.auto import this_card
-from rl_vlm.plan.build import Hardware, Model, plan_memory, read_config, traced_model
+from rl_vlm.plan.build import Model, plan_memory, read_config, traced_model
+from rl_vlm.plan.hardware import Hardware
 from rl_vlm.trainer import Trainer
 from rl_vlm.types import ScoredGroup
 

@@ -14,8 +14,8 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
 from rl_vlm.passes.budget import PlannedBudget
-from rl_vlm.plan.build import Hardware, plan_memory, read_config, traced_model
-from rl_vlm.plan.hardware import GIB, Card
+from rl_vlm.plan.build import plan_memory, read_config, traced_model
+from rl_vlm.plan.hardware import GIB, Card, Hardware
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.tracing.activations import MOST_TOKENS
 from rl_vlm.types import Prompt

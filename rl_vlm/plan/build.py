@@ -13,14 +13,13 @@ from typing import Any
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import family_of
 from rl_vlm.model.group_cache import caches_latents
 from rl_vlm.model.loading import base_of, make_initial_model
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
-from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.hardware import Card, Hardware
 from rl_vlm.plan.memory import KV_CACHE, Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config, packaged_models
 from rl_vlm.plan.sharding import buffer_bytes
@@ -40,21 +39,6 @@ PLANNED_STAGES = (
 )  # fmt: skip
 ASSUMED_TEXT_TOKENS = 256
 """Tokens of a prompt's text if `data.max_prompt_length` is not set."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The machines of a run."""
-
-    card: Card
-    gpus: int
-    """GPUs of each node."""
-    nodes: int
-    sharding: Sharding
-
-    @property
-    def num_ranks(self) -> int:
-        return self.gpus * self.nodes
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ Speeds are the dense bfloat16 peaks and links of NVIDIA's data sheets. Training 
 import re
 from dataclasses import dataclass
 
+from rl_vlm.distributed.shardings import Sharding
 from rl_vlm.errors import ConfigError, did_you_mean
 
 GIB = 2**30
@@ -52,6 +53,21 @@ class Card:
         """Return the bytes for weights, activations and caches: all but context, NCCL's buffers and the reserve."""
         fixed = CUDA_CONTEXT + (NCCL_BUFFERS if num_ranks > 1 else 0)
         return max(0, int(self.memory * (1 - FRAGMENTATION_RESERVE)) - fixed)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machines of a run."""
+
+    card: Card
+    gpus: int
+    """GPUs of each node."""
+    nodes: int
+    sharding: Sharding
+
+    @property
+    def num_ranks(self) -> int:
+        return self.gpus * self.nodes
 
 
 def _card(name: str, gib: float, tflops: int, link_gbytes: int) -> Card:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.files import check_output, output
 from rl_vlm.plan.hardware import GIB
-from rl_vlm.plan.memory import MemoryPlan, part_names
+
+if TYPE_CHECKING:
+    from rl_vlm.plan.memory import MemoryPlan
 
 FORMATS = ("png", "svg", "pdf")
 OPTION = "--picture"
@@ -27,6 +30,8 @@ def format_of(path: Path) -> str:
 def draw_plan(plan: MemoryPlan, path: Path) -> None:
     """Draw the plan to `path`, in the format of its ending. Raises ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
+
+    from rl_vlm.plan.memory import part_names
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()

@@ -9,8 +9,8 @@ from typing import Any
 from rl_vlm.config.batches import batch_settings, batch_sizes
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.batch import batch_table, global_batch
-from rl_vlm.plan.build import Hardware, Model, completions_together, single_completion, vllm_fractions, vllm_needs
-from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, NCCL_BUFFERS
+from rl_vlm.plan.build import Model, completions_together, single_completion, vllm_fractions, vllm_needs
+from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, NCCL_BUFFERS, Hardware
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import MemoryPlan, Phase, part_names
 from rl_vlm.plan.suggest import MAX_NODES, Setup

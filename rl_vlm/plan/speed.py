@@ -6,7 +6,8 @@ import math
 
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.build import Hardware, Model
+from rl_vlm.plan.build import Model
+from rl_vlm.plan.hardware import Hardware
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.sharding import EIGHT_BIT
 from rl_vlm.plan.weights import TRAINED_BYTES

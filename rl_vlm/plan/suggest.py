@@ -17,7 +17,6 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan.build import (
-    Hardware,
     Model,
     completions_together,
     inspect_model,
@@ -27,6 +26,7 @@ from rl_vlm.plan.build import (
     with_weights,
 )
 from rl_vlm.plan.check import check_setup
+from rl_vlm.plan.hardware import Hardware
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.plan.speed import step_seconds
 

@@ -20,8 +20,8 @@ from rl_vlm.distributed.shardings import UNSHARDED
 from rl_vlm.functions import live
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.plan.build import Hardware, inspect_model, plan_memory
-from rl_vlm.plan.hardware import parse_card
+from rl_vlm.plan.build import inspect_model, plan_memory
+from rl_vlm.plan.hardware import Hardware, parse_card
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
 from tests.tiny.build import TINY_FAMILIES

@@ -6,8 +6,8 @@ from typing import Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS
-from rl_vlm.plan.build import Hardware, Model
-from rl_vlm.plan.hardware import CUDA_CONTEXT, FRAGMENTATION_RESERVE, GIB, Card
+from rl_vlm.plan.build import Model
+from rl_vlm.plan.hardware import CUDA_CONTEXT, FRAGMENTATION_RESERVE, GIB, Card, Hardware
 from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights
 

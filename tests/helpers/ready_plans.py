@@ -12,9 +12,9 @@ from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED
 from rl_vlm.errors import RLVLMError
-from rl_vlm.plan.build import Hardware, Model, inspect_model, plan_memory
+from rl_vlm.plan.build import Model, inspect_model, plan_memory
 from rl_vlm.plan.check import check_setup
-from rl_vlm.plan.hardware import GIB, parse_card
+from rl_vlm.plan.hardware import GIB, Hardware, parse_card
 from rl_vlm.plan.packaged import packaged_config
 from tests.helpers.dry_runs import CONFIGS, TINY, num_processes, opening_comment
 

@@ -1,6 +1,9 @@
 """Files for `accelerate launch` and options of `rl-vlm plan`."""
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import pytest
 from launch.plan import accelerate_file, add_plan_flags, planned_hardware
 from rl_vlm.errors import ConfigError
 
-LAUNCH = Path(__file__).parents[3] / "launch" / "accelerate"
+ROOT = Path(__file__).parents[3]
+LAUNCH = ROOT / "launch" / "accelerate"
 
 
 def options(*given: str) -> argparse.Namespace:
@@ -66,3 +70,34 @@ def test_a_file_that_is_not_text(tmp_path: Path):
     path.write_bytes(b"\x80\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         accelerate_file(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--gpus", "0"], "--gpus and --nodes must be at least 1"),
+        (["--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+        (["--nodes", "-1", "--gpu-memory", "80GB"], "--gpus and --nodes must be at least 1"),
+        (["--gpu-memory", "h1000"], "neither a size nor a known card (did you mean 'h100'?)"),
+        (["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
+        (["--picture", "plan.txt"], "--picture plan.txt has no ending of a picture: .png, .svg, .pdf"),
+        (["--picture", "nowhere/plan.png"], "--picture"),
+        (["--config_file", "nowhere.yaml"], "--config_file nowhere.yaml cannot be read"),
+        (["--config_file", "zero.yaml"], "num_processes 3"),
+        (["--confg_file", "zero.yaml"], "unrecognized arguments: --confg_file zero.yaml"),
+    ],
+)
+def test_a_wrong_option_ends_the_command_before_torch_is_imported(given: list[str], message: str, tmp_path: Path):
+    (tmp_path / "zero.yaml").write_text("distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 3\n")
+    (tmp_path / "run.yaml").write_text(
+        "{model: {model_name_or_path: tiny}, data: {dataset_name: d}, rewards: {reward_funcs: choice}}"
+    )
+    program = (
+        "import sys; from launch.cli import main\n"
+        "try: status = main(sys.argv[1:])\n"
+        "except SystemExit as stop: status = stop.code\n"
+        "sys.exit(f'torch was imported, status {status}' if 'torch' in sys.modules else status)"
+    )
+    command = [sys.executable, "-c", program, "plan", "run.yaml", *given]
+    result = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert (result.returncode, message in result.stderr.decode()) == (2, True), result.stderr.decode()

@@ -9,8 +9,8 @@ import pytest
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.build import PLANNED_STAGES, Hardware, Model, plan_memory, planned_stages
-from rl_vlm.plan.hardware import Card
+from rl_vlm.plan.build import PLANNED_STAGES, Model, plan_memory, planned_stages
+from rl_vlm.plan.hardware import Card, Hardware
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
 from rl_vlm.plan.packaged import packaged_config

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.plan.build import Hardware, plan_memory
-from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.build import plan_memory
+from rl_vlm.plan.hardware import GIB, Hardware
 from rl_vlm.plan.speed import step_seconds
 from tests.helpers.planned_model import hardware, planned_model, run_config
 

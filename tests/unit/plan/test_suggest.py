@@ -5,9 +5,8 @@ import pytest
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import RLVLMError
 from rl_vlm.plan import suggest
-from rl_vlm.plan.build import Hardware
 from rl_vlm.plan.check import check_setup
-from rl_vlm.plan.hardware import GIB
+from rl_vlm.plan.hardware import GIB, Hardware
 from rl_vlm.plan.suggest import Models, Setup, more_gpus, setup, setups, smallest, with_changes
 from tests.helpers.planned_model import hardware, planned_model, run_config
 
