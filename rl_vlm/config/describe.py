@@ -26,9 +26,23 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def describe(config: RunConfig, plan: BatchSizes | None = None) -> str:
-    """Return the resolved settings as YAML, followed by sentences about the batches of `plan` as comments."""
+    """Return the resolved settings as YAML.
+
+    Before them, comments list those that differ from the defaults. After them, comments describe the batches of `plan`.
+    """
     comments = [] if plan is None else [f"# {sentence}\n" for sentence in _batch_sentences(config, plan)]
-    return to_yaml(config) + "".join(comments)
+    return _differences(config) + to_yaml(config) + "".join(comments)
+
+
+def _differences(config: RunConfig) -> str:
+    """Return a comment per setting that differs from its default, and a heading."""
+    changed = starred(config.model_dump(mode="json", exclude_defaults=True))
+    lines = [
+        f"#   {section}.{name}: {yaml_text.one_line(value)}\n"
+        for section, settings in changed.items()
+        for name, value in settings.items()
+    ]
+    return "".join(["# Settings that differ from the defaults:\n", *lines, "# All settings:\n"])
 
 
 def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:

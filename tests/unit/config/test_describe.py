@@ -46,6 +46,21 @@ def test_values_survive_yaml(value):
 def test_a_description_is_yaml_with_the_batches_worked_out():
     text = describe(config, batch_sizes(config, world_size=2))
     assert yaml.safe_load(text)["train"]["prompts_per_step"] == 4
+    assert text.splitlines()[:13] == [
+        "# Settings that differ from the defaults:",
+        "#   model.model_name_or_path: tiny",
+        "#   model.use_peft: true",
+        "#   model.lora_exclude_modules: [visual]",
+        "#   data.dataset_name: '1e-6'",
+        '#   data.prompt_template: "{question}\\nAnswer: no"',
+        "#   rewards.reward_funcs: [choice, {function: 'a:f', kwargs: {x: [1, null]}}]",
+        "#   algorithm.num_iterations: 3",
+        "#   train.prompts_per_step: 4",
+        "#   train.steps_per_generation: 2",
+        "# All settings:",
+        "model:",
+        "  model_name_or_path: tiny",
+    ]
     assert text.splitlines()[-4:] == [
         "# Optimizer step: 4 prompts × 8 = 32 completions, 2 prompts on each of 2 processes.",
         "# Generation window: 2 × 4 = 8 prompts sampled at once, for 3 × 2 = 6 optimizer steps.",
