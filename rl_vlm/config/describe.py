@@ -1,8 +1,9 @@
 """Describe a run: the resolved settings, the batch sizes, and the help text of every setting."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from textwrap import wrap
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -14,6 +15,8 @@ from rl_vlm.config.secrets import starred
 REWARD_ENTRY = "an entry of rewards.reward_funcs"
 DATA_ENTRY = "an entry of data.dataset_name"
 INDENT = " " * 6
+WORDS = {bool: ["true", "false"], int: ["whole number"], float: ["number"], str: ["text"]}
+"""What values of a type are called. Other types are entries with settings of their own."""
 HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, DATA_ENTRY: DataSource, REWARD_ENTRY: RewardSpec}
 
 
@@ -100,10 +103,31 @@ def _head(name: str, field: FieldInfo) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    annotation: Any = field.annotation
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return text.replace("typing.", "").replace("rl_vlm.config.schema.", "")
+    """Return the values that a setting takes, in words. That it may be null is left to its default."""
+    return _either(_choices(field.annotation))
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the alternatives of a type, in words. Values of a Literal stand for themselves."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _choices(arguments[0])
+    if origin is Literal:
+        return [yaml_text.one_line(value) for value in arguments]
+    if origin in (Union, UnionType):
+        return [choice for each in arguments if each is not NoneType for choice in _choices(each)]
+    if origin is list:
+        return [f"list of {_either([f'{choice}s' for choice in _choices(arguments[0])])}"]
+    if origin is dict:
+        values = arguments[1]
+        return ["mapping" if values is Any else f"mapping to {_either([f'{choice}s' for choice in _choices(values)])}"]
+    return WORDS.get(annotation, ["mapping"])
+
+
+def _either(choices: Sequence[str]) -> str:
+    """Join alternatives as `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
 
 
 def _default(field: FieldInfo) -> str:
-    return ", required" if field.is_required() else f" = {field.default!r}"
+    return ", required" if field.is_required() else f" = {yaml_text.one_line(field.default)}"

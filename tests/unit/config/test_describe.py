@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import yaml
 from hypothesis import example, given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.batches import batch_sizes
-from rl_vlm.config.describe import describe, settings_help, to_yaml
+from rl_vlm.config.describe import HELP_SECTIONS, describe, settings_help, to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import SETTINGS, RunConfig
 
@@ -81,5 +83,43 @@ def test_help_lists_every_setting_with_type_default_and_docstring():
     for setting, field in SETTINGS.items():
         assert f"\n  {setting.split('.')[1]}: " in text
         assert (field.description or "missing").splitlines()[0] in text
-    assert "  top_p: float = 1.0\n      Sample from" in text
-    assert "  model_name_or_path: str, required\n" in text
+    assert "  top_p: number = 1.0\n      Sample from" in text
+    assert "  model_name_or_path: text, required\n" in text
+
+
+HEAD = re.compile(r"  (?P<name>\w+): (?P<type>.+?)(?:, required| = (?P<default>.*))")
+
+
+def test_types_in_the_help_are_words_and_defaults_are_yaml():
+    heads = [found for line in settings_help().splitlines() if (found := HEAD.fullmatch(line))]
+    fields = [field for section in HELP_SECTIONS.values() for field in section.model_fields.values()]
+    assert len(heads) == len(fields) > 150
+    python = re.compile(
+        r"[\[\]|(]|\b(str|int|float|bool|list\[|dict|None|NoneType|Literal|Union|Optional|Any|True|False)\b"
+    )
+    assert [head["name"] for head in heads if python.search(head["type"])] == []
+    for head, field in zip(heads, fields, strict=True):
+        assert (head["default"] is None) == field.is_required()
+        assert field.is_required() or yaml_text.parse(head["default"]) == field.default, head["name"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "dtype: float32 or bfloat16 = null",
+        "attn_implementation: sdpa or eager = sdpa",
+        "use_peft: true or false = false",
+        "init_lora_weights: true, false, gaussian, pissa, olora or orthogonal = true",
+        "trainable_modules: list of texts or text = null",
+        "dataset_name: text or list of texts or mappings = null",
+        "columns: mapping to texts = {}",
+        "chat_template_kwargs: mapping = {}",
+        "reward_weights: list of numbers = null",
+        "max_pixels: whole number = null",
+        "micro_batch_tokens: whole number or auto = auto",
+        "learning_rate: number = 1.0e-06",
+        "function: text, required",
+    ],
+)
+def test_the_head_of_a_setting(head):
+    assert f"\n  {head}\n" in settings_help()

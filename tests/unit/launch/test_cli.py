@@ -326,7 +326,7 @@ def test_help(arguments, capsys):
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     assert "CONFIG [KEY=VALUE ...] [--dry-run]" in printed
-    assert ("  learning_rate: float = 1e-06\n" in printed) is (len(arguments) == 2)
+    assert ("  learning_rate: number = 1.0e-06\n" in printed) is (len(arguments) == 2)
     assert len(printed.splitlines()) < 110
     assert "  adam_beta1" not in printed
 
@@ -334,8 +334,8 @@ def test_help(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "shown", "hidden"),
     [
-        (["--help-all"], ["  adam_beta1: float = 0.9\n", "  learning_rate: ", "  timeout: "], []),
-        (["--help", "rollout"], ["  min_p: ", "  num_generations: int = 8\n"], ["learning_rate", "timeout"]),
+        (["--help-all"], ["  adam_beta1: number = 0.9\n", "  learning_rate: ", "  timeout: "], []),
+        (["--help", "rollout"], ["  min_p: ", "  num_generations: whole number = 8\n"], ["learning_rate", "timeout"]),
         (["--help", "rewards"], ["  reward_weights: ", "  timeout: "], ["learning_rate"]),
     ],
 )
