@@ -10,13 +10,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 from launch.doctor import add_doctor_flags, doctor_command
 from launch.help import add_help, add_host, port
 from launch.nodes import add_launch_flags, launch_command
 from launch.plan import add_plan_flags, plan_command
+from launch.start import announce_evaluation, announce_training, importing
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_evaluable, check_trainable, load_config
 from rl_vlm.config.schema import RunConfig
@@ -40,11 +40,15 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     check_trainable(config)
     configure_allocator(config)
     batch_sizes(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    from rl_vlm.log.outcome import training_outcome
-    from rl_vlm.run.run import train
-    from rl_vlm.tools.instruments import INSTRUMENTS
+    announce_training(config)
+    with importing():
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor  # noqa: F401
 
-    hide_bars_of_libraries()
+        from rl_vlm.log.outcome import training_outcome
+        from rl_vlm.run.run import train
+        from rl_vlm.tools.instruments import INSTRUMENTS
+
+        hide_bars_of_libraries()
     _print(training_outcome(train(config, INSTRUMENTS), config.train.output_dir) + "\n")
 
 
@@ -60,11 +64,13 @@ def eval_command(config: RunConfig, options: argparse.Namespace) -> None:
         return _show(*dry_run(config, "eval", checkpoints, evaluation_options))
     check_evaluable(config)
     configure_allocator(config)
-    from rl_vlm.evaluation.run import compare_checkpoints
-    from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
-    from rl_vlm.tools.report.build import evaluation_report
+    announce_evaluation(config, checkpoints)
+    with importing():
+        from rl_vlm.evaluation.run import compare_checkpoints
+        from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome
+        from rl_vlm.tools.report.build import evaluation_report
 
-    hide_bars_of_libraries()
+        hide_bars_of_libraries()
     with evaluation_report(config):
         summaries = compare_checkpoints(config, checkpoints, evaluation_options)
     if len(summaries) > 1:
@@ -115,6 +121,16 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", action="append", default=[], metavar="PATH",
         help="evaluate this model instead of model_name_or_path; given several times, they are compared in a table",
     )  # fmt: skip
+
+
+class _Version(argparse.Action):
+    """Print the version and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"rl-vlm {version('rl-vlm')}")
+        parser.exit()
 
 
 def _rates(text: str) -> tuple[float, float]:
@@ -208,6 +224,7 @@ def _end(status: int) -> NoReturn:
     except OSError as error:
         print(f"rl-vlm: its output could not be written: {error}", file=sys.stderr)
         status = status or 1
+    gc.unfreeze()  # or it would leave out files that were opened before
     for kind in (io.TextIOWrapper, io.BufferedWriter):  # the former write into the latter
         for file in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
             with suppress(Exception):
@@ -226,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"commands:\n{commands}\n\n`rl-vlm COMMAND --help` shows the most used settings.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"rl-vlm {version('rl-vlm')}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     parser.add_argument("command", choices=described, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -13,9 +13,11 @@ class BarAwareHandler(logging.Handler):
     """Prints messages without secrets on standard error, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        tqdm.write(without_secrets(self.format(record)), file=sys.stderr)
+        text = without_secrets(self.format(record))
+        if "tqdm" in sys.modules:
+            sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
+        else:  # there is no bar
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -34,11 +36,13 @@ def shown_log() -> Iterator[None]:
 
 def hide_bars_of_libraries() -> None:
     """Hide the bars that transformers and datasets show for every file, so that only the run's bars are shown."""
-    import datasets
     from transformers.utils.logging import disable_progress_bar
 
-    datasets.disable_progress_bars()
     disable_progress_bar()
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].disable_progress_bars()
+    else:  # it is imported if data is read with it, which takes a second, and reads this variable
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def is_first_process() -> bool:

@@ -44,7 +44,9 @@ ONLY_IN = {
 }
 """Folders of the files that may import a package, inside of functions or not."""
 
-LOCAL = {"transformers", "accelerate", "peft", "datasets", "trl", "matplotlib"}
+LOCAL = {
+    "transformers", "accelerate", "peft", "datasets", "trl", "matplotlib", "bitsandbytes", "deepspeed", "sklearn",
+}  # fmt: skip
 """Packages that are imported where they are used, never at the top of a file."""
 
 

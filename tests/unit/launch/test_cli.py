@@ -374,7 +374,7 @@ def test_help_and_config_errors_need_no_torch(config):
 
 
 LEAVES = """
-import atexit, multiprocessing, os, signal, sys, threading, time
+import atexit, gc, multiprocessing, os, signal, sys, threading, time
 from launch import cli
 from rl_vlm.distributed.signals import handled
 
@@ -410,6 +410,7 @@ def main():
         global log
         log = open(sys.argv[-1], "w")
         log.write("of a function")
+        gc.freeze()  # as after the imports of a run
     if "full" in sys.argv:
         sys.stdout = open("/dev/full", "w")
         print("lost")
