@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -23,7 +23,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.distributed.launcher import check_numbers, end_with_launcher, is_one_of_several
 from rl_vlm.distributed.signals import handled, ignored_afterwards, kill_children, stop
-from rl_vlm.errors import ConfigError, RLVLMError, Stopped
+from rl_vlm.errors import ConfigError, RLVLMError, Stopped, did_you_mean
 from rl_vlm.log.terminal import hide_bars_of_libraries, is_first_of_machine, is_first_process, shown_log
 from rl_vlm.passes.allocator import configure_allocator
 
@@ -160,6 +160,19 @@ OTHERS = {
     "chat": "Serve a checkpoint with OpenAI's chat completions, for benchmarks.",
 }
 """Commands that read their own arguments, with their help."""
+FIRST_COMMANDS = ("train", "eval", "doctor", "plan", "report")
+"""The commands to know first."""
+GREETING = """\
+rl-vlm trains vision-language models with GRPO. The commands to know:
+
+{commands}
+
+Example, which takes about a minute on a CPU:
+
+  rl-vlm train configs/digits.yaml
+
+`rl-vlm --help` lists all commands, and `rl-vlm train --help` the most used settings.
+"""
 FIXED: dict[str, dict[str, Any]] = {"serve": {"rollout.engine": "vllm_server", "vllm.vllm_enable_sleep_mode": False}}
 """Settings that a command fixes."""
 JOINED = ("train", "eval")
@@ -233,21 +246,50 @@ def _end(status: int) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `rl-vlm COMMAND …` and return its exit status, which is 2 for an error that the user can fix."""
-    described = {name: command.__doc__ for name, command in COMMANDS.items()} | OTHERS
-    commands = "\n".join(f"  {name:8}{text}" for name, text in described.items())
+    """Run `rl-vlm COMMAND …` and return its exit status, which is 2 for an error that the user can fix.
+
+    Without a command, print the commands to begin with.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        _print(GREETING.format(commands=_command_lines(FIRST_COMMANDS)))
+        return 0
     parser = argparse.ArgumentParser(
         prog="rl-vlm",
         usage="rl-vlm [-h] [--version] COMMAND CONFIG [KEY=VALUE ...] [--dry-run]",
         description="GRPO post-training for vision-language models.",
-        epilog=f"commands:\n{commands}\n\n`rl-vlm COMMAND --help` shows the most used settings.",
+        epilog=f"commands:\n{_command_lines(described_commands())}\n\n"
+        "`rl-vlm COMMAND --help` shows the most used settings.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
-    parser.add_argument("command", choices=described, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", type=_command_name, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     return run(options.command, options.arguments)
+
+
+def described_commands() -> dict[str, str | None]:
+    """Return all commands with their help."""
+    return {name: command.__doc__ for name, command in COMMANDS.items()} | OTHERS
+
+
+def _command_lines(names: Iterable[str]) -> str:
+    """Return a line per command, with its help."""
+    texts = described_commands()
+    return "\n".join(f"  {name:8}{texts[name]}" for name in names)
+
+
+def _command_name(text: str) -> str:
+    """Return the name of a command. Raises ArgumentTypeError with what may be meant if there is no such command."""
+    commands = described_commands()
+    if text in commands:
+        return text
+    if text.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{text} is no command, but a config (did you mean `rl-vlm train {text}`?)")
+    raise argparse.ArgumentTypeError(
+        f"there is no command {text!r}{did_you_mean(text, commands)}; commands: {', '.join(commands)}"
+    )
 
 
 def run(name: str, arguments: Sequence[str]) -> int:

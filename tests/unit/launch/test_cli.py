@@ -347,6 +347,33 @@ def test_help_of_all_settings_and_of_a_section(arguments, shown, hidden, capsys)
     assert [text for text in shown if text not in printed] == [text for text in hidden if text in printed] == []
 
 
+def test_without_a_command_there_are_the_commands_to_know(capsys):
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [
+        "train", "eval", "doctor", "plan", "report", "rl-vlm",
+    ]  # fmt: skip
+    assert "  train   Train a model with GRPO.\n" in printed
+    assert "\n  rl-vlm train configs/digits.yaml\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "x.yaml"], "there is no command 'trian' (did you mean 'train'?); commands: train, eval, "),
+        (["reprot"], "(did you mean 'report'?)"),
+        (["zzz"], "there is no command 'zzz'; commands: train, "),
+        (["configs/digits.yaml"], "is no command, but a config (did you mean `rl-vlm train configs/digits.yaml`?)"),
+        (["run.yml", "max_steps=1"], "(did you mean `rl-vlm train run.yml`?)"),
+    ],
+)
+def test_words_that_are_no_command(words, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_help_of_no_section(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", "--help", "rolout"])
