@@ -113,8 +113,9 @@ def num_active(policy: Policy) -> int:
 
 
 def traceable(config: RunConfig) -> RunConfig:
-    """Return the settings without quantization and compilation, which both need values."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"load_in_4bit": False, "fused": "off"})})
+    """Return the settings without quantization, compilation and the check of shared rows, which all need values."""
+    without = {"load_in_4bit": False, "fused": "off", "verify": "off"}
+    return config.model_copy(update={"model": config.model.model_copy(update=without)})
 
 
 def quantized(policy: Policy) -> list[Tensor]:
