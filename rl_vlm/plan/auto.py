@@ -14,6 +14,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
 from rl_vlm.passes.budget import PlannedBudget
+from rl_vlm.plan.bound import bytes_at_most
 from rl_vlm.plan.build import plan_memory, read_config, traced_model
 from rl_vlm.plan.hardware import GIB, Card, Hardware
 from rl_vlm.plan.memory import MemoryPlan
@@ -63,6 +64,9 @@ def planned_budget(
         return unplanned("no row of the data makes a prompt")
     before = random_states()
     try:
+        if not on_gpu and surely_fits(config, initial, hardware, longest):
+            logger.info("micro_batch_tokens %d, the most on a CPU: the model is too small to need a plan", CPU_TOKENS)
+            return PlannedBudget(CPU_TOKENS), None
         model = traced_model(config, initial, read_config(config, initial), longest, on_gpu)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:  # from the model's own code
         return unplanned(shorten(repr(error), 200))
@@ -85,6 +89,16 @@ def planned_budget(
         most_tokens=MOST_TOKENS,
     )
     return planned, plan
+
+
+def surely_fits(config: RunConfig, initial: str, hardware: Hardware, prompt: Prompt) -> bool:
+    """Return whether the largest budget fits on these CPUs without a look at a plan.
+
+    A memory profile needs the plan itself. An engine that reserves memory needs it, too.
+    """
+    if config.log.memory_profile or config.rollout.facts.reserves_memory:
+        return False
+    return bytes_at_most(config, initial, prompt, CPU_TOKENS) <= hardware.card.budget(hardware.num_ranks)
 
 
 def unplanned(reason: str) -> tuple[PlannedBudget, None]:

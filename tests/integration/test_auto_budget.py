@@ -12,17 +12,22 @@ from launch import cli
 from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.data.samples import Rows
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.distributed.shardings import UNSHARDED
 from rl_vlm.errors import DataError
 from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.passes.changes import read_changes
 from rl_vlm.plan import auto
-from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card
+from rl_vlm.plan.bound import bytes_at_most
+from rl_vlm.plan.build import plan_memory, prompt_size, read_config, traced_model
+from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card, Hardware
+from rl_vlm.plan.tracing.groups import make_prompt
 from rl_vlm.run.run import Run, train
 from rl_vlm.tools.instruments import INSTRUMENTS
 from rl_vlm.types import Prompt
 from tests.helpers.builders import sharp_checkpoint
 from tests.helpers.resuming import resumed
 from tests.helpers.tiny_run import build_checkpoint, make_config, metric_lines, weights
+from tests.tiny.build import build_tiny
 
 pytestmark = pytest.mark.ci
 
@@ -51,6 +56,33 @@ def test_a_small_card_gets_a_small_budget_and_the_same_weights(checkpoint: Path,
     assert 0 < small[0] == small[1] < auto.CPU_TOKENS
     ours, theirs = (weights(tmp_path / name / "checkpoint-2") for name in ("small", "large"))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_no_plan_takes_more_than_the_bound(family: str, tmp_path: Path):
+    checkpoint = str(build_tiny(family, tmp_path / "model"))
+    for settings in ({"beta": 0.1}, {"max_completion_length": 300, "max_pixels": 2**14, "freeze_vision_tower": True}):
+        config = make_config(checkpoint, tmp_path, micro_batch_tokens=8192, **settings)
+        found = read_config(config, checkpoint)
+        prompt = make_prompt(found, prompt_size(config, found))
+        model = traced_model(config, checkpoint, found, prompt, on_gpu=False)
+        plan = plan_memory(config, Hardware(Card("CPU", 8 * GIB), 1, 1, UNSHARDED), model)
+        assert plan.training.total < bytes_at_most(config, checkpoint, prompt, 8192)
+
+
+def test_a_model_that_surely_fits_on_a_cpu_is_not_traced(checkpoint: Path, tmp_path: Path, caplog, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was traced")
+
+    monkeypatch.setattr(auto, "traced_model", refuse)
+    monkeypatch.setattr(auto, "this_card", lambda device: Card("CPU", 8 * GIB))
+    config = make_config(checkpoint, tmp_path / "small", micro_batch_tokens="auto")
+    with caplog.at_level("INFO", "rl_vlm"):
+        Run(config).close()
+    assert "micro_batch_tokens 8192, the most on a CPU: the model is too small to need a plan" in caplog.text
+    for name, settings in (("profiled", {"memory_profile": True}), ("vllm", {"engine": "vllm"})):
+        with pytest.raises(AssertionError, match="the model was traced"):
+            Run(make_config(checkpoint, tmp_path / name, micro_batch_tokens="auto", **settings))
 
 
 def test_a_model_that_cannot_be_traced_trains_with_a_fixed_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -95,6 +95,8 @@ def test_the_bars_of_libraries_are_hidden(tiny_checkpoint, tmp_path, capsys):
     assert cli.main(["eval", str(tmp_path / "run.yaml"), "--keep", "0..1"]) == 0
     lines = [line.split(", completions/s")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == [
+        f"evaluating {tiny_checkpoint} on tests.helpers.tiny_run:held_out_rows, into {tmp_path}; importing torch and "
+        "transformers first",
         "5 held-out rows", f"loading the model {tiny_checkpoint} (float32, cpu)", "evaluation: prompt 5/5",
     ]  # fmt: skip
 

@@ -1,0 +1,58 @@
+"""An upper bound on a run's bytes on a CPU, from the shapes of its weights. It takes a tenth of a second, a plan many.
+
+A matrix of r rows and c columns reads c values per token and computes r. Passes keep `KEPT` times these values at most,
+and attention weights besides. In plans of tiny models it is 0.5 to 4 times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from rl_vlm.config.schema import RunConfig
+from rl_vlm.model.head import HEAD_CHUNK_ELEMENTS
+from rl_vlm.model.loading import load_policy
+from rl_vlm.model.vision import num_patches
+from rl_vlm.plan.weights import traceable
+from rl_vlm.types import Prompt
+
+FLOAT = 4
+"""Bytes of a value. No device keeps larger ones."""
+COPIES = 6
+"""Copies of all weights: weights, reference, gradients, two moments, and buffers to send gradients from."""
+KEPT = 8
+TOKENS_PER_VALUE = 32
+"""Attention weights count like the values of one more matrix product per this many tokens of a row."""
+CHUNK_COPIES = 4
+"""Copies of the LM head's chunk of logits."""
+
+
+def bytes_at_most(config: RunConfig, checkpoint: str, prompt: Prompt, tokens: int) -> float:
+    """Return more bytes than training takes with micro-batches of this many tokens, for prompts like this one.
+
+    `checkpoint` is the directory of a model. Only its config is read.
+    """
+    policy = load_policy(traceable(config), checkpoint, empty=True)
+    model = policy.transformer
+    vision = set(policy.family.vision_parameters(model))
+    of_vocabulary = {
+        module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
+    }
+    language = [p for p in policy.parameters() if p not in vision | of_vocabulary]
+    patches = num_patches(model.config, prompt)
+    row = len(prompt.token_ids) + config.rollout.max_completion_length
+    most_patches = patches * (1 + tokens // len(prompt.token_ids))
+    values = (
+        COPIES * sum(p.numel() for p in policy.parameters())
+        + tokens * values_per_token(language, row)
+        + most_patches * values_per_token(vision, patches)
+        + CHUNK_COPIES * max(HEAD_CHUNK_ELEMENTS, model.config.get_text_config().vocab_size)
+    )
+    return FLOAT * values
+
+
+def values_per_token(weights: Iterable[nn.Parameter], row: int) -> float:
+    """Return more values than these weights' layers keep for a token, or a patch, of a row of this length."""
+    widths = sum(p.numel() / p.shape[-1] + p.numel() / p.shape[-2] for p in weights if p.ndim > 1)  # rows + columns
+    return (KEPT + row / TOKENS_PER_VALUE) * widths
