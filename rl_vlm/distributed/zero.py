@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -219,8 +218,6 @@ def import_deepspeed() -> None:
         )
     if Version(deepspeed.__version__) >= Version(FIRST_UNTESTED):
         logger.warning("DeepSpeed %s is newer than what rl-vlm is tested with, 0.19", deepspeed.__version__)
-    # DeepSpeed's own calls cause it at every step.
-    warnings.filterwarnings("ignore", message="`torch.distributed.*` is deprecated", category=FutureWarning)
     if not torch.accelerator.is_available():
         # Compiling this operator takes minutes at the first start, and its lock outlives a killed job.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

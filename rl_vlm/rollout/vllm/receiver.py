@@ -6,7 +6,6 @@ The engine has the name `rl_vlm` in vLLM's weight-transfer API. `register` is a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +21,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rl_vlm.log.terminal import drop_known_lines
 from rl_vlm.rollout.vllm.arguments import read_weights
 
 BACKEND = "rl_vlm"
-
-NOISY = (
-    "vllm.model_executor.model_loader.reload.layerwise",  # warns of each layer that is sent no weights, at every sync
-    "vllm.v1.worker.cpu_worker",  # warns of threads that are bound to cores, for every prompt
-)
 
 
 @dataclass
@@ -74,7 +69,6 @@ class WeightReceiver(WeightTransferEngine[NoInitInfo, WeightFiles]):
 
 def register() -> None:
     """Register the engine with vLLM, which calls this in each of its processes."""
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    drop_known_lines()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
