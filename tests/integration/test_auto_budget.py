@@ -18,9 +18,9 @@ from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.passes.changes import read_changes
 from rl_vlm.plan import auto
 from rl_vlm.plan.bound import bytes_at_most
-from rl_vlm.plan.build import plan_memory, prompt_size, read_config, traced_model
+from rl_vlm.plan.build import plan_memory, read_config, traced_model
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, Card, Hardware
-from rl_vlm.plan.tracing.groups import make_prompt
+from rl_vlm.plan.tracing.groups import PromptSize, make_prompt
 from rl_vlm.run.run import Run, train
 from rl_vlm.tools.instruments import INSTRUMENTS
 from rl_vlm.types import Prompt
@@ -61,10 +61,11 @@ def test_a_small_card_gets_a_small_budget_and_the_same_weights(checkpoint: Path,
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_no_plan_takes_more_than_the_bound(family: str, tmp_path: Path):
     checkpoint = str(build_tiny(family, tmp_path / "model"))
-    for settings in ({"beta": 0.1}, {"max_completion_length": 300, "max_pixels": 2**14, "freeze_vision_tower": True}):
+    long_rows = {"max_completion_length": 300, "freeze_vision_tower": True}
+    for settings, size in (({"beta": 0.1}, PromptSize(2**10, 8)), (long_rows, PromptSize(2**14, 256))):
         config = make_config(checkpoint, tmp_path, micro_batch_tokens=8192, **settings)
         found = read_config(config, checkpoint)
-        prompt = make_prompt(found, prompt_size(config, found))
+        prompt = make_prompt(found, size)
         model = traced_model(config, checkpoint, found, prompt, on_gpu=False)
         plan = plan_memory(config, Hardware(Card("CPU", 8 * GIB), 1, 1, UNSHARDED), model)
         assert plan.training.total < bytes_at_most(config, checkpoint, prompt, 8192)
