@@ -111,8 +111,8 @@ COLUMN_PREFIX = "data/"
 
 METRICS = frozenset(
     """
-    step epoch loss grad_norm learning_rate entropy kl cispo_clip_ratio reward reward_std frac_reward_zero_std
-    step_tokens data_wait_fraction
+    step epoch loss grad_norm learning_rate entropy kl cispo_clip_ratio reward reward_std reward_best_of_group
+    frac_reward_zero_std frac_reward_faults step_tokens data_wait_fraction
     """.split()
 )
 """Metrics of a run, together with `METRIC_PREFIXES`. Reward functions use other names."""

@@ -218,6 +218,8 @@ class ScoredGroup:
     valid_G: Bool[Tensor, " group"]
     has_variance: bool
     """False if all valid rewards are equal: the group has no policy gradient."""
+    num_answers: int | None = None
+    """Distinct answers, as the first reward function of the largest weight reads them; None if they are not counted."""
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By completion, once computed. A window's first optimizer step uses its own forward's, detached."""
     ref_logprobs: dict[int, Tensor] = field(default_factory=dict)

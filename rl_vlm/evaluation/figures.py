@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rl_vlm.log.completions import answer
+
 Row = Mapping[str, Any]
 
 BOOTSTRAP_RESAMPLES = 1000
-ANSWER = re.compile(r"(?s).*<answer>(.*)</answer>")
-"""The last closed `<answer>` tag, as in the built-in reward functions."""
 
 
 def summarise(rows: Sequence[Row], solved_from: Mapping[str, float], num_generations: int) -> dict[str, float]:
@@ -63,15 +62,6 @@ def figures(rows: Sequence[Row], name: str, solved_from: float, num_generations:
         | {f"pass@{k}": value for k, value in pass_at(scores, num_generations, solved_from).items()}
         | {f"majority@{k}": value for k, value in majority_at(answers, scores, num_generations).items()}
     )
-
-
-def answer(row: Row, name: str) -> str:
-    """Return a completion's answer: the logged `answer`, or else the last closed `<answer>` tag, or else the text."""
-    logged = row.get(f"{name}/answer", row.get("answer"))
-    if logged is not None:
-        return str(logged)
-    tagged = ANSWER.match(row["completion"])
-    return (tagged[1] if tagged else row["completion"]).strip()
 
 
 def powers_of_two(limit: int) -> list[int]:

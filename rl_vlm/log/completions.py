@@ -19,12 +19,15 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
 from rl_vlm.log.images import PromptImages
+from rl_vlm.stages import is_column
 from rl_vlm.types import Completion, Prompt, RewardTable, ScoredGroup, ServedCompletion
 
 if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "completions"
+ANSWER = re.compile(r"(?s).*<answer>(.*)</answer>")
+"""The last closed `<answer>` tag, as in the built-in reward functions."""
 MOST_TRACKED_GROUPS, MOST_TRACKED_COMPLETIONS = 4, 8
 """Maximum groups of a window, and completions of a group, that are sent to trackers."""
 LONGEST_VALUE = 10_000
@@ -64,7 +67,7 @@ class CompletionsLog:
         """
         with self.ranks.agree(), disk_errors(self.output_dir):
             if self.ranks.is_main and self.writes and rows:
-                write_rows(self.output_dir / FOLDER / f"held_out_{step:05d}.parquet", rows)
+                write_rows(held_out_path(self.output_dir, step), rows)
 
     def add_data(self, rows: Sequence[dict[str, Any]], groups: Sequence[ScoredGroup]) -> None:
         """Add the columns of the data to the rows, and write the images to keep."""
@@ -167,6 +170,23 @@ def windows_of(rows: Sequence[dict[str, Any]]) -> dict[int, list[list[dict[str, 
     return {step: list(groups.values()) for step, groups in windows.items()}
 
 
+def function_columns(columns: Sequence[str]) -> list[str]:
+    """Return the reward functions among the columns of a completions file: those before `reward` but our own."""
+    return [name for name in columns[: columns.index("reward")] if not is_column(name)]
+
+
+def answer(row: Mapping[str, Any], name: str) -> str:
+    """Return a completion's answer to a reward function.
+
+    This is the logged `answer`, or else the content of the last closed `<answer>` tag, or else the text.
+    """
+    logged = row.get(f"{name}/answer", row.get("answer"))
+    if logged is not None:
+        return str(logged)
+    tagged = ANSWER.match(row["completion"])
+    return (tagged[1] if tagged else row["completion"]).strip()
+
+
 def prompt_text(prompt: Prompt) -> str:
     """Return the messages of a prompt as plain text, images as `<image>`."""
     lines = []
@@ -211,6 +231,10 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 def window_path(output_dir: Path, step: int) -> Path:
     return output_dir / FOLDER / f"completions_{step:05d}.parquet"
+
+
+def held_out_path(output_dir: Path, step: int) -> Path:
+    return output_dir / FOLDER / f"held_out_{step:05d}.parquet"
 
 
 def drop_after(output_dir: Path, step: int | None, next_window: int) -> None:

@@ -13,16 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_vlm.algorithm.advantages import reward_std
 from rl_vlm.algorithm.losses import LossMetrics, MetricSum
 from rl_vlm.log.files import atomic_write
-from rl_vlm.stages import NO_ONE, Listener, Stage, Stages
+from rl_vlm.stages import AHEAD, NO_ONE, PARTS_OF_TRAINING, Listener, Stage, Stages
 from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 Gather = Callable[[list[Any]], list[Any]]
+
+WITHOUT_VARIANCE = "frac_reward_zero_std"
+"""Share of groups whose rewards are all equal."""
+BEST_OF_GROUP = "reward_best_of_group"
+"""Mean over groups of the best reward of a completion."""
+DISTINCT_ANSWERS = "completions/distinct_answers"
+"""Mean number of distinct answers of a group."""
+FAULTED = "frac_reward_faults"
+"""Share of a window's completions on which a reward function failed."""
 
 STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,
@@ -144,6 +154,19 @@ def seconds_of(stage: str) -> str:
     return f"time/{stage}"
 
 
+NO_STAGE = tuple(map(seconds_of, (Stage.STEP, *PARTS_OF_TRAINING, Stage.SAVE, AHEAD)))
+"""Metrics that do not add up to the seconds of a step: the step itself, parts of training, saving, sampling ahead."""
+
+
+def stage_seconds(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of the stages that a step consists of, by stage."""
+    return {
+        name.removeprefix(seconds_of("")): value
+        for name, value in line.items()
+        if name.startswith(seconds_of("")) and not name.startswith(NO_STAGE)
+    }
+
+
 def read_together(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Copy scalars from a device at once, and return their values. float64 holds counts and losses exactly."""
     return torch.stack([scalar.double() for scalar in scalars]).cpu().tolist() if scalars else []
@@ -154,12 +177,18 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
 
     As in TRL, `reward_std` is the standard deviation over all rewards of the step, not within groups. There are two
     differences. `step_tokens` counts one step, while TRL's `num_tokens` adds up over the run. If no completion
-    terminated, the terminated lengths are left out, while TRL logs 0.
+    terminated, the terminated lengths are left out, while TRL logs 0. TRL has neither the mean of the groups' best
+    rewards nor that of their distinct answers.
     """
     if not groups:
         return
     metrics.add_values(torch.cat([scored.rewards_G for scored in groups]), mean="reward", std="reward_std")
-    metrics.add_mean("frac_reward_zero_std", sum(not scored.has_variance for scored in groups), len(groups))
+    best_P = pad_sequence([scored.rewards_G for scored in groups], batch_first=True, padding_value=math.nan)
+    best_P = best_P.nan_to_num(nan=-math.inf).amax(dim=1)
+    metrics.add_values(best_P.where(best_P.isfinite(), math.nan), mean=BEST_OF_GROUP)
+    metrics.add_mean(WITHOUT_VARIANCE, sum(not scored.has_variance for scored in groups), len(groups))
+    counts = [scored.num_answers for scored in groups if scored.num_answers is not None]
+    metrics.add_mean(DISTINCT_ANSWERS, sum(counts), len(counts))
     scores_NF = torch.cat([scored.scores_GF for scored in groups])
     for scores, name in zip(scores_NF.unbind(dim=1), names, strict=True):
         metrics.add_values(scores, mean=f"rewards/{name}/mean", std=f"rewards/{name}/std")

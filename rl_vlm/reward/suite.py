@@ -47,6 +47,11 @@ class RewardSuite:
         return self._rewards
 
     @property
+    def decisive(self) -> str:
+        """Return the first function with the largest weight."""
+        return self.names[self.weights.index(max(self.weights))]
+
+    @property
     def columns(self) -> set[str]:
         """Return the data columns that functions name as parameters."""
         return {column for reward in self._rewards for column in reward.columns}

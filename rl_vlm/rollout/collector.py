@@ -28,7 +28,7 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import wait_for, wait_until_done
 from rl_vlm.log.completions import CompletionsLog
-from rl_vlm.log.metrics import StepMetrics, add_reward_metrics
+from rl_vlm.log.metrics import FAULTED, StepMetrics, add_reward_metrics
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.balance import Cost, balance
@@ -360,6 +360,7 @@ class Collector:
         scored = self.scored_groups(rollout.groups, table)
         for fault, count in table.fault_counts.items():
             metrics.add_sum(f"reward_faults/{fault}", count)
+        metrics.add_mean(FAULTED, table.faulted_PG.sum().item(), table.faulted_PG.numel())
         for name, values in table.metrics.items():
             metrics.add_mean(name, sum(values), len(values))
         self.log.write(state.global_step, scored, table)
@@ -381,4 +382,4 @@ class Collector:
         if scale == "batch":
             batch_std = reward_std(torch.tensor(self.ranks.gather(rewards_PG.flatten().tolist()))).item()
         advantages = compute_advantages(rewards_PG, table.valid_PG, scale, batch_std)
-        return score_groups(groups, table, rewards_PG, advantages)
+        return score_groups(groups, table, rewards_PG, advantages, self.rewards.decisive)

@@ -16,6 +16,7 @@ from rl_vlm.data.check import UsableRows, check_rows
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
+from rl_vlm.log.completions import answer
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Group, RewardTable, ScoredGroup
@@ -50,9 +51,13 @@ def without_variance(table: RewardTable, weights: Sequence[float]) -> list[int]:
 
 
 def score_groups(
-    groups: Sequence[Group], table: RewardTable, rewards_PG: Float[Tensor, "prompts group"], advantages: Advantages
+    groups: Sequence[Group],
+    table: RewardTable,
+    rewards_PG: Float[Tensor, "prompts group"],
+    advantages: Advantages,
+    decisive: str | None = None,
 ) -> list[ScoredGroup]:
-    """Add the scores, rewards and advantages of each group."""
+    """Add the scores, rewards and advantages of each group. Count its answers as the function `decisive` reads them."""
     return [
         ScoredGroup(
             group,
@@ -61,9 +66,22 @@ def score_groups(
             advantages_G=advantages.advantages_PG[p],
             valid_G=table.valid_PG[p],
             has_variance=bool(advantages.has_variance_P[p]),
+            num_answers=None if decisive is None else num_answers(group, table, p, decisive),
         )
         for p, group in enumerate(groups)
     ]
+
+
+def num_answers(group: Group, table: RewardTable, p: int, name: str) -> int:
+    """Count the distinct answers of group p, as the reward function `name` reads them."""
+    logged = {
+        column: table.breakdown[column][p] for column in (f"{name}/answer", "answer") if column in table.breakdown
+    }
+    rows = [
+        {"completion": completion.text, **{column: values[g] for column, values in logged.items()}}
+        for g, completion in enumerate(group.completions)
+    ]
+    return len({answer(row, name) for row in rows})
 
 
 def check_faults(

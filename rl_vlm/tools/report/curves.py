@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rl_vlm.log.curve import Point, Series, metric_points, reward_metrics, reward_series, thinned
-from rl_vlm.log.metrics import function_name, seconds_of
-from rl_vlm.stages import AHEAD, PARTS_OF_TRAINING, Stage
+from rl_vlm.log.metrics import function_name, seconds_of, stage_seconds
+from rl_vlm.stages import Stage
 from rl_vlm.tools.report.diversity import distinct_answers
 from rl_vlm.tools.report.read import RunResults, values_of
 
@@ -20,8 +20,6 @@ T_95 = (
 """97.5% quantiles of Student's t for 1 to 30 degrees of freedom. For more, the normal distribution is close."""
 Z_95 = 1.96
 MOST_STAGES = 5
-NO_STAGE = tuple(map(seconds_of, (Stage.STEP, *PARTS_OF_TRAINING, Stage.SAVE, AHEAD)))
-"""Metrics that do not add up to the seconds of a step: the step itself, parts of training, saving, sampling ahead."""
 CLIPPED = {
     "clip_ratio/region_mean": "low or high", "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
     "cispo_clip_ratio": "cispo",
@@ -129,13 +127,12 @@ def stages_chart(run: RunResults, several: bool) -> Chart:
     steps = [line for line in run.lines if seconds_of(Stage.STEP) in line]
     totals: dict[str, float] = {}
     for line in steps:
-        for name, value in line.items():
-            if name.startswith(seconds_of("")) and not name.startswith(NO_STAGE):
-                totals[name] = totals.get(name, 0.0) + value
+        for name, value in stage_seconds(line).items():
+            totals[name] = totals.get(name, 0.0) + value
     longest = sorted(totals, key=totals.__getitem__, reverse=True)[:MOST_STAGES]
-    seconds = {name: [line.get(name, 0.0) for line in steps] for name in longest}
+    seconds = {name: [line.get(seconds_of(name), 0.0) for line in steps] for name in longest}
     rest = np.array([line[seconds_of(Stage.STEP)] for line in steps]) - np.sum(list(seconds.values()), axis=0)
-    seconds[seconds_of("other")] = np.maximum(rest, 0.0).tolist()
+    seconds["other"] = np.maximum(rest, 0.0).tolist()
     below = np.zeros(len(steps))
     series = []
     for i, (name, own) in enumerate(seconds.items()):
@@ -144,7 +141,7 @@ def stages_chart(run: RunResults, several: bool) -> Chart:
             Point(line["step"], float(top), float(low), float(top))
             for line, top, low in zip(steps, above, below, strict=True)
         ]
-        series.append(Series(name.removeprefix(seconds_of("")), thinned(points), i, "area"))
+        series.append(Series(name, thinned(points), i, "area"))
         below = above
     title = f"Seconds by stage: {run.name}" if several else "Seconds by stage"
     return Chart(title, "of a step; stages stand on each other", series if steps else [])

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.evaluation.figures import answer, pass_at
-from rl_vlm.log.completions import windows_of
+from rl_vlm.evaluation.figures import pass_at
+from rl_vlm.log.completions import answer, windows_of
 from rl_vlm.tools.report.read import Row, RunResults, values_of
 
 MOST_LISTED = 60

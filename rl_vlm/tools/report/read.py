@@ -11,12 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from rl_vlm.config import yaml_text
 from rl_vlm.errors import ConfigError, text_of
-from rl_vlm.log.completions import held_out_paths, window_paths, windows_of
+from rl_vlm.log.completions import function_columns, held_out_paths, window_paths, windows_of
 from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, SUMMARY
 from rl_vlm.log.files import METRICS
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.log.starts import STARTS, read_starts
-from rl_vlm.stages import is_column
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -248,9 +247,8 @@ def read_groups(path: Path, every: int) -> Iterator[Row]:
 
 
 def function_names(rows: Sequence[Row]) -> list[str]:
-    """Return the reward functions in the first and the last row: columns before `reward` that are not the run's own."""
-    names = [name for row in (*rows[:1], *rows[-1:]) for name in list(row)[: list(row).index("reward")]]
-    return [name for name in dict.fromkeys(names) if not is_column(name)]
+    """Return the reward functions in the first and the last row."""
+    return list(dict.fromkeys(name for row in (*rows[:1], *rows[-1:]) for name in function_columns(list(row))))
 
 
 def read_json(path: Path) -> dict[str, Any]:

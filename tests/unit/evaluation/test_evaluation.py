@@ -11,8 +11,9 @@ from rewards.text import answer_text
 from rl_vlm.errors import ConfigError
 from rl_vlm.evaluation.directory import Chunk
 from rl_vlm.evaluation.evaluator import Throughput
-from rl_vlm.evaluation.figures import answer, bootstrap_interval, majority_at, pass_at, summarise, summarise_by
+from rl_vlm.evaluation.figures import bootstrap_interval, majority_at, pass_at, summarise, summarise_by
 from rl_vlm.evaluation.options import checkpoint_names
+from rl_vlm.log.completions import answer
 from rl_vlm.log.progress_bar import ProgressBar
 
 
