@@ -52,7 +52,7 @@ class Workload:
 
 
 SWEEPS: dict[str, tuple[int, ...]] = {
-    "num_generations": (1, 2, 4, 8, 16),
+    "num_generations": (1, 2, 4, 8, 16, 32, 64),
     "image_tokens": (100, 300, 1000, 2000),
     "completion_tokens": (50, 200, 800),
 }

@@ -63,6 +63,10 @@ TRAININGS = {
 }
 
 
+NUM_COUNTED = 2
+"""Layers that are counted: one for all but the last, and the last."""
+
+
 @dataclass(frozen=True)
 class Card:
     """Rates that large kernels reach on a card."""
@@ -89,8 +93,11 @@ class Pass:
     """The work of a training pass over one group."""
 
     layer: Work
+    last_layer: Work
+    """The last layer. Checkpointing with a frozen head does not recompute it."""
     attention: Kernel
     """FlexAttention of a layer, forward and backward."""
+    last_attention: Kernel
     head: Work
     tower: Work
     num_layers: int
@@ -104,11 +111,14 @@ class Pass:
         def of(work: Work, *kinds: Any) -> float:
             return sum(card.seconds(kernel) for kernel in work.of(*kinds))
 
+        def of_layers(*kinds: Any) -> float:
+            return (self.num_layers - 1) * of(self.layer, *kinds) + of(self.last_layer, *kinds)
+
         layers = {
-            "products": self.num_layers * of(self.layer, "product"),
-            "attention": self.num_layers * card.seconds(self.attention),
-            "elementwise": self.num_layers * of(self.layer, "elementwise"),
-            "weights": self.num_layers * of(self.layer, "weights") + card.seconds(self.update),
+            "products": of_layers("product"),
+            "attention": (self.num_layers - 1) * card.seconds(self.attention) + card.seconds(self.last_attention),
+            "elementwise": of_layers("elementwise"),
+            "weights": of_layers("weights") + card.seconds(self.update),
         }
         return layers | {"head": whole_seconds(self.head, card), "tower": whole_seconds(self.tower, card)}
 
@@ -124,26 +134,31 @@ def whole_seconds(work: Work, card: Card) -> float:
 
 def count_pass(shape: Shape, training: Training, work: Workload, is_fused: bool) -> Pass:
     """Count the kernels of a pass, as before or as now (`is_fused`)."""
-    for_layer, _ = meta_policy(shape, training, work, is_fused)
+    layers = [meta_policy(shape, training, work, is_fused)[0] for _ in range(NUM_COUNTED)]
     policy, prompt = meta_policy(shape, training, work, is_fused)
     layout = RowLayout.build([work.prompt_tokens], [[work.completion_tokens] * work.num_generations])
     # Other modes than that of fake tensors would keep torch.compile from compiling.
     with FakeTensorMode(allow_non_fake_inputs=True) if is_fused else fake_tensors():
-        make_fake(for_layer)
-        layer = count_layer(for_layer, layout, is_fused)
+        for each in layers:
+            make_fake(each)
+        layer, last_layer = (count_layer(each, layout, is_fused, index) for index, each in enumerate(layers))
     with fake_tensors():
         make_fake(policy)
         scored = count_head(policy, work.num_generations * work.completion_tokens, is_fused)
         tower = count_tower(policy, prompt, is_fused)
     depth = shape[0]["num_hidden_layers"]
     trained = sum(
-        parameter.numel() * (depth if ".layers." in name else 1)
+        parameter.numel() * (depth - 1 if ".layers.0." in name else 1)
         for name, parameter in policy.transformer.named_parameters()
         if parameter.requires_grad
     )
+    language: Any = policy.transformer.get_decoder()
+    keeps_last = not language.layers[-1].gradient_checkpointing
     return Pass(
         layer=layer,
-        attention=flex_attention(shape[0], work, training),
+        last_layer=last_layer,
+        attention=flex_attention(shape[0], work, training.gradient_checkpointing),
+        last_attention=flex_attention(shape[0], work, training.gradient_checkpointing and not keeps_last),
         head=scored,
         tower=tower,
         num_layers=depth,
@@ -153,10 +168,10 @@ def count_pass(shape: Shape, training: Training, work: Workload, is_fused: bool)
 
 
 def meta_policy(shape: Shape, training: Training, work: Workload, is_fused: bool) -> tuple[Policy, Prompt]:
-    """Make the policy with one decoder layer, as before or as now, and the prompt. Weights are on the meta device."""
+    """Make the policy with two decoder layers, as before or as now, and the prompt. Weights are on the meta device."""
     with tempfile.TemporaryDirectory() as directory:
-        one_layer: Shape = (shape[0] | {"num_hidden_layers": 1}, shape[1])
-        setup = Setup.build(one_layer, work, training, Path(directory), torch.device("meta"))
+        small: Shape = (shape[0] | {"num_hidden_layers": NUM_COUNTED}, shape[1])
+        setup = Setup.build(small, work, training, Path(directory), torch.device("meta"))
         model = setup.config.model.model_copy(update={"dtype": "bfloat16"})
         config = setup.config.model_copy(update={"model": model})
         stock_layers = mock.patch.object(lora_linear, "with_lora_linear", lambda adapter, in_4bit: adapter)
@@ -167,10 +182,10 @@ def meta_policy(shape: Shape, training: Training, work: Workload, is_fused: bool
     return policy, prompt
 
 
-def count_layer(policy: Policy, layout: RowLayout, is_fused: bool) -> Work:
+def count_layer(policy: Policy, layout: RowLayout, is_fused: bool, index: int) -> Work:
     """Count a decoder layer over the row of a group, forward and backward, without its attention."""
     language: Any = policy.transformer.get_decoder()
-    layer, tokens = language.layers[0], len(layout.row_owner)
+    layer, tokens = language.layers[index], len(layout.row_owner)
     row = hidden_states(policy, 1, tokens)
     angles = language.rotary_emb(row, torch.arange(tokens).expand(3, 1, -1))
     gradient = torch.ones_like(row)
@@ -190,9 +205,9 @@ def count_layer(policy: Policy, layout: RowLayout, is_fused: bool) -> Work:
     return graphs.work
 
 
-def flex_attention(text: dict[str, Any], work: Workload, training: Training) -> Kernel:
+def flex_attention(text: dict[str, Any], work: Workload, is_recomputed: bool) -> Kernel:
     """Compute the work of FlexAttention in a layer."""
-    passes = 1 + ATTENTION_BACKWARD + training.gradient_checkpointing
+    passes = 1 + ATTENTION_BACKWARD + is_recomputed
     width = text["hidden_size"] * (2 + 2 * text["num_key_value_heads"] / text["num_attention_heads"])
     return Kernel(
         "attention", passes * 4 * shared_row(work).pairs * text["hidden_size"], passes * 2 * work.unique_tokens * width

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from benchmarks.shapes import (
     make_group,
     make_image,
     make_prompt,
-    micro_batch,
     random_policy,
     write_config,
 )
@@ -35,9 +34,13 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.loading import load_policy, lora_config
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import load_reference
-from rl_vlm.types import Forward, Prompt, ScoredGroup, length_mask
+from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, SubGroup, length_mask
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns at every use
+
+
+MOST_ROWS = 16
+"""Padded rows of a micro-batch of this project."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +113,23 @@ class Side:
     """One way to do the pass."""
 
     model: nn.Module
-    loss: Callable[[], Tensor]
-    """Everything up to the backward pass."""
+    losses: Callable[[], Iterable[Tensor]]
+    """Everything up to the backward pass, of each micro-batch in turn."""
 
     def run(self) -> float:
         """Run the whole pass and return its loss. Gradients stay until the next pass."""
         self.model.zero_grad(set_to_none=True)
-        loss = self.loss()
-        loss.backward()
-        return loss.item()
+        total = 0.0
+        for loss in self.losses():
+            loss.backward()
+            total += loss.item()
+        return total
 
 
 def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
     """Build the side of this project, on the group-shared row or on one padded row per completion.
 
+    Padded rows are in micro-batches of `MOST_ROWS`, since the activations of more do not fit this benchmark's machines.
     Without `bans` placeholder tokens keep their probability as in TRL, so that gradients are equal.
     """
     config, work = setup.config, setup.work
@@ -132,18 +138,25 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
     for own in [policy, *([reference.frozen] if reference and reference.frozen else [])]:
         own.banned_token_ids = own.banned_token_ids if bans else []
     give_adapters_weights(policy.model)
-    mask_NT = length_mask([work.completion_tokens] * work.num_generations)
+    size = work.num_generations if shared else MOST_ROWS
+    parts = [
+        range(start, start + size)[: work.num_generations - start] for start in range(0, work.num_generations, size)
+    ]
 
-    def loss() -> Tensor:
+    def losses() -> Iterator[Tensor]:
         group = setup.new_group()
-        batch = micro_batch([group], shared)
+        yield from (loss(group, list(members)) for members in parts)
+
+    def loss(group: ScoredGroup, members: list[int]) -> Tensor:
+        batch = MicroBatch([SubGroup(group, members)], shared)
+        mask_NT = length_mask([work.completion_tokens] * len(members))
         ref_logprobs = reference(Forward(batch)).logprobs_NT if reference else None
         scores = policy(Forward(batch))
         inputs = LossInputs(
             policy_logprobs_NT=scores.logprobs_NT,
             old_logprobs_NT=None,
             ref_logprobs_NT=ref_logprobs,
-            advantages_NK=group.advantages_G[:, None],
+            advantages_NK=group.advantages_G[members, None],
             mask_NT=mask_NT,
             entropies_NT=scores.entropies_NT,
         )
@@ -152,7 +165,7 @@ def own_side(setup: Setup, shared: bool, bans: bool = True) -> Side:
         weights_NT = token_weights(mask_NT, denominators, work.completion_tokens)
         return policy_loss(inputs, config.algorithm, token_loss, weights_NT)[0]
 
-    return Side(policy.model, loss)
+    return Side(policy.model, losses)
 
 
 def trl_side(setup: Setup, output_dir: Path) -> Side:
@@ -179,7 +192,7 @@ def trl_side(setup: Setup, output_dir: Path) -> Side:
                 batch["ref_per_token_logps"] = trl_reference_logprobs(trainer, reference or model, batch)
             return trainer.compute_loss(model, batch)
 
-    return Side(model, loss)
+    return Side(model, lambda: [loss()])
 
 
 def make_trainer(setup: Setup, output_dir: Path) -> Any:
@@ -284,7 +297,7 @@ def floor_side(setup: Setup) -> Side:
             features = stock_features(policy.transformer, prompt)
         return stock_loss(policy.transformer, prompt, completions, features)
 
-    return Side(policy.model, loss)
+    return Side(policy.model, lambda: [loss()])
 
 
 def stock_features(model: Any, prompt: Prompt) -> Tensor:

@@ -21,18 +21,21 @@ def test_a_kernel_takes_the_longer_of_flops_and_bytes():
 def test_a_pass_is_the_sum_of_its_parts():
     layer = Work([Kernel("product", 100, 0), Kernel("elementwise", 0, 20), Kernel("weights", 0, 30)])
     launched = Work([Kernel("elementwise", 0, 1)] * 8)
-    attention, update = Kernel("attention", 200, 0), Kernel("weights", 0, 40)
-    found = Pass(layer, attention, launched, Work(), num_layers=3, update=update, model_flops=1000)
+    last = Work([Kernel("product", 50, 0), Kernel("elementwise", 0, 10), Kernel("weights", 0, 30)])
+    attention, last_attention, update = (
+        Kernel(*work) for work in (("attention", 200, 0), ("attention", 100, 0), ("weights", 0, 40))
+    )
+    found = Pass(layer, last, attention, last_attention, launched, Work(), 3, update, model_flops=1000)
     assert found.seconds(CARD) == {
-        "products": 3, "attention": 12, "elementwise": 6, "weights": 9 + 4, "head": 2, "tower": 0,
+        "products": 2 + 0.5, "attention": 8 + 2, "elementwise": 4 + 1, "weights": 9 + 4, "head": 2, "tower": 0,
     }  # fmt: skip
-    assert found.utilization(CARD) == pytest.approx(1000 / 200 / 36)
+    assert found.utilization(CARD) == pytest.approx(1000 / 200 / 32.5)
 
 
 def test_flex_attention_by_hand():
     text = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     pairs = 44 * 45 / 2 + 3 * (10 * 44 + 10 * 11 / 2)
-    kernel = flex_attention(text, WORK, Training(gradient_checkpointing=True))
+    kernel = flex_attention(text, WORK, is_recomputed=True)
     assert kernel == Kernel("attention", 4.5 * 4 * pairs * 8, 4.5 * 2 * 74 * (2 * 8 + 2 * 4))
 
 
@@ -48,3 +51,15 @@ def test_a_layer_with_lora_moves_less_now():
         before.tower.reads - now.tower.reads == 3 * TOY[1]["depth"] - 3
     )  # lists of lengths in each layer, and now once
     assert sum(k.bytes for k in now.head.of("elementwise")) < sum(k.bytes for k in before.head.of("elementwise"))
+
+
+@pytest.mark.ci
+def test_checkpointing_recomputes_all_layers_but_the_last_if_the_head_is_frozen():
+    training = Training(lora_r=4, gradient_checkpointing=True)
+    kept, found = (count_pass(TOY, each, WORK, is_fused=False) for each in (Training(lora_r=4), training))
+    flops = [
+        sum(k.flops for k in layer.kernels) for layer in (kept.layer, kept.last_layer, found.layer, found.last_layer)
+    ]
+    assert flops[0] == flops[1] == flops[3] < flops[2]
+    assert found.last_attention == kept.attention
+    assert found.attention.flops > found.last_attention.flops
