@@ -44,12 +44,14 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     with importing():
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor  # noqa: F401
 
-        from rl_vlm.log.outcome import training_outcome
+        from rl_vlm.run.outcome import training_outcome
         from rl_vlm.run.run import train
         from rl_vlm.tools.instruments import INSTRUMENTS
 
         hide_bars_of_libraries()
-    _print(training_outcome(train(config, INSTRUMENTS), config.train.output_dir) + "\n")
+    summary = train(config, INSTRUMENTS)
+    if is_first_process():
+        print(training_outcome(summary, config.train.output_dir))
 
 
 def eval_command(config: RunConfig, options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from rl_vlm.config.batches import BatchSizes
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.log.metrics import function_name, is_score
 from rl_vlm.model.quantization import is_in_4bit, num_weights
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,15 @@ def batch_line(plan: BatchSizes, num_steps: int) -> str:
         f"{num_steps} steps of {plan.prompts_per_step} prompts × {plan.num_generations} completions{reused}, "
         f"on {processes}"
     )
+
+
+def held_out_line(step: int, metrics: Mapping[str, float]) -> str:
+    """Format the scores of an evaluation within a run."""
+    scores = {function_name(name): value for name, value in metrics.items() if is_score(name)}
+    if "reward" in metrics and len(scores) != 1:
+        scores = {"reward": metrics["reward"], **scores}
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in scores.items()) or "no completion has a score"
+    return f"held out, {f'after step {step}' if step else 'before training'}: {shown}"
 
 
 def short_count(number: int) -> str:

@@ -1,38 +1,14 @@
-"""The outcome of a run, as text for the user."""
+"""The outcome of an evaluation or an interrupted run, as text for the user."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.checkpoint.store import complete
 from rl_vlm.log.directory import REPORT
 from rl_vlm.log.metrics import function_name, is_score, reward_faults
-
-
-def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
-    """Describe the change in held-out scores, reward faults, skipped updates, and where the files are.
-
-    The last line names the report, if there is one.
-    """
-    before, after = summary["eval_before"] or {}, summary["eval_after"] or {}
-    changes = [
-        f"{function_name(metric)} from {before[metric]:.2f} to {after[metric]:.2f}"
-        for metric in after
-        if metric in before and is_score(metric)
-    ]
-    took = f"{summary['optimizer_steps']} optimizer steps ({summary['train_seconds']:.0f} s)"
-    learned = f"took held-out {' and '.join(changes)} in {took}" if changes else f"ran {took}"
-    directory = Path(output_dir)
-    files = (
-        f"GRPO {learned}. The curve is {directory / 'reward.png'}, every completion with its rewards is in "
-        f"{directory / 'completions'}, and the model is {summary['checkpoint']}."
-    )
-    faults = [
-        *fault_lines(summary.get("reward_faults", {})),
-        *fault_lines(reward_faults(after), "held-out completions"),
-    ]
-    return "\n".join([files, *skipped_lines(summary), *faults, *report_lines(directory)])
 
 
 def report_lines(directory: Path) -> list[str]:
@@ -139,9 +115,13 @@ def scores_table(title: str, rows: dict[str, dict[str, Any]]) -> str:
     cells = [[title, "samples", *names]]
     for label, metrics in rows.items():
         cells.append([label, f"{metrics['num_samples']:.0f}", *(mean_and_half_width(metrics, name) for name in names)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join(["", *lines])
+    return f"\n{aligned(cells)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of equal length as columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def mean_and_half_width(metrics: dict[str, Any], name: str) -> str:

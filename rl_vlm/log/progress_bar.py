@@ -14,7 +14,18 @@ from typing import Any
 
 import tqdm
 
-from rl_vlm.log.metrics import function_name, is_score, reward_faults, skipped_updates
+from rl_vlm.log.metrics import (
+    function_name,
+    is_score,
+    reward_faults,
+    seconds_of,
+    skipped_updates,
+    stage_seconds,
+)
+from rl_vlm.stages import Stage
+
+SHOWN_STAGES = 2
+"""Stages of a step whose seconds are shown."""
 
 
 class ProgressBar:
@@ -85,12 +96,20 @@ def can_draw_bar() -> bool:
 
 
 def training_figures(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return figures of a line of `metrics.jsonl`: rewards by short names, faults, and why its update was skipped."""
+    """Return figures of a line of `metrics.jsonl`, the most important first: a bar is cut at the terminal's width.
+
+    They are rewards by short names, faults, why its update was skipped, tokens per second, and the longest stages.
+    """
     figures = {short_name(name): f"{line[name]:.2f}" for name in line if name == "reward" or is_score(name)}
     if faults := reward_faults(line):
         figures["reward faults"] = f"{sum(faults.values()):.0f}"
     if reasons := [reason for reason, skipped in skipped_updates(line).items() if skipped]:
         figures["update skipped"] = reasons[0].replace("_", " ")
+    if seconds := line.get(seconds_of(Stage.STEP)):
+        figures["tokens/s"] = f"{line.get('step_tokens', 0.0) / seconds:,.0f}"
+        stages = stage_seconds(line)
+        for name in sorted(stages, key=stages.__getitem__, reverse=True)[:SHOWN_STAGES]:
+            figures[name] = f"{stages[name]:.1f}s"
     return figures
 
 

@@ -28,7 +28,7 @@ from rl_vlm.log.completions import rollout_table, window_before
 from rl_vlm.log.curve import draw_curve
 from rl_vlm.log.directory import DROPPED
 from rl_vlm.log.files import check_held, disk_errors, unwritable
-from rl_vlm.log.messages import Hints
+from rl_vlm.log.messages import Hints, held_out_line
 from rl_vlm.log.metrics import seconds_of, totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
 from rl_vlm.log.starts import append_start
@@ -36,9 +36,12 @@ from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
 from rl_vlm.run.build import build_parts
+from rl_vlm.run.evidence import read_evidence
 from rl_vlm.run.history import Record
 from rl_vlm.run.instrument import MakeInstrument
+from rl_vlm.run.outcome import CollapseWarning
 from rl_vlm.run.resume import SavedRun, state_files
+from rl_vlm.run.verdict import judge
 from rl_vlm.stages import Stage
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,7 @@ class Run:
     def take_all_steps(self) -> None:
         """Take the remaining steps. Before the first and after each, evaluate, save and report if that is due."""
         log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
+        collapse = CollapseWarning(progress.max_steps, self.directory.metrics.read() if self.ranks.is_main else [])
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
         with ProgressBar(progress.global_step, progress.max_steps, "step", log.disable_tqdm, silent) as bar:
@@ -132,6 +136,7 @@ class Run:
                 bar.show(line["step"], training_figures(line))
                 if self.ranks.is_main:
                     hints.give(line)
+                    collapse.give(line)
                 for instrument in self.parts.instruments:
                     instrument.after_step(is_last=progress.global_step == progress.max_steps)
 
@@ -239,6 +244,7 @@ class Run:
             with self.ranks.agree():
                 check_rewarded(metrics)
                 self.record.note_evaluation(metrics, self.progress.global_step, self.config.train)
+            logger.info(held_out_line(self.progress.global_step, metrics))
         except BaseException:
             restore_random_states(states)
             raise
@@ -352,7 +358,9 @@ class Run:
             summary["eval_after"] = record.eval_best
         if self.ranks.is_main:
             lines = self.directory.metrics.read()
-            summary |= totals(lines)
+            result_step = last if record.best_step is None else record.best_step
+            evidence = read_evidence(self.directory.path, result_step, self.rewards.decisive)
+            summary |= totals(lines) | {"verdict": judge(evidence).as_json()}
             self.directory.write_summary(summary)
             with disk_errors(self.directory.path):
                 draw_curve(lines, self.directory.path / "reward.png")

@@ -38,6 +38,11 @@ def test_the_quickstart_learns_to_read_digits(quickstart):
     assert summary["eval_before"][ACCURACY] <= 0.15
     assert summary["eval_after"][ACCURACY] >= 0.90
     assert summary["optimizer_steps"] == 112
+    verdict, change = summary["verdict"], summary["verdict"]["changes"][0]
+    assert (verdict["outcome"], verdict["is_evaluated"], verdict["lacks"]) == ("learned", True, [])
+    assert (change["name"], change["num"], change["low"] > 0.7) == ("held-out reward", 450, True)
+    ends = (summary["eval_before"]["reward"], summary["eval_after"]["reward"])
+    assert (change["before"], change["after"]) == pytest.approx(ends)
 
 
 def test_no_held_out_image_is_trained_on(quickstart):

@@ -242,6 +242,19 @@ def test_metrics_have_trls_names(tiny_checkpoint, tmp_path):
     }  # fmt: skip
 
 
+def test_metrics_of_groups_are_those_of_the_completions(tiny_checkpoint, tmp_path):
+    train(make_config(tiny_checkpoint, tmp_path, max_steps=1))
+    (line,) = metric_lines(tmp_path)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in completions(tmp_path)["completions_00000.parquet"]:
+        groups.setdefault(row["group_id"], []).append(row)
+    best = [max(row["reward"] for row in rows) for rows in groups.values()]
+    answers = [len({row["completion"].strip() for row in rows}) for rows in groups.values()]
+    assert line["reward_best_of_group"] == pytest.approx(sum(best) / len(best))
+    assert line["completions/distinct_answers"] == pytest.approx(sum(answers) / len(answers))
+    assert line["frac_reward_faults"] == 0
+
+
 def test_tensorboard_gets_metrics_and_settings(tiny_checkpoint, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

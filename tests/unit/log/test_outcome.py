@@ -1,6 +1,6 @@
 from typing import Any
 
-from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome, interrupted_training, training_outcome
+from rl_vlm.log.outcome import comparison_outcome, evaluation_outcome, interrupted_training
 from tests.helpers.checkpoints import write_checkpoint
 
 
@@ -67,32 +67,3 @@ def test_an_interrupted_run_names_its_newest_checkpoint(tmp_path):
         f"Interrupted. The newest checkpoint is {tmp_path}/checkpoint-10.\n"
         "To continue from there, repeat the command with resume_from_checkpoint=auto"
     )
-
-
-RUN = {
-    "eval_before": None,
-    "eval_after": None,
-    "optimizer_steps": 3,
-    "train_seconds": 1.6,
-    "checkpoint": "runs/a/checkpoint-3",
-}
-
-
-def test_a_run_without_faults():
-    assert training_outcome(RUN, "runs/a") == (
-        "GRPO ran 3 optimizer steps (2 s). The curve is runs/a/reward.png, every completion with its rewards is in "
-        "runs/a/completions, and the model is runs/a/checkpoint-3."
-    )
-
-
-def test_a_run_with_faults_and_skipped_updates_says_so():
-    found = RUN | {
-        "reward_faults": {"judge/timeout": 12.0, "judge/nan": 1.0},
-        "skipped_updates": {"no_variance": 2.0, "nonfinite": 0.0},
-        "eval_after": {"reward_faults/judge/nan": 3.0},
-    }
-    assert training_outcome(found, "runs/a").splitlines()[1:] == [
-        "Steps of 3 that did not update the weights: no variance 2.",
-        "Completions without a score because a reward function failed: judge/timeout 12, judge/nan 1.",
-        "Held-out completions without a score because a reward function failed: judge/nan 3.",
-    ]

@@ -1,0 +1,117 @@
+"""The outcome of a training run in words: the verdict, a table of changes, and the places of its files."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.log.metrics import reward_faults
+from rl_vlm.log.outcome import aligned, fault_lines, report_lines, skipped_lines
+from rl_vlm.run.verdict import Change, CollapseWatch, Line, Outcome, Verdict, training_steps
+
+logger = logging.getLogger(__name__)
+
+EXPLORE = (
+    "Start again, or resume from an earlier checkpoint, with more exploration: a lower learning_rate, a higher "
+    "epsilon_high (0.5), more num_generations, a KL term (beta 0.02 to 0.1), or more num_iterations per rollout."
+)
+"""The remedy for a collapse."""
+MEANINGS = {
+    Outcome.LEARNED: "The {name} rose from {before} to {after}{interval}.",
+    Outcome.WORSE: "The {name} fell from {before} to {after}{interval}.",
+    Outcome.UNCHANGED: "The {name} did not change measurably: {before} at the start, {after} at the end{interval}.",
+    Outcome.SHORT: "There are too few steps or values to judge the change of the {name}: {before} at the start, "
+    "{after} at the end{interval}.",
+    Outcome.COLLAPSED: "The completions of a group have become nearly equal, and the reward is far below the best "
+    "completions of the first groups. The {name} went from {before} to {after}{interval}. " + EXPLORE,
+    Outcome.CONSTANT: "All completions of a group always had the same reward, so there was nothing to learn from. "
+    "`rl-vlm rewards check` and `rl-vlm doctor` look at the reward functions and at the data.",
+    Outcome.FAULTY: "Reward functions failed on a large part of the completions, which were left out of training. "
+    "The log has the first fault of each kind.",
+}
+NOT_EVALUATED = "not evaluated"
+
+
+def headline(verdict: Verdict) -> str:
+    """Return the verdict in a few words: `collapsed at step 22, not evaluated`."""
+    return verdict.title if verdict.is_evaluated else f"{verdict.title}, {NOT_EVALUATED}"
+
+
+def explained(verdict: Verdict) -> str:
+    """Return sentences on the verdict, with its main figure, and on missing data."""
+    if not verdict.changes:
+        return " ".join(["No completion has a reward.", *verdict.lacks])
+    main = verdict.changes[0]
+    before, after = text_of(main)
+    of_change = interval(main, " (95% interval of the change: {})")
+    meaning = MEANINGS[verdict.outcome].format(name=main.name, before=before, after=after, interval=of_change)
+    return " ".join([meaning, *verdict.lacks])
+
+
+def text_of(change: Change) -> tuple[str, str]:
+    """Return both means with two digits of the larger one, at least two decimals."""
+    digits = digits_of(change.before, change.after)
+    return f"{change.before:.{digits}f}", f"{change.after:.{digits}f}"
+
+
+def interval(change: Change, form: str = "{}") -> str:
+    """Return the interval of a change, or nothing if it has none."""
+    if change.low is None or change.high is None:
+        return ""
+    digits = digits_of(change.before, change.after)
+    return form.format(f"{change.low:+.{digits}f} to {change.high:+.{digits}f}")
+
+
+def digits_of(*values: float) -> int:
+    """Return how many decimals show two digits of the largest value, at least 2."""
+    size = max(map(abs, values))
+    return 2 if size == 0 else max(2, 1 - math.floor(math.log10(size)))
+
+
+def changes_table(changes: Sequence[Change]) -> str:
+    """Format changes in aligned columns: name, start, end, and the interval of the change."""
+    rows = [["", "start", "end", "95% interval of the change"]]
+    return aligned([*rows, *([change.name, *text_of(change), interval(change)] for change in changes)])
+
+
+class CollapseWarning:
+    """Logs a warning when a run begins to collapse, once."""
+
+    def __init__(self, num_steps: int, lines: Sequence[Line] = ()) -> None:
+        """`lines` are those of earlier starts of the run."""
+        self.watch, self.is_given = CollapseWatch(num_steps), False
+        for line in training_steps(lines):
+            self.is_given |= self.watch.add(line)
+
+    def give(self, line: Line) -> None:
+        """Log the warning if a collapse begins with this line of `metrics.jsonl`."""
+        if not training_steps([line]) or not self.watch.add(line) or self.is_given:
+            return
+        self.is_given = True
+        figures = "; ".join(f"{change.name} {' → '.join(text_of(change))}" for change in self.watch.changes())
+        logger.warning(
+            "step %d: the run begins to collapse. The completions of a group have become nearly equal, and the reward "
+            "is far below the best completions of the first groups (%s). %s", line["step"], figures, EXPLORE,
+        )  # fmt: skip
+
+
+def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
+    """Describe a complete run: the verdict, its changes, reward faults, skipped updates, and the places of its files.
+
+    The last line names the report, if there is one.
+    """
+    directory, verdict = Path(output_dir), Verdict.from_json(summary["verdict"])
+    lines = [
+        f"Verdict: {headline(verdict)}. {explained(verdict)}",
+        *([changes_table(verdict.changes)] if verdict.changes else []),
+        f"{summary['optimizer_steps']} optimizer steps took {summary['train_seconds']:.0f} s. The model is "
+        f"{summary['checkpoint']}, every completion with its rewards is in {directory / 'completions'}.",
+    ]
+    faults = [
+        *fault_lines(summary.get("reward_faults", {})),
+        *fault_lines(reward_faults(summary["eval_after"] or {}), "held-out completions"),
+    ]
+    return "\n".join([*lines, *skipped_lines(summary), *faults, *report_lines(directory)])

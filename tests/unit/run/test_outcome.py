@@ -1,0 +1,54 @@
+"""The closing words of a training run."""
+
+from typing import Any
+
+from rl_vlm.run.outcome import training_outcome
+from rl_vlm.run.verdict import Change, Outcome, Verdict
+
+RUN: dict[str, Any] = {
+    "eval_before": None,
+    "eval_after": None,
+    "optimizer_steps": 30,
+    "train_seconds": 1.6,
+    "checkpoint": "runs/a/checkpoint-30",
+    "verdict": Verdict(
+        Outcome.LEARNED,
+        None,
+        True,
+        [
+            Change("held-out reward", 0.25, 0.75, 0.4, 0.6, 450),
+            Change("distinct answers of a group", 3.0, 1.5),
+        ],
+    ).as_json(),
+}
+
+
+def test_the_verdict_the_changes_and_the_files():
+    assert training_outcome(RUN, "runs/a").splitlines() == [
+        "Verdict: learned. The held-out reward rose from 0.25 to 0.75 (95% interval of the change: +0.40 to +0.60).",
+        "                             start  end   95% interval of the change",
+        "held-out reward              0.25   0.75  +0.40 to +0.60",
+        "distinct answers of a group  3.00   1.50",
+        "30 optimizer steps took 2 s. The model is runs/a/checkpoint-30, every completion with its rewards is in "
+        "runs/a/completions.",
+    ]
+
+
+def test_faults_and_skipped_updates():
+    found = RUN | {
+        "reward_faults": {"judge/timeout": 12.0, "judge/nan": 1.0},
+        "skipped_updates": {"no_variance": 2.0, "nonfinite": 0.0},
+        "eval_after": {"reward_faults/judge/nan": 3.0},
+    }
+    assert training_outcome(found, "runs/a").splitlines()[5:] == [
+        "Steps of 30 that did not update the weights: no variance 2.",
+        "Completions without a score because a reward function failed: judge/timeout 12, judge/nan 1.",
+        "Held-out completions without a score because a reward function failed: judge/nan 3.",
+    ]
+
+
+def test_a_run_without_a_reward_names_what_is_missing():
+    nothing = Verdict(Outcome.SHORT, None, False, [], ["There are no held-out data."]).as_json()
+    assert training_outcome(RUN | {"verdict": nothing}, "runs/a").splitlines()[0] == (
+        "Verdict: too short to tell, not evaluated. No completion has a reward. There are no held-out data."
+    )
