@@ -22,9 +22,8 @@ def test_a_pass_is_the_sum_of_its_parts():
     layer = Work([Kernel("product", 100, 0), Kernel("elementwise", 0, 20), Kernel("weights", 0, 30)])
     launched = Work([Kernel("elementwise", 0, 1)] * 8)
     last = Work([Kernel("product", 50, 0), Kernel("elementwise", 0, 10), Kernel("weights", 0, 30)])
-    attention, last_attention, update = (
-        Kernel(*work) for work in (("attention", 200, 0), ("attention", 100, 0), ("weights", 0, 40))
-    )
+    attention, last_attention = Kernel("attention", 200, 0), Kernel("attention", 100, 0)
+    update = Kernel("weights", 0, 40)
     found = Pass(layer, last, attention, last_attention, launched, Work(), 3, update, model_flops=1000)
     assert found.seconds(CARD) == {
         "products": 2 + 0.5, "attention": 8 + 2, "elementwise": 4 + 1, "weights": 9 + 4, "head": 2, "tower": 0,

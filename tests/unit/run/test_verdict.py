@@ -89,7 +89,8 @@ def test_a_collapse_is_named_by_its_step():
     "steps",
     [
         collapsing(reward=0.95),  # right nearly everywhere
-        collapsing(reward=0.85),  # close to the best of the first groups
+        collapsing(reward=0.85),  # misses the best of the first groups, 0.9, by less than a quarter of 0.4
+        collapsing(reward=0.75),  # has come more than three quarters of the way from 0.3 to 0.9
         collapsing(reward=0.35, constant=0.5, answers=1.05),  # half of the groups have two rewards
         collapsing(reward=0.35, constant=0.95, answers=1.8),  # answers are still tried
         rising(),
