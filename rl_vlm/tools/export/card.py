@@ -69,8 +69,8 @@ def model_card(export: Export) -> str:
         made_by=made if names_function(made := source.setting("model.model_name_or_path")) else None,
         state=state_of(source),
         rows=[Fact(label, cell(value)) for label, value in training_rows(source)],
-        figures=[fact for fact in verdict.facts if fact.label != "optimizer steps"] if verdict else [],
-        methods=[*held_out_method(source), *([verdict.method] if verdict and verdict.method else [])],
+        verdict=verdict,
+        held_out=held_out_method(source),
         not_in_vllm=why_not_in_vllm(source) if export.form == "adapter" else None,
         lora_rank=lora_rank(source) if export.form == "adapter" else None,
         start=start,
@@ -146,15 +146,15 @@ def reward_names(source: Source) -> list[str]:
     return [f"{spec['function']} (weight {weight:g})" for spec, weight in zip(specs, weights, strict=True)]
 
 
-def held_out_method(source: Source) -> list[str]:
-    """Return a sentence on the rows and steps of held-out figures, or an empty list if there are no figures."""
+def held_out_method(source: Source) -> str | None:
+    """Return a sentence on the rows and steps of held-out figures, or None if there are no figures."""
     lines = source.run.lines if source.run else []
     evaluated = [line for line in lines if "eval_num_samples" in line]
     if not evaluated:
-        return []
+        return None
     steps = dict.fromkeys([evaluated[0]["step"], evaluated[-1]["step"]])
     when = " and ".join(f"after step {step}" if step else "before training" for step in steps)
-    return [f"Held-out figures are over {evaluated[-1]['eval_num_samples']:.0f} rows, {when}."]
+    return f"Held-out figures are over {evaluated[-1]['eval_num_samples']:.0f} rows, {when}."
 
 
 def why_not_in_vllm(source: Source) -> str | None:

@@ -26,7 +26,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.run.instrument import Instrument
 from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
-from rl_vlm.tools.report.draw import HEIGHT, WIDTH, draw
+from rl_vlm.tools.report.draw import chart_data, clock_of, figure_of, number
 from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_runs
 from rl_vlm.tools.report.rollouts import browser_data, faulty_rows
 from rl_vlm.tools.report.verdict import fault_counts, verdict_of
@@ -34,6 +34,7 @@ from rl_vlm.tools.report.verdict import fault_counts, verdict_of
 logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
+SCRIPTS = ("page.js", "charts.js", "rollouts.js")
 NUMBER = re.compile(r"\d+")
 MOST_REASONS = 30
 """Largest number of listed reasons for left-out rows."""
@@ -41,6 +42,8 @@ SHORTEST_PAUSE = 60.0
 """Least seconds between two reports of a run."""
 MOST_TIME = 0.02
 """Largest share of a run's time that its reports take."""
+PATIENCE = 3600
+"""Seconds without a new page after which a page stops to reload: a step that takes longer is rarer than a dead run."""
 
 
 class LiveReport(Instrument):
@@ -65,16 +68,16 @@ class LiveReport(Instrument):
         start = time.monotonic()
         if not is_last and start < self.next:
             return
-        if not write_folder_report(self.folder, self.level):
+        if not write_folder_report(self.folder, self.level, reloads=not is_last):
             self.level = logging.DEBUG
         end = time.monotonic()
         self.next = end + max(SHORTEST_PAUSE, (end - start) / MOST_TIME)
 
 
-def write_folder_report(folder: Path, level: int = logging.WARNING) -> bool:
+def write_folder_report(folder: Path, level: int = logging.WARNING, reloads: bool = False) -> bool:
     """Write the report of a run or an evaluation into its folder. If that fails, log it at `level` and return False."""
     try:
-        write_report([folder], folder / REPORT)
+        write_report([folder], folder / REPORT, reloads)
     except Exception as error:
         logger.log(level, "the report was not written: %s; `rl-vlm report %s` tries again", text_of(error), folder)
         return False
@@ -95,14 +98,19 @@ def evaluation_report(config: RunConfig) -> Iterator[None]:
             write_folder_report(folder)
 
 
-def write_report(folders: Sequence[Path], path: Path) -> None:
+def write_report(folders: Sequence[Path], path: Path, reloads: bool = False) -> None:
     """Write the report of one run or evaluation, or the comparison of several.
 
-    Raises ConfigError if a folder holds neither, or if the file cannot be written.
+    A page that `reloads` loads itself again every minute. Only a run may ask for that, since it writes the page without
+    that when it ends. Raises ConfigError if a folder holds neither, or if the file cannot be written.
     """
-    page = build_page(read_runs(folders)).encode("utf-8", "replace")
+    write_page(build_page(read_runs(folders), reloads), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page. Raises ConfigError if the file cannot be written."""
     with output(path, "the report") as file:
-        file.write_bytes(page)
+        file.write_bytes(page.encode("utf-8", "replace"))
 
 
 def report_path(folders: Sequence[Path]) -> Path:
@@ -110,29 +118,31 @@ def report_path(folders: Sequence[Path]) -> Path:
     return place_of(folders[0]) / REPORT if len(folders) == 1 else Path(REPORT)
 
 
-def build_page(runs: Sequence[RunResults]) -> str:
+def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
     """Build the HTML page."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True
-    )
-    script = (HERE / "page.js").read_text()
-    charts = [draw(chart) for chart in charts_of(runs)]
-    return environment.get_template("page.html.jinja").render(
+    script = "\n".join((HERE / name).read_text() for name in SCRIPTS)
+    charts, verdicts = charts_of(runs), [verdict_of(run) for run in runs]
+    data = browser_data(runs) | {
+        "charts": [chart_data(chart, len(runs)) for chart in (*charts.first, *charts.internals)],
+        "clocks": [clock_of(run.lines) for run in runs],
+    }
+    return template("page.html.jinja").render(
         runs=runs,
         title=" · ".join(run.name for run in runs),
-        built=datetime.now(UTC).isoformat(timespec="seconds"),
-        verdicts=[verdict_of(run) for run in runs],
-        charts=charts,
-        width=WIDTH,
-        height=HEIGHT,
-        data=script_json(browser_data(runs)),
+        built=now(),
+        reloads=round(SHORTEST_PAUSE) if reloads else None,
+        patience=PATIENCE,
+        verdicts=verdicts,
+        columns=list(dict.fromkeys(name for judged in verdicts for name in judged.by_name)),
+        first=list(map(figure_of, charts.first)),
+        internals=list(map(figure_of, charts.internals)),
+        constant=[(title, number(value)) for title, value in charts.constant],
+        data=script_json(data),
         notes=[(run.name, note) for run in runs for note in run.notes],
         diversities=[diversity_of(run, function) for run in runs for function in run.decisive],
         resampled=[run.name for run in runs if run.settings.get("rollout", {}).get("max_resampling_rounds")],
         most_listed=MOST_LISTED,
-        fault_counts=[(run.name, fault_counts(run)) for run in runs],
+        counted=[(run.name, counts) for run in runs if (counts := fault_counts(run))],
         faulty=faulty_rows(runs),
         dropped=[(run.name, reasons(run.dropped)) for run in runs if run.dropped],
         settings=[(run, without_secrets(yaml_text.dump(run.settings))) for run in runs],
@@ -142,6 +152,20 @@ def build_page(runs: Sequence[RunResults]) -> str:
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def template(name: str) -> Any:
+    """Return a template of a page, which escapes all text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def script_json(value: Any) -> Any:

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rl_vlm.log.curve import Point, Series, metric_points, reward_metrics, reward_series, thinned
-from rl_vlm.log.metrics import function_name, seconds_of, stage_seconds
+from rl_vlm.log.curve import Point, Series, held_out_points, metric_points, reward_metrics, thinned
+from rl_vlm.log.metrics import (
+    BEST_OF_GROUP,
+    DISTINCT_ANSWERS,
+    WITHOUT_VARIANCE,
+    function_name,
+    seconds_of,
+    stage_seconds,
+)
 from rl_vlm.stages import Stage
 from rl_vlm.tools.report.diversity import distinct_answers
 from rl_vlm.tools.report.read import RunResults, values_of
@@ -19,6 +26,9 @@ T_95 = (
 )  # fmt: skip
 """97.5% quantiles of Student's t for 1 to 30 degrees of freedom. For more, the normal distribution is close."""
 Z_95 = 1.96
+CONSTANT = 1e-9
+"""Largest difference of values, as a share of the largest, that counts as none."""
+SHARE_OF_GROUPS = "share of groups"
 MOST_STAGES = 5
 CLIPPED = {
     "clip_ratio/region_mean": "low or high", "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
@@ -33,43 +43,123 @@ class Chart:
     title: str
     note: str
     series: list[Series] = field(default_factory=list)
+    run: int | None = None
+    """Index of the only run, if there are several. Otherwise the colours of the series are indices of runs."""
+
+    @property
+    def changes(self) -> bool:
+        """Return whether any series has two different values, or two series differ."""
+        values = [point.value for series in self.series for point in series.points]
+        return max(values) - min(values) > CONSTANT * max(map(abs, values))
 
 
-def charts_of(runs: Sequence[RunResults]) -> list[Chart]:
+@dataclass(frozen=True)
+class Charts:
+    """The charts of a page."""
+
+    first: list[Chart]
+    """Reward, held-out scores, length and spread."""
+    internals: list[Chart]
+    """The others, if they change."""
+    constant: list[tuple[str, int | float]]
+    """Titles and values of the others that do not."""
+
+
+def charts_of(runs: Sequence[RunResults]) -> Charts:
     """Return the charts of training runs; evaluations have none. Several runs are overlaid, in one colour each."""
-    names = reward_metrics([line for run in runs for line in run.lines])
-    charts = [reward_chart(runs, title, metric) for title, metric in names]
-    charts += [
-        metric_chart(runs, "Completion length", "tokens: mean, with shortest to longest", ["completions/mean_length"]),
+    first = [
+        reward_chart(runs, "Reward", "reward"),
+        held_out_chart(runs),
+        metric_chart(
+            runs, "Length", "tokens of a completion: mean, band from shortest to longest", ["completions/mean_length"]
+        ),
+        spread_chart(runs),
+    ]
+    others = [chart for chart in internal_charts(runs) if chart.series]
+    return Charts(
+        [chart for chart in first if chart.series],
+        [chart for chart in others if chart.changes],
+        [(chart.title, chart.series[0].points[-1].value) for chart in others if not chart.changes],
+    )
+
+
+def internal_charts(runs: Sequence[RunResults]) -> list[Chart]:
+    """Return the charts under "Training internals"."""
+    _, *functions = reward_metrics([line for run in runs for line in run.lines])
+    scores = [reward_chart(runs, f"Training {name}", metric) for name, metric in functions]
+    return [
+        *(scores if len(functions) > 1 else []),
+        metric_chart(runs, "Best of a group", "mean over groups of the best reward", [BEST_OF_GROUP]),
+        *([metric_chart(runs, "Groups of equal rewards", SHARE_OF_GROUPS, [WITHOUT_VARIANCE])] if len(runs) > 1 else []),
         metric_chart(runs, "Cut off", "share of completions at the length limit", ["completions/clipped_ratio"]),
-        answers_chart(runs),
-        metric_chart(runs, "Groups of equal rewards", "share of groups, without advantages", ["frac_reward_zero_std"]),
         metric_chart(runs, "Entropy", "mean per token, in nats", ["entropy"]),
         metric_chart(runs, "KL", "mean per token, to the reference", ["kl"]),
         metric_chart(runs, "Clipped tokens", "share of tokens whose ratio is clipped", list(CLIPPED)),
         metric_chart(
             runs, "Staleness", "updates since the completions were sampled", ["sampling/policy_version_lag"]
         ),
-        *(stages_chart(run, several=len(runs) > 1) for run in runs if run.lines),
-        metric_chart(runs, "Memory", "of the process that holds most, in GiB", ["memory/held_gib"]),
-        metric_chart(runs, "Token budget", "tokens of a micro-batch", ["memory/micro_batch_tokens"]),
         metric_chart(runs, "Gradient norm", "before clipping", ["grad_norm"]),
         metric_chart(runs, "Loss", "of the step", ["loss"]),
         metric_chart(runs, "Learning rate", "of the step", ["learning_rate"]),
+        *(replace(stages_chart(run, several=len(runs) > 1), run=i) for i, run in enumerate(runs) if run.lines),
+        metric_chart(runs, "Memory", "of the process that holds most, in GiB", ["memory/held_gib"]),
+        metric_chart(runs, "Token budget", "tokens of a micro-batch", ["memory/micro_batch_tokens"]),
     ]  # fmt: skip
-    return [chart for chart in charts if chart.series]
 
 
 def reward_chart(runs: Sequence[RunResults], title: str, metric: str) -> Chart:
-    """Chart a reward in training and on held-out rows, each with the 95% interval of its mean."""
+    """Chart a reward in training, with the 95% interval of its mean."""
     column = "reward" if metric == "reward" else function_name(metric)
-    found = [(run, reward_series(run.lines, metric, window_points(run, column))) for run in runs]
-    series = [one for _, own in found for one in own]
+    points = [window_points(run, column) or metric_points(run.lines, metric) for run in runs]
+    return Chart(title, "in training: mean over prompts, band: 95% interval", overlaid(runs, points, "training"))
+
+
+def held_out_chart(runs: Sequence[RunResults]) -> Chart:
+    """Chart the held-out reward, and the held-out score of each function if there are several.
+
+    If there are several runs, chart the reward of each, or its first score if its evaluations have no reward.
+    """
+    _, *functions = reward_metrics([line for run in runs for line in run.lines])
+    found = [
+        {name: held_out_points(run.lines, metric) for name, metric in (("reward", "reward"), *functions)}
+        for run in runs
+    ]
+    note = "mean over held-out rows, bars: 95% interval"
     if len(runs) > 1:
-        series = [
-            replace(one, label=f"{run.name}, {one.label}", color=i) for i, (run, own) in enumerate(found) for one in own
-        ]
-    return Chart(title, "mean over prompts; band and bars: 95% interval", series)
+        return Chart("Held out", note, overlaid(runs, [next(filter(None, own.values()), []) for own in found]))
+    labels = [name for own in found for name, points in own.items() if points]
+    if len(functions) == 1 and len(labels) > 1:
+        labels = labels[1:]  # with one function, its score has the reward's values, and an interval
+    return Chart("Held out", note, [
+        Series(label, thinned(found[0][label]), i + 1, "dots") for i, label in enumerate(labels)
+    ])  # fmt: skip
+
+
+def spread_chart(runs: Sequence[RunResults]) -> Chart:
+    """Chart the distinct answers of a group as a share of its size, and the share of groups of equal rewards.
+
+    If there are several runs, chart the first of these that a run has.
+    """
+    distinct = [answer_points(run) for run in runs]
+    if len(runs) > 1 and any(distinct):
+        return Chart("Spread", "distinct answers of a group, as a share of its size", overlaid(runs, distinct))
+    equal = [metric_points(run.lines, WITHOUT_VARIANCE) for run in runs]
+    if len(runs) > 1:
+        return Chart("Spread", f"{SHARE_OF_GROUPS} of equal rewards", overlaid(runs, equal))
+    series = [
+        Series("distinct answers per completion", thinned(distinct[0])),
+        Series("groups of equal rewards", thinned(equal[0]), 1),
+    ]
+    return Chart("Spread", "of groups, as shares", [one for one in series if one.points])
+
+
+def overlaid(runs: Sequence[RunResults], points: Sequence[Sequence[Point]], label: str = "") -> list[Series]:
+    """Return a series of each run that has points. A single run's is called `label`."""
+    return [
+        Series(run.name if len(runs) > 1 else label, thinned(own), i)
+        for i, (run, own) in enumerate(zip(runs, points, strict=True))
+        if own
+    ]
 
 
 def window_points(run: RunResults, column: str) -> list[Point]:
@@ -107,19 +197,26 @@ def metric_chart(runs: Sequence[RunResults], title: str, note: str, metrics: Seq
     return Chart(title, note, [Series(label, thinned(points), i) for i, label, points in found if points])
 
 
-def answers_chart(runs: Sequence[RunResults]) -> Chart:
-    """Chart the mean number of distinct answers per group."""
-    series = [Series(run.name, thinned(answer_points(run)), i) for i, run in enumerate(runs)]
-    if len(runs) == 1:
-        series = [Series("per group", series[0].points)]
-    return Chart("Distinct answers", "mean number per group", [one for one in series if one.points])
-
-
 def answer_points(run: RunResults) -> list[Point]:
+    """Return the mean number of distinct answers of a group, divided by its size.
+
+    Runs of earlier versions have no such metric: count the answers in their completions.
+    """
+    if not (size := group_size(run)):
+        return []
+    if logged := metric_points(run.lines, DISTINCT_ANSWERS):
+        return [Point(point.step, point.value / size) for point in logged]
     return [
-        Point(step + 1, float(np.mean([distinct_answers(group, run.decisive[0]) for group in groups])))
+        Point(step + 1, float(np.mean([distinct_answers(group, run.decisive[0]) for group in groups])) / size)
         for step, groups in run.windows.items()
     ]
+
+
+def group_size(run: RunResults) -> int:
+    """Return the completions of a group, or 0 if they are not known."""
+    if size := run.settings.get("rollout", {}).get("num_generations"):
+        return int(size)
+    return max((len(group) for groups in run.windows.values() for group in groups), default=0)
 
 
 def stages_chart(run: RunResults, several: bool) -> Chart:

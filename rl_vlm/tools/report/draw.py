@@ -1,156 +1,146 @@
-"""Charts as the coordinates of an SVG, which the page's template writes."""
+"""Charts as data that the page's script draws, in words for readers who do not see them, and small curves as paths."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rl_vlm.log.curve import Point, Series
+from rl_vlm.log.metrics import seconds_of
+from rl_vlm.stages import Stage
 from rl_vlm.tools.report.curves import Chart
 
-WIDTH, HEIGHT = 400, 210
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
+T = TypeVar("T")
+
+MOST_KNOTS = 500
+"""Largest number of steps for which the page knows the time and the tokens. It interpolates between them."""
+MOST_SPARKS = 60
 
 
 @dataclass(frozen=True)
-class Tick:
-    """A grid line with its label."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """A drawn series."""
+class Legend:
+    """A series under its chart."""
 
     label: str
     color: int
     style: str
-    path: str
-    band: str
-    dots: list[tuple[float, float]]
-    bars: list[tuple[float, float, float]]
-    """x and both ends of each dot's interval."""
     latest: str
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A chart in pixels."""
+class Figure:
+    """A chart of the page without its drawing."""
 
     title: str
     note: str
-    lines: list[Line]
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
     summary: str
     """The chart in words, for readers who do not see it."""
-    data: str
-    """Points as JSON, which the page shows under the pointer."""
+    lines: list[Legend]
 
 
-class Scale:
-    """Converts values of an axis to pixels."""
-
-    def __init__(self, low: int | float, high: int | float, start: int | float, end: int | float) -> None:
-        self.low, self.high, self.start, self.end = low, high, start, end
-
-    def __call__(self, value: int | float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
-
-    def ticks(self, most: int) -> list[Tick]:
-        """Return ticks at round numbers."""
-        return [Tick(self(value), number(value)) for value in round_numbers(self.low, self.high, most)]
+def figure_of(chart: Chart) -> Figure:
+    """Return what stands around a chart's drawing."""
+    words = "; ".join(f"{series.label}: {in_words(series)}" for series in chart.series)
+    lines = [Legend(series.label, series.color, series.style, latest(series)) for series in chart.series]
+    return Figure(chart.title, chart.note, f"{chart.title}. {words}", lines)
 
 
-def draw(chart: Chart) -> Drawing:
-    """Draw a chart."""
-    points = [point for series in chart.series for point in series.points]
-    values = [value for p in points for value in (p.value, p.low, p.high) if value is not None]
-    steps = [p.step for p in points]
-    x = Scale(*spread(min(steps), max(steps), 0.0), LEFT, WIDTH - RIGHT)
-    y = Scale(*value_range(min(values), max(values)), HEIGHT - BOTTOM, TOP)
-    lines = [draw_series(series, x, y) for series in chart.series]
-    summary = "; ".join(described(series) for series in chart.series)
-    data = {
-        "steps": [x.low, x.high],
+def chart_data(chart: Chart, num_runs: int) -> dict[str, Any]:
+    """Return what the page's script needs to draw a chart. charts.js reads these keys."""
+    return {
         "series": [
-            {"label": s.label, "points": [[p.step, number(p.value - area_base(p, s))] for p in s.points]}
-            for s in chart.series
-        ],
+            {
+                "label": series.label,
+                "run": 0 if num_runs == 1 else series.color if chart.run is None else chart.run,
+                "color": series.color % 8,
+                "style": series.style,
+                "points": [[short(value) for value in numbers(point)] for point in series.points],
+            }
+            for series in chart.series
+        ]
     }
-    return Drawing(
-        chart.title, chart.note, lines, whole(x.ticks(6)), y.ticks(5), f"{chart.title}. {summary}", json.dumps(data)
-    )
 
 
-def area_base(point: Point, series: Series) -> float:
-    """Return the lower edge of an area, which is not part of its value; 0 for other styles."""
-    return (point.low or 0.0) if series.style == "area" else 0.0
+def numbers(point: Point) -> list[int | float]:
+    """Return the step and the value of a point, and the ends of its band if it has one."""
+    known = [point.step, point.value]
+    return known if point.low is None or point.high is None else [*known, point.low, point.high]
 
 
-def draw_series(series: Series, x: Scale, y: Scale) -> Line:
-    """Draw a series as a line with a band, as an area, or as dots with bars."""
-    points = series.points
-    at = [(x(p.step), y(p.value)) for p in points]
-    banded = [p for p in points if p.low is not None and p.high is not None]
-    edge = [(x(p.step), y(p.high or 0.0)) for p in banded] + [(x(p.step), y(p.low or 0.0)) for p in reversed(banded)]
-    is_dots = series.style == "dots"
-    last = points[-1]
-    return Line(
-        series.label,
-        series.color,
-        series.style,
-        path(at),
-        "" if is_dots or len(banded) < 2 else path(edge) + "Z",
-        at if is_dots or len(at) == 1 else [],
-        [(x(p.step), y(p.low or 0.0), y(p.high or 0.0)) for p in banded] if is_dots else [],
-        number(last.value - area_base(last, series)),
-    )
+def short(value: int | float) -> float | int:
+    """Round a number to five digits, and drop a fraction that is 0."""
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
-def path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:g} {y:g}" for x, y in points) if points else ""
+def clock_of(lines: Sequence[Mapping[str, Any]]) -> list[list[int | float]]:
+    """Return steps with the seconds and the tokens of all steps so far, for the other axes of the charts.
+
+    The tokens are 0 if a step does not count them. Returns an empty list if steps are not timed.
+    """
+    trained = [line for line in lines if line["step"] > 0 and seconds_of(Stage.STEP) in line]
+    seconds = tokens = 0.0
+    knots: list[list[int | float]] = []
+    for line in trained:
+        seconds, tokens = seconds + line[seconds_of(Stage.STEP)], tokens + line.get("step_tokens", 0.0)
+        knots.append([line["step"], round(seconds, 2), int(tokens)])
+    every = max(1, -(-len(knots) // MOST_KNOTS))
+    return [[knots[0][0] - 1, 0, 0], *with_last(knots, every)] if knots else []
 
 
-def described(series: Series) -> str:
+def with_last(values: Sequence[T], every: int) -> list[T]:
+    """Return every n-th value, and the last."""
+    return [*values[::every], *(values[-1:] if (len(values) - 1) % every else [])]
+
+
+def in_words(series: Series) -> str:
     first, last = series.points[0], series.points[-1]
-    values = [number(point.value - area_base(point, series)) for point in (first, last)]
-    return f"{series.label}: {values[0]} at step {number(first.step)}, {values[1]} at step {number(last.step)}"
+    values = [number(point.value - area_base(point, series.style)) for point in (first, last)]
+    return f"{values[0]} at step {number(first.step)}, {values[1]} at step {number(last.step)}"
 
 
-def spread(low: int | float, high: int | float, margin: int | float) -> tuple[int | float, int | float]:
-    """Add a margin to a range, and widen an empty one."""
-    size = (high - low) or abs(high) or 1.0
-    return (low, high if high > low else low + size) if not margin else (low - margin * size, high + margin * size)
+def latest(series: Series) -> str:
+    """Return the last value of a series."""
+    return number(series.points[-1].value - area_base(series.points[-1], series.style))
 
 
-def value_range(low: int | float, high: int | float) -> tuple[int | float, int | float]:
-    """Return the range of the vertical axis. It begins at 0 if the least value is from 0 to half of the largest."""
-    if 0 <= low < 0.5 * high or low == high == 0:
-        return 0.0, (high or 1.0) * 1.05
-    return spread(low, high, 0.08)
+def area_base(point: Point, style: str) -> float:
+    """Return the lower edge of an area, which is not part of its value; 0 for other styles."""
+    return (point.low or 0.0) if style == "area" else 0.0
 
 
-def round_numbers(low: int | float, high: int | float, most: int) -> list[float]:
-    """Return at most about `most` multiples of 1, 2 or 5 times a power of ten."""
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+@dataclass(frozen=True)
+class Spark:
+    """A small curve as the path of an SVG."""
+
+    path: str
+    words: str
+    width: int = 120
+    height: int = 28
 
 
-def whole(ticks: Sequence[Tick]) -> list[Tick]:
-    """Leave out ticks between optimizer steps."""
-    return [tick for tick in ticks if "." not in tick.label]
+def sparkline(points: Sequence[Point], label: str) -> Spark | None:
+    """Return a small curve, or None for fewer than two points."""
+    if len(points) < 2:
+        return None
+    every = -(-len(points) // MOST_SPARKS)
+    some = with_last(points, every)
+    values = [point.value for point in some]
+    low, high, first, last = min(values), max(values), some[0].step, some[-1].step
+    at = [
+        (
+            2 + (Spark.width - 4) * (point.step - first) / (last - first),
+            Spark.height - 3 - (Spark.height - 6) * ((point.value - low) / (high - low) if high > low else 0.5),
+        )
+        for point in some
+    ]
+    words = f"{label} from {number(values[0])} to {number(values[-1])}"
+    return Spark("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at), words)
 
 
 def number(value: int | float) -> str:
-    """Format a number for an axis: 0.25, 12, 16k, 1.2e-05."""
+    """Format a number for a reader: 0.25, 12, 16.38k, 1.2e-05."""
     if value == 0:
         return "0"
     size = abs(value)

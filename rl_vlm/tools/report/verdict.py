@@ -1,30 +1,42 @@
-"""The verdict on a run in words, with intervals."""
+"""The verdict on a run as a page shows it: a title, the main figure, what changed, and what else there is to know."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rl_vlm.evaluation.figures import BOOTSTRAP_RESAMPLES
-from rl_vlm.log.metrics import function_name, is_score, named_with, reward_faults, totals
+from rl_vlm.log.metrics import function_name, is_score, named_with, reward_faults, seconds_of, totals
 from rl_vlm.reward.suite import NOT_APPLICABLE
-from rl_vlm.tools.report.read import RunResults, values_of
+from rl_vlm.run.evidence import read_evidence
+from rl_vlm.run.outcome import digits_of, explained, headline, interval, text_of
+from rl_vlm.run.verdict import FEWEST, Change, Evidence, Outcome, judge
+from rl_vlm.stages import Stage
+from rl_vlm.tools.report.read import RunResults
 
-SHARE = 0.1
-"""Share of a run's windows at each of the two ends that are compared. An end has at least one window."""
-ENOUGH, FEWEST = 16, 8
-"""Ends are widened until each has `ENOUGH` values. With fewer than `FEWEST`, a bootstrap interval is too narrow."""
+SIGNS = {
+    Outcome.LEARNED: ("good", "↑"),
+    Outcome.UNCHANGED: ("even", "="),
+    Outcome.SHORT: ("even", "?"),
+    Outcome.WORSE: ("bad", "↓"),
+    Outcome.COLLAPSED: ("bad", "!"),
+    Outcome.CONSTANT: ("bad", "!"),
+    Outcome.FAULTY: ("bad", "!"),
+}
+"""The state of each outcome, which has a colour, and its mark."""
+OF_RUNS = (
+    "95% intervals are bootstrap intervals (percentiles of 1,000 resamples): of held-out figures over the same rows before "
+    "and after, of training figures over the first and the last tenth of the generation windows, or more of them if these "
+    "are few. They show chance in the choice of rows and in sampling, and not the result of another seed."
+)
+OF_EVALUATIONS = "95% intervals are bootstrap intervals of the mean over samples (percentiles of 1,000 resamples)."
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One figure of the verdict."""
+    """A figure beside the verdict."""
 
     label: str
     value: str
@@ -32,161 +44,144 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The outcome of one run."""
+class Moved:
+    """A change as text. An evaluation has no value before."""
 
     name: str
-    sentence: str
-    facts: list[Fact]
-    method: str
-    """How the interval of the reward was computed."""
+    before: str | None
+    after: str
+    interval: str = ""
+    """The 95% interval of the change, or of the single value."""
+    word: str = ""
+
+    @property
+    def values(self) -> str:
+        return self.after if self.before is None else f"{self.before} → {self.after}"
 
 
 @dataclass(frozen=True)
-class Change:
-    """The means of the first and the last values, with a 95% interval of their difference."""
+class Judged:
+    """The verdict on one run, or the scores of an evaluation."""
 
-    before: float
-    after: float
-    low: float
-    high: float
-    num: int
-    """Number of values at the end with fewer of them."""
+    name: str
+    title: str
+    state: str
+    mark: str
+    sentence: str
+    moved: list[Moved]
+    """The first is the main figure."""
+    facts: list[Fact]
+    method: str
+    steps: str = ""
+    minutes: str = ""
+    is_complete: bool = True
+    path: Path = field(default_factory=Path)
 
     @property
-    def word(self) -> str:
-        if self.num < FEWEST:
-            return "Reward, too few values to judge"
-        return "Reward " + ("rose" if self.low > 0 else "fell" if self.high < 0 else "did not change measurably")
+    def by_name(self) -> dict[str, Moved]:
+        return {moved.name: moved for moved in self.moved}
 
 
-def verdict_of(run: RunResults) -> Verdict:
-    """Judge a run or an evaluation."""
-    faults, dropped = num_faults(run), len(run.dropped)
-    common = [
-        Fact("rows skipped", str(dropped), "left out of the data"),
-        Fact("reward faults", f"{faults:.0f}", "of functions on completions"),
-    ]
-    counted = f"{plural(dropped, 'row')} skipped; {plural(faults, 'reward fault')}"
+def verdict_of(run: RunResults) -> Judged:
+    """Judge a run as its end in the terminal does, or show the scores of an evaluation."""
     if run.kind == "evaluation":
-        facts = [score_fact(run.summary, name, function_name(name)) for name in run.summary if is_score(name)]
-        words = [f"{fact.label} {fact.value} ({fact.note})" for fact in facts] or ["no completion has a score"]
-        samples = f"{run.summary.get('num_samples', 0):.0f} samples"
-        return Verdict(run.name, f"{samples}: {'; '.join(words)}; {counted}.", [*facts, *common], OF_EVALUATION)
-    change, method = reward_change(run)
-    held_out = held_out_facts(run)
-    sentence = "No completion has a reward yet" if change is None else f"{change.word}: {changed(change)}"
-    first, _ = steps_of(run)
-    if first > 1:
-        sentence = f"From step {first:,} on: {sentence}"
-    words = [f"held out {fact.label} {fact.value}" for fact in held_out]
-    facts = [Fact("reward", arrow(change.before, change.after), interval(change))] if change else []
-    return Verdict(
+        return scores_of(run)
+    verdict = judge(evidence_of(run))
+    state, mark = SIGNS[verdict.outcome]
+    moved = [moved_of(change) for change in verdict.changes]
+    first, last = steps_of(run)
+    total = run.settings.get("train", {}).get("max_steps")
+    return Judged(
         run.name,
-        "; ".join([sentence, *words, counted]) + ".",
-        [*facts, *(Fact(f"held out {f.label}", f.value, f.note) for f in held_out), *common, *progress_facts(run)],
-        method,
+        capitalized(headline(verdict)),
+        state,
+        mark,
+        " ".join(
+            [explained(verdict), *([f"The steps before {first:,} are in another directory."] if first > 1 else [])]
+        ),
+        [*moved, *(held_out_scores(run) if not any("held-out" in change.name for change in verdict.changes) else [])],
+        [*pass_facts(run), *problem_facts(run)],
+        OF_RUNS,
+        f"{last:,} of {total:,}" if total else f"{last:,}",
+        minutes_of(run),
+        bool(run.summary),
+        run.path,
     )
 
 
-OF_EVALUATION = "95% intervals are bootstrap intervals of the mean over samples (percentiles of 1,000 resamples)."
+def evidence_of(run: RunResults) -> Evidence:
+    """Read the evidence for the steps that `run.lines` has, which may be the first steps of the run."""
+    evaluated = [line["step"] for line in run.lines if "eval_num_samples" in line]
+    result = result_step(run, evaluated) if evaluated else None
+    evidence = read_evidence(run.path, result, run.decisive[0] if run.decisive else None)
+    _, last = steps_of(run)
+    lines = [line for line in evidence.lines if line["step"] <= last]
+    if len(evaluated) > 1 or evidence.num_evaluations == len(evaluated):
+        return replace(evidence, lines=lines)
+    lack = f"Up to step {last:,} there is one evaluation. Training data are judged."
+    return replace(evidence, lines=lines, held_out={}, num_evaluations=len(evaluated), lacks=[lack])
 
 
-def reward_change(run: RunResults) -> tuple[Change | None, str]:
-    """Compare the rewards of the first and the last tenth of a run. Returns the change and a sentence on the method."""
-    windows = run.windows.values()
-    if windows:
-        size, before, after = both_ends([group_means(groups) for groups in windows])
-        what = f"prompts of the first and the last {some(size, 'generation window')}"
-    else:
-        size, before, after = both_ends([[x] for line in run.lines if (x := line.get("reward")) is not None])
-        what = f"the first and the last {some(size, 'step')}"
-    if not before or not after:
-        return None, ""
-    resampled = f"(percentiles of {BOOTSTRAP_RESAMPLES:,} resamples)"
-    return (
-        bootstrap_change(before, after),
-        f"The reward is the mean over {what}; its 95% interval is that of the "
-        f"difference, by a bootstrap over them {resampled}.",
-    )
+def moved_of(change: Change) -> Moved:
+    """Return a change as text. With few values, an interval would be too narrow."""
+    before, after = text_of(change)
+    if change.num is not None and change.num < FEWEST:
+        return Moved(capitalized(change.name), before, after, f"too few values for an interval ({change.num})")
+    word = "" if change.low is None or change.high is None else (
+        "rose" if change.low > 0 else "fell" if change.high < 0 else "no clear change"
+    )  # fmt: skip
+    return Moved(capitalized(change.name), before, after, interval(change), word)
 
 
-def both_ends(parts: Sequence[Sequence[float]]) -> tuple[int, list[float], list[float]]:
-    """Return the number of parts at each end of a run, the values of the first end, and the values of the last.
-
-    Ends overlap only if there is a single part.
-    """
-    size = max(1, round(SHARE * len(parts)))
-    while True:
-        before, after = ([value for part in some for value in part] for some in (parts[:size], parts[-size:]))
-        if min(len(before), len(after)) >= ENOUGH or 2 * (size + 1) > len(parts):
-            return size, before, after
-        size += 1
-
-
-def group_means(groups: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-    """Return the mean reward of each group that has one."""
-    return [float(np.mean(values)) for group in groups if (values := values_of(group, "reward"))]
-
-
-def bootstrap_change(before: Sequence[float], after: Sequence[float]) -> Change:
-    """Compute the difference of two means with its 95% percentile bootstrap interval."""
-    generator = np.random.default_rng(0)
-    means = [
-        generator.choice(values, size=(BOOTSTRAP_RESAMPLES, len(values))).mean(axis=1) for values in (before, after)
-    ]
-    low, high = np.percentile(means[1] - means[0], [2.5, 97.5])
-    num = min(len(before), len(after))
-    return Change(float(np.mean(before)), float(np.mean(after)), float(low), float(high), num)
-
-
-def changed(change: Change) -> str:
-    return f"{arrow(change.before, change.after)} ({interval(change)})"
-
-
-def arrow(before: float, after: float) -> str:
-    digits = digits_of(before, after)
-    return f"{before:.{digits}f} → {after:.{digits}f}"
-
-
-def digits_of(*values: float) -> int:
-    """Return how many decimals show two digits of the largest value, at least 2."""
-    size = max(map(abs, values))
-    return 2 if size == 0 else max(2, 1 - math.floor(math.log10(size)))
-
-
-def interval(change: Change) -> str:
-    digits = digits_of(change.before, change.after)
-    difference = f"change {change.after - change.before:+.{digits}f}"
-    if change.num < FEWEST:
-        return f"{difference}, {plural(change.num, 'value')} at an end"
-    return f"{difference}, 95% interval {change.low:+.{digits}f} to {change.high:+.{digits}f}"
-
-
-def held_out_facts(run: RunResults) -> list[Fact]:
+def held_out_scores(run: RunResults) -> list[Moved]:
     """Return each function's held-out score at the first evaluation and for the model that the run ends with.
 
-    If both are one evaluation, return its scores.
+    They have no interval of the change, since the completions of the evaluations are not logged. If both are one
+    evaluation, return its scores.
     """
     evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
     if not evaluated:
         return []
     first, last = min(evaluated), result_step(run, evaluated)
-    facts = []
+    found = []
     for name in evaluated[last]:
-        if not is_score(name) or not name.startswith("eval_"):
-            continue
-        fact = score_fact(evaluated[last], name, function_name(name))
-        before = evaluated[first].get(name)
-        if before is not None and last > first:
-            note = (
-                f"steps {first:,} and {last:,}; the latter: {fact.note}"
-                if fact.note
-                else f"steps {first:,} and {last:,}"
-            )
-            fact = Fact(fact.label, arrow(before, evaluated[last][name]), note)
-        facts.append(fact)
-    return facts
+        if is_score(name) and name.startswith("eval_"):
+            score = score_of(evaluated[last], name, f"Held-out {function_name(name)}")
+            before = evaluated[first].get(name) if last > first else None
+            if before is not None:
+                digits = digits_of(before, evaluated[last][name])
+                texts = [f"{value:.{digits}f}" for value in (before, evaluated[last][name])]
+                score = Moved(score.name, *texts, f"the latter: {score.interval}" if score.interval else "")
+            found.append(score)
+    return found
+
+
+def score_of(metrics: Mapping[str, Any], name: str, label: str) -> Moved:
+    """Return a mean score with its interval."""
+    prefix = name.removesuffix("mean")
+    low, high = metrics.get(f"{prefix}ci_low"), metrics.get(f"{prefix}ci_high")
+    known = "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+    return Moved(label, None, f"{metrics[name]:.{digits_of(metrics[name])}f}", known)
+
+
+def scores_of(run: RunResults) -> Judged:
+    """Show the scores of an evaluation, first those of the functions with the largest weight."""
+    names = [name for name in run.summary if is_score(name)]
+    names.sort(key=lambda name: function_name(name) not in run.decisive)
+    scores = [score_of(run.summary, name, f"Held-out {function_name(name)}") for name in names]
+    samples = f"{run.summary.get('num_samples', 0):,.0f} samples"
+    words = [f"{score.name} {score.after}{f' ({score.interval})' if score.interval else ''}" for score in scores]
+    return Judged(
+        run.name,
+        f"Evaluated on {samples}",
+        "even",
+        "%",
+        f"{'; '.join(words) or 'No completion has a score'}.",
+        scores,
+        [*passes_of(run.summary, "", {}), *problem_facts(run)],
+        OF_EVALUATIONS,
+        path=run.path,
+    )
 
 
 def result_step(run: RunResults, evaluated: Collection[int]) -> int:
@@ -201,16 +196,32 @@ def steps_of(run: RunResults) -> tuple[int, int]:
     return min((step for step in steps if step > 0), default=0), max(steps, default=0)
 
 
-def score_fact(metrics: Mapping[str, Any], name: str, label: str) -> Fact:
-    """Return a mean score with its interval, and pass@k at the largest k beyond 1."""
-    prefix = name.removesuffix("mean")
-    note = ""
-    if f"{prefix}ci_low" in metrics:
-        note = f"95% interval {metrics[f'{prefix}ci_low']:.2f} to {metrics[f'{prefix}ci_high']:.2f}"
-    ks = [int(key.removeprefix(f"{prefix}pass@")) for key in metrics if key.startswith(f"{prefix}pass@")]
-    if ks and max(ks) > 1:
-        note = f"{note}, pass@{max(ks)} {metrics[f'{prefix}pass@{max(ks)}']:.2f}".strip(", ")
-    return Fact(label, f"{metrics[name]:.{digits_of(metrics[name])}f}", note)
+def minutes_of(run: RunResults) -> str:
+    """Return the minutes that the run's steps took, or nothing if they were not timed."""
+    seconds = [line[name] for line in run.lines if (name := seconds_of(Stage.STEP)) in line]
+    return f"{sum(seconds) / 60:.1f}" if seconds else ""
+
+
+def pass_facts(run: RunResults) -> list[Fact]:
+    """Return held-out pass@k at the first evaluation and for the model that the run ends with."""
+    evaluated = {line["step"]: line for line in run.lines if "eval_num_samples" in line}
+    if not evaluated:
+        return []
+    first, last = min(evaluated), result_step(run, evaluated)
+    return passes_of(evaluated[last], "eval_", evaluated[first] if last > first else {})
+
+
+def passes_of(metrics: Mapping[str, Any], prefix: str, before: Mapping[str, Any]) -> list[Fact]:
+    """Return each function's pass@k at the largest k beyond 1, with the value before if there is one."""
+    facts = []
+    for name in (name for name in metrics if is_score(name) and name.startswith(f"{prefix}rewards/")):
+        start = f"{name.removesuffix('mean')}pass@"
+        k = max((int(key.removeprefix(start)) for key in metrics if key.startswith(start)), default=1)
+        if k > 1:
+            values = [some[f"{start}{k}"] for some in (before, metrics) if f"{start}{k}" in some]
+            text = " → ".join(f"{value:.2f}" for value in values)
+            facts.append(Fact(f"Held-out pass@{k}", text, function_name(name)))
+    return facts
 
 
 def fault_counts(run: RunResults) -> dict[str, float]:
@@ -228,24 +239,17 @@ def num_faults(run: RunResults) -> float:
     return sum((count for name, count in fault_counts(run).items() if NOT_APPLICABLE not in name), 0.0)
 
 
-def progress_facts(run: RunResults) -> list[Fact]:
-    """Return how far a run is, and its skipped updates."""
-    first, last = steps_of(run)
+def problem_facts(run: RunResults) -> list[Fact]:
+    """Return the numbers of rows, completions and steps that were not used. A number that is 0 is left out."""
     skipped = totals(run.lines)["skipped_updates"]
-    total = run.settings.get("train", {}).get("max_steps")
-    state = "complete" if run.summary else f"of {total}, running or stopped" if total else "running or stopped"
-    if first > 1:
-        state = f"{state}; those before {first:,} are in another directory"
     reasons = ", ".join(f"{reason.replace('_', ' ')} {count:.0f}" for reason, count in skipped.items() if count)
-    return [
-        Fact("optimizer steps", str(last), state),
-        Fact("steps without an update", f"{sum(skipped.values()):.0f}", reasons or "none was skipped"),
-    ]
+    numbers = (
+        ("Rows skipped", len(run.dropped), "left out of the data"),
+        ("Reward faults", num_faults(run), "of functions on completions"),
+        ("Steps without an update", sum(skipped.values()), reasons),
+    )
+    return [Fact(label, f"{number:,.0f}", note) for label, number, note in numbers if number]
 
 
-def some(number: int, noun: str) -> str:
-    return noun if number == 1 else f"{number} {noun}s"
-
-
-def plural(number: int | float, noun: str) -> str:
-    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+def capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]

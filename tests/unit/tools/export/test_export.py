@@ -87,8 +87,9 @@ def test_the_card_of_a_complete_run(tmp_path: Path):
         "| reward functions | exact_match (weight 1), mine.py:f (weight 0.2) |",
         "| `train.learning_rate` | 1.0e-05 |",
         "| `train.seed` | 0 |",
-        "| reward | 0.25 → 0.75 | change +0.50, 2 values at an end |",
-        "| held out exact_match | 0.10 → 0.90 | steps 0 and 2; the latter: 95% interval 0.00 to 0.50 |",
+        "| Training reward | 0.25 → 0.75 | too few values for an interval (1) |",
+        "| Held-out exact_match | 0.10 → 0.90 | the latter: 0.00 to 0.50 |",
+        "| Reward faults | 1 | of functions on completions |",
         "Held-out figures are over 4 rows, before training and after step 2.",
         "rl-vlm train run.yaml hub_token=*** micro_batch_tokens=16384",
         "On H100, 8 processes, with rl-vlm 0.1.0, transformers 5.19.0.",
@@ -133,8 +134,9 @@ def test_the_card_says_which_step_of_which_run(tmp_path: Path):
     (run / "summary.json").unlink()
     card = card_of(first)
     assert "**The run was not complete when this was exported.** These are the weights after optimizer step 1" in card
-    assert "| reward | 0.25 → 0.25 |" in card
-    assert "| held out exact_match | 0.10 |" in card
+    assert "**Too short to tell.** There are too few steps or values to judge the change of the training reward" in card
+    assert "| Training reward | 0.25 → 0.25 |" in card
+    assert "| Held-out exact_match | 0.10 |" in card
     assert "Held-out figures are over 4 rows, before training." in card
     write_checkpoint(run, 2)
     (run / "summary.json").write_text('{"checkpoint": "run/checkpoint-2"}')

@@ -13,22 +13,18 @@ from unittest import mock
 
 import pytest
 from PIL import Image
-from scipy import stats
 
 from launch import cli
 from rl_vlm.errors import ConfigError
 from rl_vlm.log.completions import write_rows
-from rl_vlm.log.curve import Point, Series
 from rl_vlm.log.images import PromptImages, is_kept
 from rl_vlm.log.starts import append_start, command_line, read_starts
 from rl_vlm.model.policy import Policy
 from rl_vlm.tools.report.build import LiveReport, build_page, different_settings, reasons, write_report
-from rl_vlm.tools.report.curves import T_95, Chart, charts_of, stages_chart, window_points
+from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.diversity import diversity_of
-from rl_vlm.tools.report.draw import draw, number, round_numbers
 from rl_vlm.tools.report.read import RunResults, own_names, read_runs, read_windows
 from rl_vlm.tools.report.rollouts import browser_data, choose_groups, cut, data_uri, described_text, length_limit
-from rl_vlm.tools.report.verdict import bootstrap_change, both_ends, changed, fault_counts, verdict_of
 from rl_vlm.types import Sample
 from tests.helpers.run_directory import SETTINGS, completion_row, write_run
 
@@ -39,46 +35,6 @@ def page_data(page: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found
     return json.loads(found[1])
-
-
-def test_the_verdict_of_a_run_in_words(tmp_path: Path):
-    (run,) = read_runs([write_run(tmp_path / "run")])
-    verdict = verdict_of(run)
-    assert re.fullmatch(
-        r"Reward, too few values to judge: 0\.25 → 0\.75 \(change \+0\.50, 2 values at an end\); "
-        r"held out exact_match 0\.10 → 0\.90; 3 rows skipped; 1 reward fault\.",
-        verdict.sentence,
-    )
-    assert ("optimizer steps", "2", "complete") in [(f.label, f.value, f.note) for f in verdict.facts]
-
-
-def test_a_change_beyond_its_interval_rose_or_fell():
-    assert bootstrap_change([0.0, 0.1] * 10, [0.9, 1.0] * 10).word == "Reward rose"
-    assert bootstrap_change([0.9, 1.0] * 10, [0.0, 0.1] * 10).word == "Reward fell"
-    assert bootstrap_change([0.0, 1.0] * 4, [1.0, 0.0] * 4).word == "Reward did not change measurably"
-    assert bootstrap_change([0.0] * 7, [1.0] * 7).word == "Reward, too few values to judge"
-
-
-def test_ends_of_a_run_are_widened_until_they_have_enough_values():
-    assert both_ends([[0.0], [1.0], [2.0]]) == (1, [0.0], [2.0])
-    parts = [[float(i)] * 4 for i in range(10)]
-    assert both_ends(parts) == (4, [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4,
-                                [6.0] * 4 + [7.0] * 4 + [8.0] * 4 + [9.0] * 4)  # fmt: skip
-    assert both_ends([[0.5] * 64] * 40)[0] == 4
-
-
-def test_the_band_of_a_reward_is_the_interval_of_its_mean_over_prompts():
-    rows = [completion_row(4, p, i, float(p)) for p in range(2) for i in range(3)]
-    (point,) = window_points(RunResults("run", Path(), "training", rows=rows), "reward")
-    half = 12.706 * (0.5**0.5) / 2**0.5  # Student's t of one degree of freedom; deviation of (0, 1) is sqrt(1/2)
-    assert (point.step, point.value) == (5, 0.5)
-    assert (point.low, point.high) == pytest.approx((0.5 - half, 0.5 + half))
-    (alone,) = window_points(RunResults("run", Path(), "training", rows=rows[:3]), "reward")
-    assert (alone.low, alone.high) == (None, None)
-
-
-def test_quantiles_of_students_t():
-    assert [round(float(stats.t.ppf(0.975, df)), 3) for df in range(1, 31)] == list(T_95)
 
 
 def test_diversity_counts_answers_and_solved_prompts(tmp_path: Path):
@@ -110,27 +66,6 @@ def test_pass_rates_of_an_evaluation_are_those_of_its_summary(tmp_path: Path):
     assert diversity_of(run, "exact_match").passes[0].rates == {1: 0.25, 2: 0.5}
 
 
-def test_a_chart_in_pixels_and_in_words():
-    chart = Chart("Reward", "note", [Series("training", [Point(0, 0.0), Point(10, 1.0)])])
-    drawing = draw(chart)
-    assert drawing.summary == "Reward. training: 0 at step 0, 1 at step 10"
-    assert [tick.label for tick in drawing.x_ticks] == ["0", "2", "4", "6", "8", "10"]
-    assert drawing.lines[0].path == "M46 186L390 18.4"  # the axis ends at 1.05
-    assert round_numbers(0.0, 1.05, 5) == pytest.approx([0.0, 0.5, 1.0])
-    assert [number(value) for value in (0, 0.25, 16384.0, 1.2e-5)] == ["0", "0.25", "16.38k", "1.2e-05"]
-
-
-def test_charts_of_a_run_that_has_no_completions(tmp_path: Path):
-    folder = write_run(tmp_path / "run")
-    for path in (folder / "completions").glob("*.parquet"):
-        path.unlink()
-    (run,) = read_runs([folder])
-    (reward, *_) = charts_of([run])
-    assert [(s.label, [p.value for p in s.points]) for s in reward.series] == [("training", [0.25, 0.75])]
-    assert "The reward is the mean over the first and the last step;" in verdict_of(run).method
-    assert page_data(build_page([run]))["groups"] == []
-
-
 def test_groups_of_all_windows_are_shown_the_same_prompts_each_time():
     rows = [completion_row(step, p, i, 0.0, {"images": None}) for step in range(3) for p in range(8) for i in range(2)]
     ids = [[group[0]["sample_id"] for group in choose_groups(rows, most)] for most in (12, 48)]
@@ -151,7 +86,7 @@ def test_held_out_rollouts_of_a_run_are_apart_from_its_training(tmp_path: Path):
         write_rows(folder / f"completions/held_out_{step:05d}.parquet", [completion_row(step, 7, 0, 0.0, {})])
     (run,) = read_runs([folder])
     assert diversity_of(run, "exact_match") == diversity_of(before, "exact_match")
-    assert verdict_of(run) == verdict_of(before)
+    assert charts_of([run]).first == charts_of([before]).first
     data = browser_data([run])
     assert [(group["step"], group["id"]) for group in data["groups"] if group["heldOut"]] == [
         (0, "row-7"),
@@ -251,8 +186,8 @@ def test_several_runs_are_compared(tmp_path: Path):
     records = read_runs(folders)
     assert [run.name for run in records] == ["a/run", "b/run"]
     assert different_settings(records) == [("train.max_steps", ["2", "3"])]
-    labels = [series.label for series in charts_of(records)[0].series]
-    assert labels == ["a/run, training", "b/run, training"]
+    labels = [series.label for series in charts_of(records).first[0].series]
+    assert labels == ["a/run", "b/run"]
     write_report(folders, tmp_path / "both.html")
     assert "Settings that differ" in (tmp_path / "both.html").read_text()
 
@@ -331,56 +266,6 @@ def test_groups_at_even_distances_of_a_large_evaluation_are_read(tmp_path: Path,
     assert len(read(18)[0]) < 18 and read(18)[1] == 18
 
 
-def test_stages_stand_on_each_other_without_what_runs_beside(tmp_path: Path):
-    lines = [{"step": 1, "time/step": 10.0, "time/training": 4.0, "time/generation": 3.0,
-              "time/ahead/generation": 9.0, "time/save": 5.0}]  # fmt: skip
-    chart = stages_chart(RunResults("run", tmp_path, "training", lines=lines), several=False)
-    assert [(s.label, s.points[0].low, s.points[0].high) for s in chart.series] == [
-        ("training", 0.0, 4.0), ("generation", 4.0, 7.0), ("other", 7.0, 10.0),
-    ]  # fmt: skip
-
-
-def test_runs_of_a_comparison_keep_their_colours_and_show_the_clipping_that_they_have(tmp_path: Path):
-    lines = [{"step": 1, "reward": 0.5, "clip_ratio/low_mean": 0.0, "clip_ratio/region_mean": 0.3}]
-    records = [
-        RunResults("eval", tmp_path, "evaluation", rows=[completion_row(0, 0, 0, 1.0)], names=["exact_match"]),
-        RunResults("a", tmp_path, "training", lines=lines),
-        RunResults("b", tmp_path, "training", lines=[{"step": 1, "reward": 0.1, "cispo_clip_ratio": 0.2}]),
-    ]
-    charts = {chart.title: chart.series for chart in charts_of(records)}
-    assert [(s.label, s.color) for s in charts["Reward"]] == [("a, training", 1), ("b, training", 2)]
-    assert [(s.label, s.points[0].value) for s in charts["Clipped tokens"]] == [("a", 0.3), ("b", 0.2)]
-
-
-def test_held_out_scores_are_those_of_the_model_that_the_run_ends_with(tmp_path: Path):
-    folder = write_run(tmp_path / "run")
-    line = {"step": 3, "eval_num_samples": 4.0, "eval_rewards/exact_match/mean": 0.5}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    assert "held out exact_match 0.10 → 0.50" in verdict_of(*read_runs([folder])).sentence
-    (folder / "summary.json").write_text('{"checkpoint": "run/checkpoint-2"}')
-    verdict = verdict_of(*read_runs([folder]))
-    assert "held out exact_match 0.10 → 0.90" in verdict.sentence
-    (fact,) = (fact for fact in verdict.facts if fact.label == "held out exact_match")
-    assert fact.note == "steps 0 and 2; the latter: 95% interval 0.00 to 0.50"
-
-
-def test_a_run_that_began_elsewhere_says_from_which_step_it_is_judged(tmp_path: Path):
-    folder = write_run(tmp_path / "run")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text(lines[2] + "\n")
-    verdict = verdict_of(*read_runs([folder]))
-    assert verdict.sentence.startswith("From step 2 on: Reward")
-    assert ("2", "complete; those before 2 are in another directory") in [(f.value, f.note) for f in verdict.facts]
-
-
-def test_small_rewards_keep_two_digits():
-    assert changed(bootstrap_change([0.001] * 8, [0.0042] * 8)) == (
-        "0.0010 → 0.0042 (change +0.0032, 95% interval +0.0032 to +0.0032)"
-    )
-    assert changed(bootstrap_change([0.0] * 8, [12.0] * 8)).startswith("0.00 → 12.00 ")
-
-
 def test_reasons_that_differ_in_numbers_are_one_and_rare_ones_are_counted():
     dropped = [{"reason": f"{i} tokens are too many", "sample_id": str(i)} for i in range(5)]
     dropped += [{"reason": "x" * i, "sample_id": "?"} for i in range(1, 41)]
@@ -453,9 +338,24 @@ def test_ranks_record_the_command_of_their_launcher(tmp_path: Path):
     assert done.stdout == "accelerate launch -m launch.train 'a b.yaml'\n"
 
 
+def test_the_page_of_a_run_reloads_itself_until_its_last_write(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    refresh = '<meta http-equiv="refresh" content="60">'
+    report = LiveReport(folder)
+    report.refresh()
+    page = (folder / "report.html").read_text()
+    assert refresh in page and "2 of 2 steps · 0.1 minutes · running" in page
+    assert cli.main(["report", str(folder)]) == 0  # the run may be dead
+    page = (folder / "report.html").read_text()
+    assert refresh not in page and "not complete" in page and "Stop reloading" not in page
+    report.refresh(is_last=True)
+    assert refresh not in (folder / "report.html").read_text()
+
+
 def test_a_report_is_not_due_right_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     built = []
-    monkeypatch.setattr("rl_vlm.tools.report.build.write_folder_report", lambda *_: not built.append(1))
+    monkeypatch.setattr("rl_vlm.tools.report.build.write_folder_report", lambda *_, **__: not built.append(1))
     clock = iter([0.0, 14.0, 15.0, 20.0, 269.0, 270.0, 270.0])  # a build of 5 s is followed by 250 s without one
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     report = LiveReport(tmp_path)  # before the models are loaded, which takes no seconds of this clock
@@ -512,17 +412,6 @@ def test_secrets_in_settings_and_commands_are_not_on_the_page(tmp_path: Path):
     page = build_page(read_runs(folders))
     assert not [secret for secret in ("abc123secret", "hunter2", "hunter3", "hf_abcdefghijkl") if secret in page]
     assert "tokens: 16384" in page and "rl-vlm train c.yaml hub_token=***" in page
-
-
-def test_faults_of_evaluations_within_a_run_count_and_rows_that_no_function_scores_do_not(tmp_path: Path):
-    folder = write_run(tmp_path / "run")
-    more = {"step": 3, "eval_reward_faults/judge/timeout": 40.0, "reward_faults/all/not_applicable": 5.0}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(more) + "\n")
-    (run,) = read_runs([folder])
-    expected = {"exact_match/nan": 1.0, "all/not_applicable": 5.0, "judge/timeout (held out)": 40.0}
-    assert fault_counts(run) == expected
-    assert "41 reward faults" in verdict_of(run).sentence
 
 
 def test_a_missing_image_does_not_move_the_boxes_to_another_one(tmp_path: Path):

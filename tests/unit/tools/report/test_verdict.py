@@ -1,0 +1,124 @@
+import json
+from pathlib import Path
+from typing import Any
+
+from rl_vlm.log.completions import held_out_path, write_rows
+from rl_vlm.run.evidence import read_evidence
+from rl_vlm.run.outcome import explained, headline
+from rl_vlm.run.verdict import judge
+from rl_vlm.tools.report.build import build_page
+from rl_vlm.tools.report.read import RunResults, read_runs
+from rl_vlm.tools.report.verdict import Judged, fault_counts, verdict_of
+from tests.helpers.run_directory import completion_row, write_run
+
+
+def judged(folder: Path) -> Judged:
+    return verdict_of(*read_runs([folder]))
+
+
+def write_lines(folder: Path, *lines: dict[str, Any]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def learning_run(folder: Path, settings: dict[str, Any] | None = None) -> Path:
+    """A run of 20 steps whose 10 held-out rows all rise from 0 to 1."""
+    write_run(folder, *([settings] if settings else []))
+    steps = [{"step": s, "reward": s / 20, "frac_reward_zero_std": 0.0, "time/step": 6.0} for s in range(1, 21)]
+    first, last = ({"step": step, "eval_num_samples": 10.0, "eval_rewards/exact_match/mean": score}
+                   for step, score in ((0, 0.0), (20, 1.0)))  # fmt: skip
+    write_lines(folder, first, *steps, last)
+    for step, score in ((0, 0.0), (20, 1.0)):
+        write_rows(held_out_path(folder, step), [completion_row(step, p, 0, score) for p in range(10)])
+    return folder
+
+
+def test_the_page_has_the_verdict_of_the_terminal(tmp_path: Path):
+    folder = learning_run(tmp_path / "run")
+    verdict = judge(read_evidence(folder, 20, "exact_match"))
+    found = judged(folder)
+    assert (found.title, found.sentence) == ("Learned", explained(verdict))
+    assert headline(verdict) == "learned" and (found.state, found.mark) == ("good", "↑")
+    assert (found.moved[0].name, found.moved[0].values) == ("Held-out reward", "0.00 → 1.00")
+    assert (found.moved[0].interval, found.moved[0].word) == ("+1.00 to +1.00", "rose")
+    assert (found.steps, found.minutes, found.is_complete) == ("20 of 2", "2.0", True)
+    page = build_page(read_runs([folder]))
+    assert "0.00 → 1.00" in page and explained(verdict) in page
+
+
+def test_few_values_have_no_interval(tmp_path: Path):
+    found = judged(write_run(tmp_path / "run"))
+    assert (found.title, found.state) == ("Too short to tell", "even")
+    assert [(m.name, m.values, m.interval) for m in found.moved] == [
+        ("Training reward", "0.25 → 0.75", "too few values for an interval (1)"),
+        ("Distinct answers of a group", "2.00 → 2.00", ""),
+        ("Best reward of a group", "0.75 → 0.75", ""),
+        ("Held-out exact_match", "0.10 → 0.90", "the latter: 0.00 to 0.50"),
+    ]
+
+
+def test_numbers_that_are_0_are_left_out(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    assert [(f.label, f.value) for f in judged(folder).facts] == [("Rows skipped", "3"), ("Reward faults", "1")]
+    (folder / "dropped_prompts.jsonl").unlink()
+    assert [(f.label, f.value) for f in judged(folder).facts] == [("Reward faults", "1")]
+
+
+def test_held_out_scores_are_those_of_the_model_that_the_run_ends_with(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    line = {"step": 3, "eval_num_samples": 4.0, "eval_rewards/exact_match/mean": 0.5}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert judged(folder).by_name["Held-out exact_match"].values == "0.10 → 0.50"
+    (folder / "summary.json").write_text('{"checkpoint": "run/checkpoint-2"}')
+    score = judged(folder).by_name["Held-out exact_match"]
+    assert (score.values, score.interval) == ("0.10 → 0.90", "the latter: 0.00 to 0.50")
+
+
+def test_held_out_pass_rates_are_beside_the_verdict(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    lines = [
+        {"step": step, "eval_num_samples": 4.0, "eval_rewards/f/mean": 0.1, "eval_rewards/f/pass@1": 0.1,
+         "eval_rewards/f/pass@4": rate}
+        for step, rate in ((0, 0.25), (2, 0.75))
+    ]  # fmt: skip
+    write_lines(folder, lines[0], {"step": 1, "reward": 0.5}, lines[1])
+    assert [(f.label, f.value, f.note) for f in judged(folder).facts][0] == ("Held-out pass@4", "0.25 → 0.75", "f")
+
+
+def test_a_run_that_began_elsewhere_says_which_steps_are_missing(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text(lines[2] + "\n")
+    assert judged(folder).sentence.endswith("The steps before 2 are in another directory.")
+
+
+def test_a_run_up_to_a_checkpoint_is_judged_by_its_first_steps(tmp_path: Path):
+    (run,) = read_runs([learning_run(tmp_path / "run")])
+    early = RunResults(run.name, run.path, "training", lines=[line for line in run.lines if line["step"] <= 10])
+    found = verdict_of(early)
+    assert (found.moved[0].name, found.moved[0].values) == ("Training reward", "0.15 → 0.40")
+    assert "Up to step 10 there is one evaluation." in found.sentence
+
+
+def test_an_evaluation_shows_the_scores_that_decide_first(tmp_path: Path):
+    summary = {"num_samples": 1200.0, "rewards/format/mean": 1.0, "rewards/match/mean": 0.25,
+               "rewards/match/ci_low": 0.2, "rewards/match/ci_high": 0.3, "reward_faults/match/nan": 2.0}  # fmt: skip
+    settings = {"rewards": {"reward_funcs": [{"function": "format", "weight": 0.1}, "match"]}}
+    run = RunResults("eval", tmp_path, "evaluation", names=["format", "match"], summary=summary, settings=settings)
+    found = verdict_of(run)
+    assert (found.title, found.state) == ("Evaluated on 1,200 samples", "even")
+    assert [(m.name, m.values, m.interval) for m in found.moved] == [
+        ("Held-out match", "0.25", "0.20 to 0.30"), ("Held-out format", "1.00", ""),
+    ]  # fmt: skip
+    assert [(f.label, f.value) for f in found.facts] == [("Reward faults", "2")]
+
+
+def test_faults_of_evaluations_within_a_run_count_and_rows_that_no_function_scores_do_not(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    more = {"step": 3, "eval_reward_faults/judge/timeout": 40.0, "reward_faults/all/not_applicable": 5.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(more) + "\n")
+    (run,) = read_runs([folder])
+    expected = {"exact_match/nan": 1.0, "all/not_applicable": 5.0, "judge/timeout (held out)": 40.0}
+    assert fault_counts(run) == expected
+    assert ("Reward faults", "41") in [(f.label, f.value) for f in verdict_of(run).facts]
