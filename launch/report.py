@@ -1,4 +1,4 @@
-"""`rl-vlm report`: write the report of a run or an evaluation again, or compare several."""
+"""`rl-vlm report`: write the report of a run or an evaluation again, compare several, or list all in a directory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ def report_parser() -> argparse.ArgumentParser:
     """Build the parser of `rl-vlm report`."""
     parser = argparse.ArgumentParser(
         prog="rl-vlm report",
-        description="Write the report of a run or an evaluation again, or compare several.",
+        description="Write the report of a run or an evaluation again, compare several, or list all in a directory.",
     )
     parser.add_argument(
         "folders", nargs="+", type=path, metavar="FOLDER",
-        help="train.output_dir of a run, complete or not, or the evaluation/ in it; of several, one page compares all",
+        help="train.output_dir of a run, complete or not, or the evaluation/ in it; of several, one page compares all; "
+        "of a directory that holds runs, the page is an index of them",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=path, metavar="FILE",
-        help="file to write; default: report.html in FOLDER, or, if there are several, in the current directory",
+        help="file to write; default: report.html in FOLDER, or, if there are several, in the current directory; "
+        "index.html in a directory that holds runs",
     )  # fmt: skip
     return parser
 
@@ -29,7 +31,13 @@ def report_command(arguments: Sequence[str]) -> int:
     """Run `rl-vlm report`, and return the exit status. Raises ConfigError if a folder holds no run."""
     options = report_parser().parse_args(arguments)
     from rl_vlm.tools.report.build import report_path, write_report
+    from rl_vlm.tools.report.index import INDEX, runs_in, write_index
 
+    if len(options.folders) == 1 and (runs := runs_in(options.folders[0])):
+        output = options.output or options.folders[0] / INDEX
+        write_index(runs, output)
+        print(f"The index of {len(runs)} runs is {output}")
+        return 0
     output = options.output or report_path(options.folders)
     write_report(options.folders, output)
     print(f"The report is {output}")

@@ -4,6 +4,7 @@ It needs the package playwright, and Chromium: `pip install playwright`, and `pl
 of the system.
 """
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from rl_vlm.log.completions import window_path, write_rows
 from rl_vlm.tools.report.build import write_report
-from tests.helpers.run_directory import SETTINGS, write_run
+from rl_vlm.tools.report.index import runs_in, write_index
+from tests.helpers.run_directory import SETTINGS, completion_row, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -103,18 +106,45 @@ def test_keys_walk_through_groups_and_completions(opened: Opened):
 
 def test_tab_reaches_the_charts_and_arrows_read_them(opened: Opened):
     page = opened.page
-    page.locator("svg[data-chart]").first.focus()
+    unfold_filters(page)
+    page.locator("figure[data-chart] svg").first.focus()
     page.keyboard.press("ArrowRight")
     assert page.locator(".reading").first.inner_text() == "step 1: training 0.25"
     reached = set()
     for _ in range(80):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('class')"))
-    assert {"f-step", "f-source", "f-score", "f-low", "f-high", "f-text", "prompt", "scroll"} <= reached
+    assert {"f-step", "f-source", "f-score", "f-low", "f-high", "f-text", "sort", "link", "prompt", "scroll"} <= reached
+
+
+def test_curves_over_minutes_on_a_log_scale_and_smoothed(opened: Opened):
+    page = opened.page
+    chart = page.locator("figure[data-chart]").first
+    before = chart.locator("path.line:not(.band)").get_attribute("d")
+    page.select_option("#axis", "minutes")
+    chart.locator("svg").focus()
+    page.keyboard.press("End")
+    assert chart.locator(".reading").inner_text() == "0.0667 minutes, step 2: training 0.75"  # two steps of 2 s
+    assert page.locator("#axis option").all_inner_texts() == ["optimizer steps", "minutes of steps"]  # no tokens
+    page.select_option("#axis", "step")
+    assert chart.locator("path.line:not(.band)").get_attribute("d") == before
+    page.locator("#log").check()
+    logarithmic = chart.locator("path.line:not(.band)").get_attribute("d")
+    assert logarithmic != before
+    page.locator("#smooth").fill("50")
+    assert chart.locator("path.raw").get_attribute("d") == logarithmic
+    # half of 0.75, and a quarter of 0.25 over the weights so far, 3/4: 0.583 lies between 0.25 and 0.75
+    heights = [chart.locator("path.line:not(.band)").nth(i).get_attribute("d").split("L")[1].split()[1] for i in (0, 1)]
+    assert float(heights[1]) > float(heights[0])
+
+
+def unfold_filters(page: Any) -> None:
+    page.locator("#filtering").evaluate("details => { details.open = true; }")
 
 
 def test_filters_leave_groups_that_fit(opened: Opened):
     page = opened.page
+    unfold_filters(page)
     assert page.locator("#count").inner_text() == "4 groups"
     page.select_option("#f-source", "source-1")
     assert page.locator("#count").inner_text() == "2 groups"
@@ -127,9 +157,98 @@ def test_filters_leave_groups_that_fit(opened: Opened):
     page.wait_for_function("document.getElementById('count').textContent === '4 groups'")
 
 
+def test_it_opens_on_the_group_that_changed_most_and_sorts_by_other_figures(opened: Opened):
+    page = opened.page
+    title = page.locator("#group h3").first
+    assert title.inner_text().startswith("row-0 · step 1")  # its mean reward rose from 0 to 1
+    assert [item.inner_text() for item in page.locator("#groups .id").all()] == ["row-0", "row-1", "row-1", "row-0"]
+    assert page.locator("#groups img.thumb").count() == 4
+    page.select_option("#sort", "worst")
+    assert title.inner_text().startswith("row-0 · step 0")
+    page.select_option("#sort", "spread")
+    assert title.inner_text().startswith("row-1 · step 1")
+    page.select_option("#sort", "steps")
+    assert "step 0" in title.inner_text()
+
+
 def test_one_prompt_over_time(opened: Opened):
     page = opened.page
     table = page.locator("#group table")
-    assert [cell.inner_text() for cell in table.locator("tbody td:first-child").all()] == ["0 (this)", "1"]
+    assert [cell.inner_text() for cell in table.locator("tbody td:first-child").all()] == ["0", "1 (this)"]
     table.locator("button").click()
-    assert page.locator("#group h3").first.inner_text().endswith("step 1")
+    assert page.locator("#group h3").first.inner_text().startswith("row-0 · step 0")
+
+
+def test_a_link_opens_its_group(opened: Opened):
+    page = opened.page
+    page.locator("#groups button").nth(2).click()
+    title, address = page.locator("#group h3").first.inner_text(), page.url
+    assert title.startswith("row-1 · step 0") and address.endswith("#group=run/0/training/row-1")
+    page.goto("about:blank")
+    page.goto(address)
+    assert page.locator("#group h3").first.inner_text() == title
+    assert page.evaluate("document.getElementById('group').getBoundingClientRect().top") < 500
+    page.goto(address.replace("row-1", "row-9"))
+    assert page.locator("#lost").is_visible()
+
+
+def test_two_runs_have_a_prompt_side_by_side(chromium: Any, tmp_path: Path):
+    other = BOXES | {"completion": "<answer>[0, 0, 40, 40]</answer>", "reward": 0.25}
+    folders = [write_run(tmp_path / "a", IOU, BOXES), write_run(tmp_path / "b", IOU, other)]
+    write_report(folders, tmp_path / "report.html")
+    page = chromium.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator("#sort option").first.inner_text() == "most different between runs"
+    assert page.locator("#group .side h4").all_inner_texts() == [
+        "b step 1 · mean reward 0.25", "a step 1 · mean reward 1",
+    ]  # fmt: skip
+    page.locator("#group .side").nth(1).locator(".completion").nth(1).click()
+    assert page.locator("#whose").inner_text() == "predicted by a #1"
+    assert page.locator("#verdict table.runs tbody tr").count() == 2
+    page.close()
+
+
+def test_a_live_page_reloads_until_a_person_or_time_stops_it(chromium: Any, tmp_path: Path):
+    path = tmp_path / "report.html"
+    write_report([write_run(tmp_path / "run")], path, reloads=True)
+    live = path.read_text().replace('http-equiv="refresh" content="60"', 'http-equiv="refresh" content="1"')
+    path.write_text(live)
+    page = chromium.new_page()
+    loads: list[str] = []
+    page.on("load", lambda _: loads.append(page.url))
+    page.goto(path.as_uri())
+    page.wait_for_timeout(2600)
+    assert len(loads) > 1
+    page.locator("#stay").click()
+    count = len(loads)
+    page.wait_for_timeout(2200)
+    assert len(loads) == count
+    path.write_text(re.sub('data-written="[^"]*"', 'data-written="2020-01-01T00:00:00+00:00"', live))
+    page.goto(path.as_uri())
+    page.wait_for_timeout(2200)
+    assert len(loads) == count + 1 and "may have died" in page.locator("#live").inner_text()
+    page.close()
+
+
+def test_a_phone_shows_a_short_page(chromium: Any, tmp_path: Path):
+    rows = [{**completion_row(0, 0, i, 0.5), "images": None} for i in range(64)]
+    folder = write_run(tmp_path / "run")
+    write_rows(window_path(folder, 0), rows)
+    write_report([folder], tmp_path / "report.html")
+    page = chromium.new_page(viewport={"width": 390, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollHeight") < 5000
+    page.close()
+
+
+def test_the_index_links_to_reports_without_a_script(chromium: Any, tmp_path: Path):
+    folder = write_run(tmp_path / "a run")
+    write_report([folder], folder / "report.html")
+    write_index(runs_in(tmp_path), tmp_path / "index.html")
+    page = chromium.new_page()
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.goto((tmp_path / "index.html").as_uri())
+    page.get_by_role("link", name="a run").click()
+    assert page.title() == "a run · rl-vlm" and problems == []
+    page.close()

@@ -29,11 +29,11 @@ from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
 from rl_vlm.tools.report.draw import chart_data, clock_of, figure_of, number
 from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_runs
 from rl_vlm.tools.report.rollouts import browser_data, faulty_rows
-from rl_vlm.tools.report.verdict import fault_counts, verdict_of
+from rl_vlm.tools.report.verdict import Row, columns_of, fault_counts, verdict_of
 
 logger = logging.getLogger(__name__)
 
-HERE = Path(__file__).parent
+SOURCE = Path(__file__).parent
 SCRIPTS = ("page.js", "charts.js", "rollouts.js")
 NUMBER = re.compile(r"\d+")
 MOST_REASONS = 30
@@ -120,8 +120,9 @@ def report_path(folders: Sequence[Path]) -> Path:
 
 def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
     """Build the HTML page."""
-    script = "\n".join((HERE / name).read_text() for name in SCRIPTS)
+    script = "\n".join((SOURCE / name).read_text() for name in SCRIPTS)
     charts, verdicts = charts_of(runs), [verdict_of(run) for run in runs]
+    columns = columns_of(verdicts)
     data = browser_data(runs) | {
         "charts": [chart_data(chart, len(runs)) for chart in (*charts.first, *charts.internals)],
         "clocks": [clock_of(run.lines) for run in runs],
@@ -133,13 +134,14 @@ def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
         reloads=round(SHORTEST_PAUSE) if reloads else None,
         patience=PATIENCE,
         verdicts=verdicts,
-        columns=list(dict.fromkeys(name for judged in verdicts for name in judged.by_name)),
+        rows=[Row(judged, [judged.by_name.get(name) for name in columns]) for judged in verdicts],
+        columns=columns,
         first=list(map(figure_of, charts.first)),
         internals=list(map(figure_of, charts.internals)),
         constant=[(title, number(value)) for title, value in charts.constant],
         data=script_json(data),
         notes=[(run.name, note) for run in runs for note in run.notes],
-        diversities=[diversity_of(run, function) for run in runs for function in run.decisive],
+        diversities=[diversity_of(run, function) for run in runs if run.rows for function in run.decisive],
         resampled=[run.name for run in runs if run.settings.get("rollout", {}).get("max_resampling_rounds")],
         most_listed=MOST_LISTED,
         counted=[(run.name, counts) for run in runs if (counts := fault_counts(run))],
@@ -148,7 +150,7 @@ def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
         settings=[(run, without_secrets(yaml_text.dump(run.settings))) for run in runs],
         without_secrets=without_secrets,
         different=different_settings(runs),
-        style=(HERE / "page.css").read_text(),
+        style=(SOURCE / "page.css").read_text(),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
@@ -159,7 +161,11 @@ def template(name: str) -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        loader=FileSystemLoader(SOURCE),
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template(name)
 
@@ -193,9 +199,13 @@ def reasons(dropped: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, list[s
 
 
 def different_settings(runs: Sequence[RunResults]) -> list[tuple[str, list[str]]]:
-    """Return the settings that differ between runs, with each run's value."""
+    """Return the settings that differ between runs, with each run's value. All directories of runs differ."""
     names = dict.fromkeys(
-        (section, leaf) for run in runs for section, leaves in run.settings.items() for leaf in leaves
+        (section, leaf)
+        for run in runs
+        for section, leaves in run.settings.items()
+        for leaf in leaves
+        if (section, leaf) != ("train", "output_dir")
     )
     rows = [
         (f"{section}.{leaf}", [json.dumps(run.settings.get(section, {}).get(leaf)) for run in runs])

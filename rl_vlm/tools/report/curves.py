@@ -87,10 +87,11 @@ def internal_charts(runs: Sequence[RunResults]) -> list[Chart]:
     """Return the charts under "Training internals"."""
     _, *functions = reward_metrics([line for run in runs for line in run.lines])
     scores = [reward_chart(runs, f"Training {name}", metric) for name, metric in functions]
+    equal = metric_chart(runs, "Groups of equal rewards", SHARE_OF_GROUPS, [WITHOUT_VARIANCE])
     return [
         *(scores if len(functions) > 1 else []),
         metric_chart(runs, "Best of a group", "mean over groups of the best reward", [BEST_OF_GROUP]),
-        *([metric_chart(runs, "Groups of equal rewards", SHARE_OF_GROUPS, [WITHOUT_VARIANCE])] if len(runs) > 1 else []),
+        *([equal] if len(runs) > 1 else []),
         metric_chart(runs, "Cut off", "share of completions at the length limit", ["completions/clipped_ratio"]),
         metric_chart(runs, "Entropy", "mean per token, in nats", ["entropy"]),
         metric_chart(runs, "KL", "mean per token, to the reference", ["kl"]),
@@ -124,7 +125,8 @@ def held_out_chart(runs: Sequence[RunResults]) -> Chart:
         {name: held_out_points(run.lines, metric) for name, metric in (("reward", "reward"), *functions)}
         for run in runs
     ]
-    note = "mean over held-out rows, bars: 95% interval"
+    has_interval = any(point.low is not None for own in found for points in own.values() for point in points)
+    note = "mean over held-out rows, bars: 95% interval" if has_interval else "mean over held-out rows"
     if len(runs) > 1:
         return Chart("Held out", note, overlaid(runs, [next(filter(None, own.values()), []) for own in found]))
     labels = [name for own in found for name, points in own.items() if points]
@@ -147,7 +149,7 @@ def spread_chart(runs: Sequence[RunResults]) -> Chart:
     if len(runs) > 1:
         return Chart("Spread", f"{SHARE_OF_GROUPS} of equal rewards", overlaid(runs, equal))
     series = [
-        Series("distinct answers per completion", thinned(distinct[0])),
+        Series("distinct answers / group size", thinned(distinct[0])),
         Series("groups of equal rewards", thinned(equal[0]), 1),
     ]
     return Chart("Spread", "of groups, as shares", [one for one in series if one.points])

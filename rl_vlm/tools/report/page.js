@@ -41,7 +41,9 @@ if (live) {
     live.textContent = words;
   };
   find("stay").addEventListener("click", () => stay("Not reloading any more."));
-  if (Date.now() - Date.parse(live.dataset.written) > 1000 * live.dataset.patience) {
-    stay("The run has not written this page for a long time and may have died, so the page no longer reloads.");
-  }
+  window.addEventListener("load", () => {
+    if (Date.now() - Date.parse(live.dataset.written) > 1000 * live.dataset.patience) {
+      stay("The run has not written this page for a long time and may have died, so the page no longer reloads.");
+    }
+  });
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,7 +14,7 @@ from rl_vlm.errors import ConfigError, text_of
 from rl_vlm.log.completions import function_columns, held_out_paths, window_paths, windows_of
 from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, SUMMARY
 from rl_vlm.log.files import METRICS
-from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.log.metrics import MetricsLog, function_name, is_score
 from rl_vlm.log.starts import STARTS, read_starts
 
 Row = dict[str, Any]
@@ -137,36 +137,40 @@ def place_of(folder: Path) -> Path:
     )
 
 
-def read_folder(folder: Path) -> list[RunResults]:
-    """Read a run, an evaluation, or the evaluations of several checkpoints. Raises ConfigError like `place_of`."""
+def read_folder(folder: Path, with_rows: bool = True) -> list[RunResults]:
+    """Read a run, an evaluation, or the evaluations of several checkpoints. Raises ConfigError like `place_of`.
+
+    `with_rows` reads the completions too.
+    """
     place = place_of(folder)
     if (place / METRICS).is_file():
-        return [read_run(place)]
+        return [read_run(place, with_rows)]
     if (place / COMPARISON).is_file():
         names = readable(read_json, place / COMPARISON, {}, [])
-        found = [read_evaluation(place / name, name) for name in names if holds_results(place / name)]
+        found = [read_evaluation(place / name, name, with_rows) for name in names if holds_results(place / name)]
         if not found:
             raise ConfigError(f"{place / COMPARISON} names no evaluation; run `rl-vlm eval` again")
         return found
     parent = place.absolute().parent
-    return [read_evaluation(place, parent.name if place.name == "evaluation" else place.name)]
+    return [read_evaluation(place, parent.name if place.name == "evaluation" else place.name, with_rows)]
 
 
-def read_run(folder: Path) -> RunResults:
+def read_run(folder: Path, with_rows: bool = True) -> RunResults:
     """Read the directory of a training run, complete or not."""
     notes: list[str] = []
-    rows, num_rows = read_windows(window_paths(folder), MOST_ROWS, notes)
-    held_out, num_held_out = read_windows(held_out_paths(folder), MOST_HELD_OUT_ROWS, notes)
+    lines = MetricsLog(folder / METRICS).read()
+    rows, num_rows = read_windows(window_paths(folder) if with_rows else [], MOST_ROWS, notes)
+    held_out, num_held_out = read_windows(held_out_paths(folder) if with_rows else [], MOST_HELD_OUT_ROWS, notes)
     return RunResults(
         folder.absolute().name,
         folder,
         "training",
-        lines=MetricsLog(folder / METRICS).read(),
+        lines=lines,
         rows=rows,
         num_rows=num_rows,
         held_out=held_out,
         num_held_out=num_held_out,
-        names=function_names(rows),
+        names=function_names(rows) or functions_of(lines),
         summary=readable(read_json, folder / SUMMARY, {}, notes),
         settings=readable(read_settings, folder / CONFIG, {}, notes),
         starts=readable(lambda _: read_starts(folder), folder / STARTS, [], notes),
@@ -175,10 +179,11 @@ def read_run(folder: Path) -> RunResults:
     )
 
 
-def read_evaluation(folder: Path, name: str) -> RunResults:
+def read_evaluation(folder: Path, name: str, with_rows: bool = True) -> RunResults:
     """Read the evaluation of one model."""
     notes: list[str] = []
-    rows, num_rows = read_windows([folder / EVALUATED], MOST_ROWS, notes)
+    rows, num_rows = read_windows([folder / EVALUATED] if with_rows else [], MOST_ROWS, notes)
+    summary = readable(read_json, folder / SUMMARY, {}, notes)
     started = started_in(folder)
     return RunResults(
         name,
@@ -186,8 +191,8 @@ def read_evaluation(folder: Path, name: str) -> RunResults:
         "evaluation",
         rows=rows,
         num_rows=num_rows,
-        names=function_names(rows),
-        summary=readable(read_json, folder / SUMMARY, {}, notes),
+        names=function_names(rows) or functions_of([summary]),
+        summary=summary,
         settings=readable(read_settings, folder / CONFIG, {}, notes),
         starts=readable(lambda _: read_starts(started), started / STARTS, [], notes),
         dropped=readable(read_json_lines, folder / DROPPED, [], notes),
@@ -249,6 +254,11 @@ def read_groups(path: Path, every: int) -> Iterator[Row]:
 def function_names(rows: Sequence[Row]) -> list[str]:
     """Return the reward functions in the first and the last row."""
     return list(dict.fromkeys(name for row in (*rows[:1], *rows[-1:]) for name in function_columns(list(row))))
+
+
+def functions_of(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the reward functions whose scores the metrics have."""
+    return list(dict.fromkeys(function_name(metric) for line in lines for metric in line if is_score(metric)))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -157,7 +157,7 @@
     find("groups").replaceChildren();
     more();
     find("count").textContent = `${matching.length.toLocaleString("en")} group${matching.length === 1 ? "" : "s"}`;
-    select(matching.includes(selected) ? selected : matching[0] || null);
+    select(matching.includes(selected) ? selected : matching.slice(0, PAGE).find(hasImage) || matching[0] || null);
   }
 
   function more() {

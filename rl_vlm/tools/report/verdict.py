@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from rl_vlm.run.evidence import read_evidence
 from rl_vlm.run.outcome import digits_of, explained, headline, interval, text_of
 from rl_vlm.run.verdict import FEWEST, Change, Evidence, Outcome, judge
 from rl_vlm.stages import Stage
+from rl_vlm.tools.report.draw import Spark
 from rl_vlm.tools.report.read import RunResults
 
 SIGNS = {
@@ -26,10 +27,11 @@ SIGNS = {
     Outcome.FAULTY: ("bad", "!"),
 }
 """The state of each outcome, which has a colour, and its mark."""
+TRAINING, BEST = "Training reward", "Best reward of a group"
 OF_RUNS = (
-    "95% intervals are bootstrap intervals (percentiles of 1,000 resamples): of held-out figures over the same rows before "
-    "and after, of training figures over the first and the last tenth of the generation windows, or more of them if these "
-    "are few. They show chance in the choice of rows and in sampling, and not the result of another seed."
+    "95% intervals are bootstrap intervals (percentiles of 1,000 resamples): of held-out figures over the same rows "
+    "before and after, of training figures over the first and the last tenth of the generation windows, or more "
+    "of them if these are few. They show chance in the choice of rows and in sampling, and not the result of another seed."
 )
 OF_EVALUATIONS = "95% intervals are bootstrap intervals of the mean over samples (percentiles of 1,000 resamples)."
 
@@ -82,6 +84,27 @@ class Judged:
         return {moved.name: moved for moved in self.moved}
 
 
+def columns_of(verdicts: Sequence[Judged]) -> list[str]:
+    """Return the figures of a comparison: those of any run, without what says the same.
+
+    Training scores of functions are left out if there are held-out ones.
+    """
+    names = dict.fromkeys(name for judged in verdicts for name in judged.by_name)
+    repeated = {f"Training {name.removeprefix('Held-out ')}" for name in names if name.startswith("Held-out ")}
+    return [name for name in names if name == TRAINING or name not in {*repeated, BEST}]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in a table of runs."""
+
+    judged: Judged
+    cells: list[Moved | None]
+    """A cell per column of figures."""
+    link: str | None = None
+    spark: Spark | None = None
+
+
 def verdict_of(run: RunResults) -> Judged:
     """Judge a run as its end in the terminal does, or show the scores of an evaluation."""
     if run.kind == "evaluation":
@@ -126,7 +149,7 @@ def moved_of(change: Change) -> Moved:
     """Return a change as text. With few values, an interval would be too narrow."""
     before, after = text_of(change)
     if change.num is not None and change.num < FEWEST:
-        return Moved(capitalized(change.name), before, after, f"too few values for an interval ({change.num})")
+        return Moved(capitalized(change.name), before, after, f"too few values ({change.num})")
     word = "" if change.low is None or change.high is None else (
         "rose" if change.low > 0 else "fell" if change.high < 0 else "no clear change"
     )  # fmt: skip
@@ -150,8 +173,8 @@ def held_out_scores(run: RunResults) -> list[Moved]:
             before = evaluated[first].get(name) if last > first else None
             if before is not None:
                 digits = digits_of(before, evaluated[last][name])
-                texts = [f"{value:.{digits}f}" for value in (before, evaluated[last][name])]
-                score = Moved(score.name, *texts, f"the latter: {score.interval}" if score.interval else "")
+                start, end = (f"{value:.{digits}f}" for value in (before, evaluated[last][name]))
+                score = Moved(score.name, start, end, f"the latter: {score.interval}" if score.interval else "")
             found.append(score)
     return found
 
@@ -169,7 +192,7 @@ def scores_of(run: RunResults) -> Judged:
     names = [name for name in run.summary if is_score(name)]
     names.sort(key=lambda name: function_name(name) not in run.decisive)
     scores = [score_of(run.summary, name, f"Held-out {function_name(name)}") for name in names]
-    samples = f"{run.summary.get('num_samples', 0):,.0f} samples"
+    samples = f"{(num := run.summary.get('num_samples', 0)):,.0f} sample{'' if num == 1 else 's'}"
     words = [f"{score.name} {score.after}{f' ({score.interval})' if score.interval else ''}" for score in scores]
     return Judged(
         run.name,

@@ -87,7 +87,7 @@ def test_the_card_of_a_complete_run(tmp_path: Path):
         "| reward functions | exact_match (weight 1), mine.py:f (weight 0.2) |",
         "| `train.learning_rate` | 1.0e-05 |",
         "| `train.seed` | 0 |",
-        "| Training reward | 0.25 → 0.75 | too few values for an interval (1) |",
+        "| Training reward | 0.25 → 0.75 | too few values (1) |",
         "| Held-out exact_match | 0.10 → 0.90 | the latter: 0.00 to 0.50 |",
         "| Reward faults | 1 | of functions on completions |",
         "Held-out figures are over 4 rows, before training and after step 2.",

@@ -130,6 +130,11 @@ def test_each_image_is_on_the_page_once(tmp_path: Path):
     assert all(uri.startswith("data:image/jpeg;base64,") for uri in data["images"])
 
 
+def test_each_image_is_in_the_file_once_though_the_list_shows_it_too(tmp_path: Path):
+    page = build_page(read_runs([write_run(tmp_path / "run")]))
+    assert page.count("data:image/jpeg;base64,") == 2
+
+
 def test_a_missing_or_damaged_image_is_left_out(tmp_path: Path):
     folder = write_run(tmp_path / "run")
     (folder / "completions" / "images" / "0.jpg").write_bytes(b"damaged")
@@ -181,7 +186,7 @@ def test_values_that_json_does_not_have_are_none(tmp_path: Path):
 
 
 def test_several_runs_are_compared(tmp_path: Path):
-    other = SETTINGS | {"train": {"max_steps": 3}}
+    other = SETTINGS | {"train": {"max_steps": 3, "output_dir": "elsewhere"}}
     folders = [write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", other)]
     records = read_runs(folders)
     assert [run.name for run in records] == ["a/run", "b/run"]
@@ -189,7 +194,10 @@ def test_several_runs_are_compared(tmp_path: Path):
     labels = [series.label for series in charts_of(records).first[0].series]
     assert labels == ["a/run", "b/run"]
     write_report(folders, tmp_path / "both.html")
-    assert "Settings that differ" in (tmp_path / "both.html").read_text()
+    page = (tmp_path / "both.html").read_text()
+    assert page.index("Verdicts by run") < page.index("Settings that differ") < page.index("train.max_steps")
+    columns = re.findall(r'<th scope="col" class="number">(.*?)</th>', page.partition("</thead>")[0])
+    assert columns == ["Training reward", "Distinct answers of a group", "Held-out exact_match", "steps", "minutes"]
 
 
 def test_the_command_writes_it_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -197,7 +205,7 @@ def test_the_command_writes_it_beside_the_run(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"The report is {folder / 'report.html'}\n"
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert cli.main(["report", str(tmp_path)]) == 2
+    assert cli.main(["report", str(folder / "completions")]) == 2
     assert "holds neither a run (metrics.jsonl) nor an evaluation" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         read_runs([tmp_path / "nothing"])

@@ -49,7 +49,7 @@ def test_few_values_have_no_interval(tmp_path: Path):
     found = judged(write_run(tmp_path / "run"))
     assert (found.title, found.state) == ("Too short to tell", "even")
     assert [(m.name, m.values, m.interval) for m in found.moved] == [
-        ("Training reward", "0.25 → 0.75", "too few values for an interval (1)"),
+        ("Training reward", "0.25 → 0.75", "too few values (1)"),
         ("Distinct answers of a group", "2.00 → 2.00", ""),
         ("Best reward of a group", "0.75 → 0.75", ""),
         ("Held-out exact_match", "0.10 → 0.90", "the latter: 0.00 to 0.50"),
@@ -82,7 +82,8 @@ def test_held_out_pass_rates_are_beside_the_verdict(tmp_path: Path):
         for step, rate in ((0, 0.25), (2, 0.75))
     ]  # fmt: skip
     write_lines(folder, lines[0], {"step": 1, "reward": 0.5}, lines[1])
-    assert [(f.label, f.value, f.note) for f in judged(folder).facts][0] == ("Held-out pass@4", "0.25 → 0.75", "f")
+    fact = judged(folder).facts[0]
+    assert (fact.label, fact.value, fact.note) == ("Held-out pass@4", "0.25 → 0.75", "f")
 
 
 def test_a_run_that_began_elsewhere_says_which_steps_are_missing(tmp_path: Path):
