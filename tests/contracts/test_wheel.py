@@ -28,8 +28,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_the_wheel_holds_every_module_and_the_launch_files(wheel: zipfile.ZipFile):
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    data = [*(ROOT / "launch").rglob("*.yaml"), *(ROOT / "rl_vlm").rglob("*.json")]
-    data += [*(ROOT / "rl_vlm").rglob("page.*"), *(ROOT / "rl_vlm").rglob("card.md.jinja")]
+    data = [*(ROOT / "launch").rglob("*.yaml")]
+    data += [path for ending in ("json", "jinja", "css", "js") for path in (ROOT / "rl_vlm").rglob(f"*.{ending}")]
     expected = {str(path.relative_to(ROOT)) for path in [*modules, *data]}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
 

@@ -29,7 +29,7 @@ from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
 from rl_vlm.tools.report.draw import chart_data, clock_of, figure_of, number
 from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_runs
 from rl_vlm.tools.report.rollouts import browser_data, faulty_rows
-from rl_vlm.tools.report.verdict import Row, columns_of, fault_counts, verdict_of
+from rl_vlm.tools.report.verdict import RunRow, columns_of, fault_counts, verdict_of
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
         reloads=round(SHORTEST_PAUSE) if reloads else None,
         patience=PATIENCE,
         verdicts=verdicts,
-        rows=[Row(judged, [judged.by_name.get(name) for name in columns]) for judged in verdicts],
+        rows=[RunRow(judged, [judged.by_name.get(name) for name in columns]) for judged in verdicts],
         columns=columns,
         first=list(map(figure_of, charts.first)),
         internals=list(map(figure_of, charts.internals)),

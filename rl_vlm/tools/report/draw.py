@@ -40,14 +40,14 @@ class Figure:
 
 
 def figure_of(chart: Chart) -> Figure:
-    """Return what stands around a chart's drawing."""
+    """Return the texts around a chart's drawing."""
     words = "; ".join(f"{series.label}: {in_words(series)}" for series in chart.series)
     lines = [Legend(series.label, series.color, series.style, latest(series)) for series in chart.series]
     return Figure(chart.title, chart.note, f"{chart.title}. {words}", lines)
 
 
 def chart_data(chart: Chart, num_runs: int) -> dict[str, Any]:
-    """Return what the page's script needs to draw a chart. charts.js reads these keys."""
+    """Return the numbers from which the page's script draws a chart. charts.js reads these keys."""
     return {
         "series": [
             {

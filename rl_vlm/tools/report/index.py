@@ -14,7 +14,7 @@ from rl_vlm.log.files import METRICS
 from rl_vlm.tools.report.build import SOURCE, now, template, write_page
 from rl_vlm.tools.report.draw import sparkline
 from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_folder
-from rl_vlm.tools.report.verdict import TRAINING, Row, verdict_of
+from rl_vlm.tools.report.verdict import TRAINING, RunRow, verdict_of
 
 INDEX = "index.html"
 HELD_OUT = "Held-out reward"
@@ -67,13 +67,13 @@ def build_index(folders: Sequence[Path], path: Path) -> str:
     )
 
 
-def row_of(run: RunResults, folder: Path, path: Path) -> Row:
+def row_of(run: RunResults, folder: Path, path: Path) -> RunRow:
     """Return the row of a run. It has a link if the run has a report."""
     judged = verdict_of(run)
     held_out = next((moved for moved in judged.moved if moved.name.startswith("Held-out")), None)
     report = place_of(folder) / REPORT
     link = quote(os.path.relpath(report.absolute(), path.absolute().parent)) if report.is_file() else None
-    return Row(
+    return RunRow(
         judged,
         [held_out, judged.by_name.get(TRAINING)],
         link,

@@ -1,4 +1,4 @@
-"""The verdict on a run as a page shows it: a title, the main figure, what changed, and what else there is to know."""
+"""The verdict on a run as a page shows it: a title, the main figure, all changes, and further facts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ TRAINING, BEST = "Training reward", "Best reward of a group"
 OF_RUNS = (
     "95% intervals are bootstrap intervals (percentiles of 1,000 resamples): of held-out figures over the same rows "
     "before and after, of training figures over the first and the last tenth of the generation windows, or more "
-    "of them if these are few. They show chance in the choice of rows and in sampling, and not the result of another seed."
+    "of them if these are few. They show chance in the choice of rows and in sampling, and not the result of another "
+    "seed."
 )
 OF_EVALUATIONS = "95% intervals are bootstrap intervals of the mean over samples (percentiles of 1,000 resamples)."
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure beside the verdict."""
+    """A further figure."""
 
     label: str
     value: str
@@ -85,17 +86,14 @@ class Judged:
 
 
 def columns_of(verdicts: Sequence[Judged]) -> list[str]:
-    """Return the figures of a comparison: those of any run, without what says the same.
-
-    Training scores of functions are left out if there are held-out ones.
-    """
+    """Return the names of the figures in a comparison: of all runs, but no training score that has a held-out one."""
     names = dict.fromkeys(name for judged in verdicts for name in judged.by_name)
     repeated = {f"Training {name.removeprefix('Held-out ')}" for name in names if name.startswith("Held-out ")}
     return [name for name in names if name == TRAINING or name not in {*repeated, BEST}]
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """A run in a table of runs."""
 
     judged: Judged
@@ -188,7 +186,7 @@ def score_of(metrics: Mapping[str, Any], name: str, label: str) -> Moved:
 
 
 def scores_of(run: RunResults) -> Judged:
-    """Show the scores of an evaluation, first those of the functions with the largest weight."""
+    """Show the scores of an evaluation. The functions with the largest weight come first."""
     names = [name for name in run.summary if is_score(name)]
     names.sort(key=lambda name: function_name(name) not in run.decisive)
     scores = [score_of(run.summary, name, f"Held-out {function_name(name)}") for name in names]

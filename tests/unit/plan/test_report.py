@@ -1,14 +1,16 @@
 """What `rl-vlm plan` prints, for a model of round numbers."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from rl_vlm.plan import picture
 from rl_vlm.plan.build import plan_memory
 from rl_vlm.plan.hardware import GIB
 from rl_vlm.plan.memory import Phase
-from rl_vlm.plan.picture import draw_plan
 from rl_vlm.plan.report import (
     aligned,
     describe_plan,
@@ -23,7 +25,8 @@ from rl_vlm.plan.report import (
 from rl_vlm.plan.suggest import Setup
 from tests.helpers.planned_model import hardware, planned_model, run_config
 
-MEMORY = Path(__file__).parents[3] / "docs" / "memory.md"
+ROOT = Path(__file__).parents[3]
+MEMORY = ROOT / "docs" / "memory.md"
 RUN = run_config(memory={"micro_batch_tokens": 1024})
 MODEL = planned_model(RUN)
 MACHINES = hardware(8, gpus=2)
@@ -104,6 +107,30 @@ def test_set_ups_as_text():
     assert "64 nodes" in smallest_table([])
 
 
+def test_a_picture_says_first_whether_it_fits():
+    assert picture.headline(PLAN) == "It fits: 5.0 of 7.5 GiB"
+    too_large = replace(PLAN, card=replace(PLAN.card, memory=PLAN.card.memory // 8))
+    assert picture.headline(too_large).startswith("It does not fit: ")
+    assert (picture.color_of(PLAN), picture.color_of(too_large)) == ("#14713f", "#b3261e")
+
+
+def test_labels_of_a_picture_do_not_overlap(tmp_path: Path):
+    figure = Figure(figsize=(10, 2.4 + 0.45 * len(PLAN.phases)), layout="constrained")
+    axes = figure.subplots()
+    picture.draw_phases(PLAN, axes)
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert len(boxes) == len(PLAN.phases)
+    assert not [(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a.overlaps(b)]
+
+
+def test_a_picture_has_the_colours_and_the_fonts_of_the_report():
+    css = (ROOT / "rl_vlm/tools/report/page.css").read_text().partition("@media")[0]
+    colors = [*picture.COLORS, picture.TEXT, picture.QUIET, picture.LINE, picture.GOOD, picture.BAD]
+    assert [color for color in colors if color not in css] == []
+    assert [name for name in picture.FONTS if name not in (ROOT / "rl_vlm/tools/report/page.css").read_text()] == []
+
+
 def test_a_picture(tmp_path: Path):
-    draw_plan(PLAN, tmp_path / "plan.svg")
+    picture.draw_plan(PLAN, tmp_path / "plan.svg")
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
