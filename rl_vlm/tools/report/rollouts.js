@@ -112,6 +112,13 @@
     });
   }
 
+  // The images of a prompt are kept by some runs of a comparison, and not by others.
+  function imagesOf(group) {
+    const isSame = (other) => other.prompt === group.prompt && String(other.sizes) === String(group.sizes) && hasImage(other);
+    const other = hasImage(group) ? group : ofPrompt.get(`${group.heldOut} ${group.id}`).find(isSame);
+    return other ? other.images : group.images;
+  }
+
   // List of groups
 
   const PAGE = 100;  // groups in the list, before "Show more"
@@ -133,7 +140,7 @@
       cell.style.opacity = row.reward === null ? "0" : String(0.08 + 0.92 * (row.reward - lowest) / (highest - lowest));
       strip.append(cell);
     }
-    const image = group.images.find((one) => one !== null);
+    const image = imagesOf(group).find((one) => one !== null);
     const thumbnail = image === undefined
       ? element("span", { class: "thumb" })
       : element("img", { class: "thumb", src: data.images[image], alt: "", loading: "lazy", decoding: "async" });
@@ -272,7 +279,8 @@
 
   function pictures(group) {
     const made = element("div");
-    group.images.forEach((image, i) => {
+    const images = imagesOf(group);
+    images.forEach((image, i) => {
       if (image === null) return;
       const size = group.sizes[i] || [0, 0];
       const picture = element("img", { src: data.images[image], alt: `Image ${i + 1} of ${group.id}`, class: Math.max(...size) <= 64 ? "tiny" : "" });
@@ -280,7 +288,7 @@
       if (i === group.boxed && size[0]) canvas.append(shape("svg", { viewBox: `0 0 ${size[0]} ${size[1]}`, id: "regions", "aria-hidden": "true" }));
       made.append(element("figure", { class: "picture" }, canvas));
     });
-    if (group.noImage) made.append(element("p", { class: "quiet" }, "The image of this prompt is not kept."));
+    if (group.noImage && images === group.images) made.append(element("p", { class: "quiet" }, "The image of this prompt is not kept."));
     if (group.gold.length || group.rows.some((row) => row.regions.length)) {
       made.append(element("p", { class: "legend" },
         element("span", {}, element("span", { class: "key gold" }), "true"),

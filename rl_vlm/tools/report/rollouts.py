@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -58,29 +59,31 @@ class Images:
     """The images of the page, each once, as small JPEG files in data URIs."""
 
     def __init__(self) -> None:
-        self.uris: list[str] = []
+        self.numbers: dict[str, int] = {}
+        """Numbers by data URI. Runs of a comparison have files of the same image."""
         self.index: dict[str, int | None] = {}
         self.num_left_out = 0
         self.size = 0
 
     def add(self, path: Path, root: Path) -> int | None:
         """Return an image's number on the page, or None if it is no image file below `root` or the page is full."""
-        key = str(path)
+        key = os.path.normpath(path)
         if key not in self.index:
             self.index[key] = self.read(path) if is_file_below(root, path) else None
         return self.index[key]
 
     def read(self, path: Path) -> int | None:
-        if len(self.uris) >= MOST_IMAGES or self.size > IMAGE_BYTES:
+        if len(self.numbers) >= MOST_IMAGES or self.size > IMAGE_BYTES:
             self.num_left_out += 1
             return None
         try:
             uri = data_uri(path)
         except Exception:  # Pillow raises errors of many kinds for damaged and for huge files
             return None
-        self.uris.append(uri)
-        self.size += len(uri)
-        return len(self.uris) - 1
+        if uri not in self.numbers:
+            self.numbers[uri] = len(self.numbers)
+            self.size += len(uri)
+        return self.numbers[uri]
 
 
 def is_file_below(root: Path, path: Path) -> bool:
@@ -131,7 +134,7 @@ def browser_data(runs: Sequence[RunResults]) -> dict[str, Any]:
         "training": [run.kind == "training" for run in runs],
         "groups": [describe_group(one, runs[one.number], page) for one in shown],
         "prompts": [cut(prompt, prompt_limit) for prompt in prompts],
-        "images": page.images.uris,
+        "images": list(page.images.numbers),
         "numShown": len(rows),
         "numAll": sum(run.num_rows + run.num_held_out for run in runs),
         "numImagesLeftOut": page.images.num_left_out,

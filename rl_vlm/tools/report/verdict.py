@@ -155,7 +155,7 @@ def moved_of(change: Change) -> Moved:
 
 
 def held_out_scores(run: RunResults) -> list[Moved]:
-    """Return each function's held-out score at the first evaluation and for the model that the run ends with.
+    """Return the held-out reward and scores at the first evaluation and for the model that the run ends with.
 
     They have no interval of the change, since the completions of the evaluations are not logged. If both are one
     evaluation, return its scores.
@@ -164,16 +164,18 @@ def held_out_scores(run: RunResults) -> list[Moved]:
     if not evaluated:
         return []
     first, last = min(evaluated), result_step(run, evaluated)
-    found = []
-    for name in evaluated[last]:
-        if is_score(name) and name.startswith("eval_"):
-            score = score_of(evaluated[last], name, f"Held-out {function_name(name)}")
-            before = evaluated[first].get(name) if last > first else None
-            if before is not None:
-                digits = digits_of(before, evaluated[last][name])
-                start, end = (f"{value:.{digits}f}" for value in (before, evaluated[last][name]))
-                score = Moved(score.name, start, end, f"the latter: {score.interval}" if score.interval else "")
-            found.append(score)
+    after, found = evaluated[last], []
+    names = sorted(filter(is_score, after), key=lambda name: function_name(name) not in run.decisive)
+    for name in ("eval_reward", *names):
+        if name not in after:
+            continue
+        score = score_of(after, name, f"Held-out {'reward' if name == 'eval_reward' else function_name(name)}")
+        before = evaluated[first].get(name) if last > first else None
+        if before is not None:
+            digits = digits_of(before, after[name])
+            note = f"the latter: {score.interval}" if score.interval else ""
+            score = Moved(score.name, f"{before:.{digits}f}", f"{after[name]:.{digits}f}", note)
+        found.append(score)
     return found
 
 
@@ -191,13 +193,12 @@ def scores_of(run: RunResults) -> Judged:
     names.sort(key=lambda name: function_name(name) not in run.decisive)
     scores = [score_of(run.summary, name, f"Held-out {function_name(name)}") for name in names]
     samples = f"{(num := run.summary.get('num_samples', 0)):,.0f} sample{'' if num == 1 else 's'}"
-    words = [f"{score.name} {score.after}{f' ({score.interval})' if score.interval else ''}" for score in scores]
     return Judged(
         run.name,
         f"Evaluated on {samples}",
         "even",
         "%",
-        f"{'; '.join(words) or 'No completion has a score'}.",
+        "" if scores else "No completion has a score.",
         scores,
         [*passes_of(run.summary, "", {}), *problem_facts(run)],
         OF_EVALUATIONS,

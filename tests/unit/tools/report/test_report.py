@@ -130,6 +130,12 @@ def test_each_image_is_on_the_page_once(tmp_path: Path):
     assert all(uri.startswith("data:image/jpeg;base64,") for uri in data["images"])
 
 
+def test_runs_of_a_comparison_share_images(tmp_path: Path):
+    data = browser_data(read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")]))
+    assert len(data["images"]) == 2
+    assert sorted(group["images"][0] for group in data["groups"]) == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
 def test_each_image_is_in_the_file_once_though_the_list_shows_it_too(tmp_path: Path):
     page = build_page(read_runs([write_run(tmp_path / "run")]))
     assert page.count("data:image/jpeg;base64,") == 2

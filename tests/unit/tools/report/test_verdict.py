@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rl_vlm.log.completions import held_out_path, write_rows
+from rl_vlm.log.completions import held_out_path, window_path, write_rows
 from rl_vlm.run.evidence import read_evidence
 from rl_vlm.run.outcome import explained, headline
 from rl_vlm.run.verdict import judge
@@ -72,6 +72,43 @@ def test_held_out_scores_are_those_of_the_model_that_the_run_ends_with(tmp_path:
     (folder / "summary.json").write_text('{"checkpoint": "run/checkpoint-2"}')
     score = judged(folder).by_name["Held-out exact_match"]
     assert (score.values, score.interval) == ("0.10 → 0.90", "the latter: 0.00 to 0.50")
+
+
+def test_held_out_scores_without_completions_begin_with_those_that_decide(tmp_path: Path):
+    scores = {"eval_num_samples": 4.0, "eval_rewards/format/mean": 1.0, "eval_rewards/match/mean": 0.5}
+    lines = [
+        {"step": 0, "eval_reward": 0.25, **scores},
+        {"step": 1, "reward": 0.5},
+        {"step": 1, "eval_reward": 0.75, **scores},
+    ]
+    write_lines(tmp_path, *lines)
+    settings = {"rewards": {"reward_funcs": [{"function": "format", "weight": 0.1}, "match"]}}
+    run = RunResults("run", tmp_path, "training", lines=lines, names=["format", "match"], settings=settings)
+    assert [(m.name, m.values) for m in verdict_of(run).moved if m.name.startswith("Held-out")] == [
+        ("Held-out reward", "0.25 → 0.75"), ("Held-out match", "0.50 → 0.50"), ("Held-out format", "1.00 → 1.00"),
+    ]  # fmt: skip
+
+
+def test_a_run_of_an_earlier_version_is_judged_by_its_completions(tmp_path: Path):
+    folder = write_run(tmp_path / "run")
+    steps = range(30)
+    write_lines(
+        folder,
+        *({"step": s + 1, "reward": 0.5, "reward_std": 0.4, "frac_reward_zero_std": 1.0 * (s > 9)} for s in steps),
+    )
+    for path in (folder / "completions").glob("completions_*.parquet"):
+        path.unlink()
+    for step in steps:
+        answers = ["a", "b", "c", "d"] if step < 10 else ["a"] * 4
+        rows = [
+            completion_row(step, 0, i, 1.0 * (text == "d"), {"completion": f"<answer>{text}</answer>"})
+            for i, text in enumerate(answers)
+        ]
+        write_rows(window_path(folder, step), rows)
+    found = judged(folder)
+    # From step 15 on, five of the last eight steps have no variance: more than 60%.
+    assert (found.title, found.state) == ("Collapsed at step 15, not evaluated", "bad")
+    assert found.by_name["Distinct answers of a group"].values == "4.00 → 1.00"
 
 
 def test_held_out_pass_rates_are_beside_the_verdict(tmp_path: Path):
