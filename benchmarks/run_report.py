@@ -67,9 +67,9 @@ def write_windows(folder: Path, options: argparse.Namespace) -> None:
                     } | logged
                 )  # fmt: skip
         write_rows(window_path(folder, step), rows)
-    lines = [
-        {"step": s + 1, "reward": s / num_windows, "time/step": 9.0, "time/training": 4.0} for s in range(num_windows)
-    ]
+    same = {"time/step": 9.0, "time/training": 4.0, "step_tokens": 1e5, "frac_reward_zero_std": 0.1, "reward_std": 0.3}
+    groups = {"reward_best_of_group": 0.9, "completions/distinct_answers": float(GROUP)}
+    lines = [{"step": s + 1, "reward": s / num_windows} | same | groups for s in range(num_windows)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(yaml_text.dump(SETTINGS))
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,9 @@ def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
     )
 
 
+@cache
 def template(name: str) -> Any:
-    """Return a template of a page, which escapes all text."""
+    """Return a template of a page, which escapes all text. A run writes many pages, so it is compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
