@@ -36,7 +36,8 @@ def draw_plan(plan: MemoryPlan, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style: dict[Any, Any] = {"font.family": font(), "text.color": TEXT, "xtick.color": QUIET, "ytick.color": TEXT, "font.size": 11}
+    style: dict[Any, Any] = {"font.family": font(), "font.size": 11}
+    style |= {"text.color": TEXT, "xtick.color": QUIET, "ytick.color": TEXT}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(10, 2.4 + 0.45 * len(plan.phases)), layout="constrained", facecolor="white")
         axes = figure.subplots()
