@@ -84,7 +84,7 @@
     const log = find("log").checked && !isArea && flat.some((value) => value > 0);
     const series = chart.series.map((one) => {
       const kept = log ? one.points.filter((point) => point[1] > 0) : one.points;
-      const smooth = weight > 0 && one.style !== "dots" ? smoothed(kept.map((point) => point[1]), weight) : null;
+      const smooth = weight > 0 && one.style === "line" ? smoothed(kept.map((point) => point[1]), weight) : null;
       return { ...one, smooth, points: kept.map((point) => ({
         step: point[0], x: place(one.run, point[0], axis), value: point[1],
         low: log && point[2] <= 0 ? point[1] : point[2], high: point[3] })) };
