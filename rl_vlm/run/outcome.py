@@ -46,7 +46,7 @@ def explained(verdict: Verdict) -> str:
         return " ".join(["No completion has a reward.", *verdict.lacks])
     main = verdict.changes[0]
     before, after = text_of(main)
-    of_change = interval(main, " (95% interval of the change: {})")
+    of_change = "" if main.low is None or main.has_few else f" (95% interval of the change: {interval(main)})"
     meaning = MEANINGS[verdict.outcome].format(name=main.name, before=before, after=after, interval=of_change)
     return " ".join([meaning, *verdict.lacks])
 
@@ -57,12 +57,14 @@ def text_of(change: Change) -> tuple[str, str]:
     return f"{change.before:.{digits}f}", f"{change.after:.{digits}f}"
 
 
-def interval(change: Change, form: str = "{}") -> str:
-    """Return the interval of a change, or nothing if it has none."""
+def interval(change: Change) -> str:
+    """Return the interval of a change, or why there is none, or nothing."""
     if change.low is None or change.high is None:
         return ""
+    if change.has_few:
+        return f"too few values ({change.num})"
     digits = digits_of(change.before, change.after)
-    return form.format(f"{change.low:+.{digits}f} to {change.high:+.{digits}f}")
+    return f"{change.low:+.{digits}f} to {change.high:+.{digits}f}"
 
 
 def digits_of(*values: float) -> int:

@@ -92,6 +92,11 @@ class Change:
     num: int | None = None
     """Number of values: of pairs, or of values at the end that has fewer of them."""
 
+    @property
+    def has_few(self) -> bool:
+        """Whether its interval is of so few values that it would be too narrow."""
+        return self.num is not None and self.num < FEWEST
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -161,7 +166,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 def word_of(change: Change | None, num_steps: int) -> Outcome:
     """Return whether a run learned, by the interval of its change."""
-    if num_steps < FEWEST_STEPS or change is None or (change.num or 0) < FEWEST:
+    if num_steps < FEWEST_STEPS or change is None or change.has_few:
         return Outcome.SHORT
     if change.low is not None and change.low > 0:
         return Outcome.LEARNED

@@ -12,7 +12,7 @@ from rl_vlm.log.metrics import function_name, is_score, named_with, reward_fault
 from rl_vlm.reward.suite import NOT_APPLICABLE
 from rl_vlm.run.evidence import read_evidence
 from rl_vlm.run.outcome import digits_of, explained, headline, interval, text_of
-from rl_vlm.run.verdict import FEWEST, Change, Evidence, Outcome, judge
+from rl_vlm.run.verdict import Change, Evidence, Outcome, judge
 from rl_vlm.stages import Stage
 from rl_vlm.tools.report.draw import Spark
 from rl_vlm.tools.report.read import RunResults
@@ -144,11 +144,9 @@ def evidence_of(run: RunResults) -> Evidence:
 
 
 def moved_of(change: Change) -> Moved:
-    """Return a change as text. With few values, an interval would be too narrow."""
+    """Return a change as text."""
     before, after = text_of(change)
-    if change.num is not None and change.num < FEWEST:
-        return Moved(capitalized(change.name), before, after, f"too few values ({change.num})")
-    word = "" if change.low is None or change.high is None else (
+    word = "" if change.low is None or change.high is None or change.has_few else (
         "rose" if change.low > 0 else "fell" if change.high < 0 else "no clear change"
     )  # fmt: skip
     return Moved(capitalized(change.name), before, after, interval(change), word)
