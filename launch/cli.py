@@ -42,6 +42,7 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> None:
     batch_sizes(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     announce_training(config)
     with importing():
+        # Loading uses these classes. Here their import is without garbage collections.
         from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor  # noqa: F401
 
         from rl_vlm.run.outcome import training_outcome

@@ -22,7 +22,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.errors import TrainingError
-from rl_vlm.log.metrics import StepMetrics
+from rl_vlm.log.metrics import ITERATION, StepMetrics
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
 from rl_vlm.passes.passes import Passes
@@ -127,6 +127,7 @@ class Trainer:
         """Build the objective of an optimizer step on these groups of the window."""
         lags = [self.progress.policy_version - group.group.policy_version for group in groups]
         metrics.add_mean("sampling/policy_version_lag", sum(lags), len(lags))
+        metrics.add_mean(ITERATION, window.iteration, 1)
 
         def outputs() -> list[tuple[MicroBatch, PolicyOutput]]:
             with metrics.stage(Stage.ENTROPY):

@@ -111,9 +111,19 @@ def most_common(answers: Sequence[str]) -> str:
     return Counter(answers).most_common(1)[0][0]  # stable: equal counts stay in order of insertion
 
 
-def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Compute the 95% percentile bootstrap interval of the mean over samples."""
+def bootstrap_interval(values: Sequence[float], before: Sequence[float] | None = None) -> tuple[float, float]:
+    """Compute the 95% percentile bootstrap interval of the mean over samples.
+
+    With `before`, compute the interval of the difference of both means. Their samples are drawn independently.
+    """
     generator = np.random.default_rng(0)
-    means = [generator.choice(values, size=len(values)).mean() for _ in range(BOOTSTRAP_RESAMPLES)]
+    means = bootstrap_means(values, generator)
+    if before is not None:
+        means = means - bootstrap_means(before, generator)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
+
+
+def bootstrap_means(values: Sequence[float], generator: np.random.Generator) -> np.ndarray:
+    """Return the means of `BOOTSTRAP_RESAMPLES` samples that are drawn with replacement."""
+    return np.array([generator.choice(values, size=len(values)).mean() for _ in range(BOOTSTRAP_RESAMPLES)])

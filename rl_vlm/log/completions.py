@@ -180,11 +180,20 @@ def answer(row: Mapping[str, Any], name: str) -> str:
 
     This is the logged `answer`, or else the content of the last closed `<answer>` tag, or else the text.
     """
-    logged = row.get(f"{name}/answer", row.get("answer"))
+    return answer_in(row["completion"], row.get(f"{name}/answer", row.get("answer")))
+
+
+def answer_in(text: str, logged: Any) -> str:
+    """Return the answer of a text with the logged `answer`, if that is not None."""
     if logged is not None:
         return str(logged)
-    tagged = ANSWER.match(row["completion"])
-    return (tagged[1] if tagged else row["completion"]).strip()
+    tagged = ANSWER.match(text)
+    return (tagged[1] if tagged else text).strip()
+
+
+def distinct_answers(group: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Return the number of different answers of a group to a reward function."""
+    return len({answer(row, name) for row in group})
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -31,8 +31,12 @@ BEST_OF_GROUP = "reward_best_of_group"
 """Mean over groups of the best reward of a completion."""
 DISTINCT_ANSWERS = "completions/distinct_answers"
 """Mean number of distinct answers of a group."""
+NUM_GROUPS = "completions/num_groups"
+"""Groups of a step."""
 FAULTED = "frac_reward_faults"
-"""Share of a window's completions on which a reward function failed."""
+"""Share of a window's completions on which a reward function failed. Only the window's first step has it."""
+ITERATION = "sampling/iteration"
+"""How often earlier steps have trained on the groups of a step. Later iterations repeat the metrics of the groups."""
 
 STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,
@@ -186,6 +190,7 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     best_P = pad_sequence([scored.rewards_G for scored in groups], batch_first=True, padding_value=math.nan)
     best_P = best_P.nan_to_num(nan=-math.inf).amax(dim=1)
     metrics.add_values(best_P.where(best_P.isfinite(), math.nan), mean=BEST_OF_GROUP)
+    metrics.add_sum(NUM_GROUPS, len(groups))
     metrics.add_mean(WITHOUT_VARIANCE, sum(not scored.has_variance for scored in groups), len(groups))
     counts = [scored.num_answers for scored in groups if scored.num_answers is not None]
     metrics.add_mean(DISTINCT_ANSWERS, sum(counts), len(counts))

@@ -109,7 +109,7 @@ def training_figures(line: Mapping[str, Any]) -> dict[str, str]:
         figures["tokens/s"] = f"{line.get('step_tokens', 0.0) / seconds:,.0f}"
         stages = stage_seconds(line)
         for name in sorted(stages, key=stages.__getitem__, reverse=True)[:SHOWN_STAGES]:
-            figures[name] = f"{stages[name]:.1f}s"
+            figures[seconds_of(name)] = f"{stages[name]:.1f}s"
     return figures
 
 

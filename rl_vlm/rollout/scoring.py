@@ -16,7 +16,7 @@ from rl_vlm.data.check import UsableRows, check_rows
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import RewardError
-from rl_vlm.log.completions import answer
+from rl_vlm.log.completions import answer_in
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.types import Group, RewardTable, ScoredGroup
@@ -73,15 +73,10 @@ def score_groups(
 
 
 def num_answers(group: Group, table: RewardTable, p: int, name: str) -> int:
-    """Count the distinct answers of group p, as the reward function `name` reads them."""
-    logged = {
-        column: table.breakdown[column][p] for column in (f"{name}/answer", "answer") if column in table.breakdown
-    }
-    rows = [
-        {"completion": completion.text, **{column: values[g] for column, values in logged.items()}}
-        for g, completion in enumerate(group.completions)
-    ]
-    return len({answer(row, name) for row in rows})
+    """Count the distinct answers of group p to the reward function `name`."""
+    column = table.breakdown.get(f"{name}/answer", table.breakdown.get("answer"))
+    logged = [None] * len(group.completions) if column is None else column[p]
+    return len({answer_in(one.text, given) for one, given in zip(group.completions, logged, strict=True)})
 
 
 def check_faults(

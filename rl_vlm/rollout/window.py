@@ -77,6 +77,11 @@ class Window:
         return self.steps_per_window * self.num_iterations - self.updates_done
 
     @property
+    def iteration(self) -> int:
+        """Return how often earlier updates have trained on the groups of the next one."""
+        return self.updates_done // self.steps_per_window
+
+    @property
     def outlives_update(self) -> bool:
         """Return whether the window has several updates. The later ones need old log-probs."""
         return self.steps_per_window * self.num_iterations > 1

@@ -8,56 +8,80 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.log.completions import answer, function_columns, held_out_path, window_paths, windows_of
+from rl_vlm.errors import text_of
+from rl_vlm.log.completions import (
+    distinct_answers,
+    function_columns,
+    held_out_path,
+    step_of,
+    window_paths,
+    windows_of,
+)
 from rl_vlm.log.files import METRICS
-from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, MetricsLog
+from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS, MetricsLog
 from rl_vlm.run.verdict import Evidence, Line, Pairs, is_number
 
 MOST_WINDOWS = 500
 """Largest number of windows to read if metrics lack the figures of groups. Of more, read those at even distances."""
+NOT_SEEN = "so a collapse cannot be seen"
 
 
-def read_evidence(folder: Path, result_step: int | None = None, decisive: str | None = None) -> Evidence:
-    """Read the evidence of a run.
+def read_evidence(
+    folder: Path, result_step: int | None = None, decisive: str | None = None, num_generations: int | None = None
+) -> Evidence:
+    """Read the evidence of a run, whose groups have `num_generations` completions.
 
     `result_step` is the step of the model that the run ends with, by default the step of the last evaluation. If the
     metrics lack the figures of groups, as in old runs, the answers to the function `decisive` are counted.
     """
-    lacks: list[str] = []
-    lines = MetricsLog(folder / METRICS).read()
-    if not any(BEST_OF_GROUP in line for line in lines):
-        lines = with_groups(folder, lines, decisive, lacks)
+    lines = with_groups(folder, MetricsLog(folder / METRICS).read(), decisive)
     evaluated: list[int] = [line["step"] for line in lines if "eval_num_samples" in line]
-    held_out: dict[str, Pairs] = {}
+    held_out: Mapping[str, Pairs] = {}
+    lacks = lacks_of(lines)
     if len(evaluated) > 1:
         last = result_step if result_step is not None and result_step in evaluated else evaluated[-1]
-        held_out = paired_values(folder, evaluated[0], last)
-        if not held_out:
+        try:
+            held_out = paired_values(folder, evaluated[0], last)
+        except Exception as error:  # a verdict is needed most for runs that went wrong
             lacks.append(
-                "The completions of both evaluations are not logged (log.log_completions), so the change of the "
-                "held-out reward has no interval. Training data are judged."
+                f"The completions of two evaluations cannot be read ({text_of(error)}): training data are judged."
             )
     elif evaluated:
         lacks.append(f"There is one evaluation, after step {evaluated[0]:,}. Training data are judged.")
     else:
         lacks.append("There are no held-out data. Training data are judged.")
-    return Evidence(lines, held_out, len(evaluated), lacks)
+    return Evidence(lines, held_out, len(evaluated), num_generations, lacks)
+
+
+def lacks_of(lines: Sequence[Line]) -> list[str]:
+    """Return sentences on missing figures of groups."""
+    steps = [line for line in lines if line["step"] > 0]
+    if not steps:
+        return []
+    lacks = []
+    if steps[0]["step"] > 1:
+        lacks.append(f"Steps before {steps[0]['step']:,} are in another directory, {NOT_SEEN}.")
+    elif BEST_OF_GROUP not in steps[0]:
+        lacks.append(f"The completions of the first step are not logged (log.log_completions), {NOT_SEEN}.")
+    if any(line.get("resampling/rounds") for line in steps):
+        lacks.append(
+            "Groups without variance were replaced (rollout.max_resampling_rounds). Training figures are of the groups "
+            "that were kept, and hide a loss of spread."
+        )
+    return lacks
 
 
 def paired_values(folder: Path, first: int, last: int) -> dict[str, Pairs]:
     """Return the values of each row that two evaluations scored: the reward, and the scores of several functions.
 
-    Empty if a file is missing or damaged.
+    Raises an error of pyarrow or of the file system if a file is missing or damaged.
     """
     from pyarrow.parquet import ParquetFile
 
-    try:
-        files = [ParquetFile(held_out_path(folder, step)) for step in (first, last)]
-        functions = function_columns(files[-1].schema_arrow.names)
-        names = ["reward", *(functions if len(functions) > 1 else [])]
-        before, after = (file.read(columns=["sample_id", *names]).to_pylist() for file in files)
-    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
-        return {}
+    files = [ParquetFile(held_out_path(folder, step)) for step in (first, last)]
+    functions = function_columns(files[-1].schema_arrow.names)
+    names = ["reward", *(functions if len(functions) > 1 else [])]
+    before, after = (file.read(columns=["sample_id", *names]).to_pylist() for file in files)
     pairs = {name: shared(mean_values(before, name), mean_values(after, name)) for name in names}
     return {name: both for name, both in pairs.items() if both[0]}
 
@@ -77,21 +101,25 @@ def shared(before: Mapping[str, float], after: Mapping[str, float]) -> Pairs:
     return [before[sample] for sample in both], [after[sample] for sample in both]
 
 
-def with_groups(folder: Path, lines: Sequence[Line], decisive: str | None, lacks: list[str]) -> list[dict[str, Any]]:
-    """Add the figures of groups to lines that were written before they were metrics, from the completions."""
-    paths = window_paths(folder)
+def with_groups(folder: Path, lines: Sequence[Line], decisive: str | None) -> list[dict[str, Any]]:
+    """Add the figures of groups to lines without them, as of older versions, from the completions.
+
+    Only a window's first step has new groups: its later steps are of an unknown kind.
+    """
+    lacking = [line for line in lines if line["step"] > 0 and BEST_OF_GROUP not in line]
+    if not lacking:
+        return [dict(line) for line in lines]
+    last = lacking[-1]["step"]
+    paths = [path for path in window_paths(folder) if step_of(path) < last]
     every = max(1, -(-len(paths) // MOST_WINDOWS))
     found: dict[int, dict[str, float]] = {}
     for path in paths[::every]:
         found |= group_figures(path, decisive)
-    if not found:
-        lacks.append("The completions are not logged (log.log_completions), so a collapse cannot be seen.")
-    figures: Mapping[str, float] = {}
-    lines_with = []
-    for line in lines:
-        figures = found.get(line["step"], figures)
-        lines_with.append({**line, **figures} if line["step"] > 0 else dict(line))
-    return lines_with
+    later = {ITERATION: 1} if found else {}
+    return [
+        dict(line) if BEST_OF_GROUP in line or line["step"] == 0 else {**line, **found.get(line["step"], later)}
+        for line in lines
+    ]
 
 
 def group_figures(path: Path, decisive: str | None) -> dict[int, dict[str, float]]:
@@ -101,16 +129,18 @@ def group_figures(path: Path, decisive: str | None) -> dict[int, dict[str, float
     """
     from pyarrow.parquet import ParquetFile
 
-    wanted = ["step", "group_id", "completion", "reward", "answer", f"{decisive}/answer"]
+    wanted = ["step", "group_id", "completion", "reward", "fault", "answer", f"{decisive}/answer"]
     try:
         file = ParquetFile(path)
         rows = file.read(columns=[name for name in wanted if name in file.schema_arrow.names]).to_pylist()
-    except (OSError, ValueError):
+    except Exception:  # the report names damaged files
         return {}
     return {
         step + 1: {
             BEST_OF_GROUP: float(np.mean([max(rewards) for group in groups if (rewards := rewards_of(group))])),
-            DISTINCT_ANSWERS: float(np.mean([len({answer(row, decisive or "") for row in group}) for group in groups])),
+            DISTINCT_ANSWERS: float(np.mean([distinct_answers(group, decisive or "") for group in groups])),
+            FAULTED: float(np.mean([row.get("fault") is not None for group in groups for row in group])),
+            NUM_GROUPS: len(groups),
         }
         for step, groups in windows_of(rows).items()
         if any(map(rewards_of, groups))

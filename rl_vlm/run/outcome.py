@@ -10,25 +10,26 @@ from typing import Any
 
 from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.outcome import aligned, fault_lines, report_lines, skipped_lines
-from rl_vlm.run.verdict import Change, CollapseWatch, Line, Outcome, Verdict, training_steps
+from rl_vlm.run.verdict import Change, CollapseWatch, Evidence, Line, Outcome, Verdict, training_steps
 
 logger = logging.getLogger(__name__)
 
 EXPLORE = (
-    "Start again, or resume from an earlier checkpoint, with more exploration: a lower learning_rate, a higher "
-    "epsilon_high (0.5), more num_generations, a KL term (beta 0.02 to 0.1), or more num_iterations per rollout."
+    "Start again with more exploration: more num_generations, or a KL term (beta 0.02 to 0.1). Or resume from a "
+    "checkpoint before it with a lower learning_rate, a higher epsilon_high (0.5), or more num_iterations per rollout."
 )
 """The remedy for a collapse."""
 MEANINGS = {
     Outcome.LEARNED: "The {name} rose from {before} to {after}{interval}.",
     Outcome.WORSE: "The {name} fell from {before} to {after}{interval}.",
-    Outcome.UNCHANGED: "The {name} did not change measurably: {before} at the start, {after} at the end{interval}.",
-    Outcome.SHORT: "There are too few steps or values to judge the change of the {name}: {before} at the start, "
-    "{after} at the end{interval}.",
-    Outcome.COLLAPSED: "The completions of a group have become nearly equal, and the reward is far below the best "
-    "completions of the first groups. The {name} went from {before} to {after}{interval}. " + EXPLORE,
+    Outcome.UNCHANGED: "The {name} did not change measurably: {before} at first, {after} at the end{interval}.",
+    Outcome.SHORT: "There are too few steps or values to judge the change of the {name}: {before} at first, {after} at "
+    "the end{interval}.",
+    Outcome.COLLAPSED: "Groups have lost their spread, and the reward is far below the best completions of the first "
+    f"groups. The {{name}} went from {{before}} to {{after}}{{interval}}. {EXPLORE}",
     Outcome.CONSTANT: "All completions of a group always had the same reward, so there was nothing to learn from. "
-    "`rl-vlm rewards check` and `rl-vlm doctor` look at the reward functions and at the data.",
+    "Either all answers are right already, or the reward does not tell them apart. `rl-vlm rewards check` and "
+    "`rl-vlm doctor` look at the reward functions and at the data.",
     Outcome.FAULTY: "Reward functions failed on a large part of the completions, which were left out of training. "
     "The log has the first fault of each kind.",
 }
@@ -43,7 +44,7 @@ def headline(verdict: Verdict) -> str:
 def explained(verdict: Verdict) -> str:
     """Return sentences on the verdict, with its main figure, and on missing data."""
     if not verdict.changes:
-        return " ".join(["No completion has a reward.", *verdict.lacks])
+        return " ".join(["There are no rewards to compare.", *verdict.lacks])
     main = verdict.changes[0]
     before, after = text_of(main)
     of_change = "" if main.low is None or main.has_few else f" (95% interval of the change: {interval(main)})"
@@ -82,10 +83,10 @@ def changes_table(changes: Sequence[Change]) -> str:
 class CollapseWarning:
     """Logs a warning when a run begins to collapse, once."""
 
-    def __init__(self, num_steps: int, lines: Sequence[Line] = ()) -> None:
-        """`lines` are those of earlier starts of the run."""
-        self.watch, self.is_given = CollapseWatch(num_steps), False
-        for line in training_steps(lines):
+    def __init__(self, earlier: Evidence | None = None) -> None:
+        """`earlier` is the evidence of earlier starts of the run."""
+        self.watch, self.is_given = CollapseWatch(earlier.num_generations if earlier else None), False
+        for line in training_steps(earlier.lines if earlier else []):
             self.is_given |= self.watch.add(line)
 
     def give(self, line: Line) -> None:
@@ -95,8 +96,8 @@ class CollapseWarning:
         self.is_given = True
         figures = "; ".join(f"{change.name} {' → '.join(text_of(change))}" for change in self.watch.changes())
         logger.warning(
-            "step %d: the run begins to collapse. The completions of a group have become nearly equal, and the reward "
-            "is far below the best completions of the first groups (%s). %s", line["step"], figures, EXPLORE,
+            "step %d: the run begins to collapse. Groups have lost their spread since step %d, and the reward is far "
+            "below the best completions of the first groups (%s). %s", line["step"], self.watch.since, figures, EXPLORE,
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from rl_vlm.run.history import Record
 from rl_vlm.run.instrument import MakeInstrument
 from rl_vlm.run.outcome import CollapseWarning
 from rl_vlm.run.resume import SavedRun, state_files
-from rl_vlm.run.verdict import judge
+from rl_vlm.run.verdict import Evidence, judge
 from rl_vlm.stages import Stage
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Run:
     def take_all_steps(self) -> None:
         """Take the remaining steps. Before the first and after each, evaluate, save and report if that is due."""
         log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
-        collapse = CollapseWarning(progress.max_steps, self.directory.metrics.read() if self.ranks.is_main else [])
+        collapse = CollapseWarning(self.evidence() if self.ranks.is_main else None)
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
         with ProgressBar(progress.global_step, progress.max_steps, "step", log.disable_tqdm, silent) as bar:
@@ -359,13 +359,17 @@ class Run:
         if self.ranks.is_main:
             lines = self.directory.metrics.read()
             result_step = last if record.best_step is None else record.best_step
-            evidence = read_evidence(self.directory.path, result_step, self.rewards.decisive)
-            summary |= totals(lines) | {"verdict": judge(evidence).as_json()}
+            summary |= totals(lines) | {"verdict": judge(self.evidence(result_step)).as_json()}
             self.directory.write_summary(summary)
             with disk_errors(self.directory.path):
                 draw_curve(lines, self.directory.path / "reward.png")
         self.end_instruments()
         return summary
+
+    def evidence(self, result_step: int | None = None) -> Evidence:
+        """Read the evidence for a verdict. `result_step` is the step of the model that the run ends with."""
+        num_generations = self.config.rollout.num_generations
+        return read_evidence(self.directory.path, result_step, self.rewards.decisive, num_generations)
 
     def close(self) -> None:
         """Close the engine, the workers, the trackers and the process group, and unlock the directory."""

@@ -2,10 +2,10 @@
 
     rewards faulty    functions failed on `MOST_FAULTED` of the completions or more
     rewards constant  no group ever had two different rewards
+    too short         there are not enough steps, or not enough values
     collapsed         groups have lost their spread, far below the best completions of the first groups
     learned, worse    the interval of the change lies above 0, or below
     unchanged         it contains 0
-    too short         there are not enough values, or not enough steps, to say so
 
 The first that holds is the verdict. The change is the held-out reward's, row by row, from the first evaluation to the
 model that the run ends with. Without two evaluations, it is the training reward's.
@@ -22,11 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from rl_vlm.evaluation.figures import BOOTSTRAP_RESAMPLES
+from rl_vlm.evaluation.figures import bootstrap_interval
 from rl_vlm.log.metrics import (
     BEST_OF_GROUP,
     DISTINCT_ANSWERS,
     FAULTED,
+    ITERATION,
+    NUM_GROUPS,
     WITHOUT_VARIANCE,
     function_name,
     is_score,
@@ -40,21 +42,21 @@ MOST_FAULTED = 0.05
 FEWEST_STEPS = 10
 """With fewer steps, a change says nothing of the settings. One in twenty intervals lies above or below 0 by chance."""
 SHARE = 0.1
-"""Share of a run's windows at each of the two ends that are compared. The mean over a window's groups is one value."""
-FEWEST = 8
-"""An end has at least so many values, if both can. With fewer, a bootstrap interval is too narrow."""
+"""Share of a run's steps with new groups at each of the two ends that are compared. Their mean reward is one value."""
+ENOUGH, FEWEST = 16, 8
+"""An end has at least `ENOUGH` values, if both can. With fewer than `FEWEST`, an interval would be too narrow."""
 
-FIRST_STEPS = 4
-"""Steps whose groups show the answers that the starting model can find. Their mean is over dozens of groups."""
-LAST_STEPS, LAST_SHARE = 8, 0.05
-"""A collapse is judged over so many steps, or this share of the run. Single steps vary."""
+FIRST_GROUPS, FIRST_STEPS = 32, 1
+"""Groups, and steps with new groups, that show which answers the starting model can find."""
+LAST_GROUPS, LAST_STEPS = 128, 4
+"""Groups, and steps with new groups, over which a collapse is judged. Single steps vary."""
 MOST_CONSTANT = 0.6
 """More than this share of groups without variance is a loss of spread, if answers are lost as well."""
 LEAST_SPREAD = 0.2
 """Answers are lost if the distinct ones of a group beyond the first have fallen below this share of the start."""
-SAME_SPREAD, LEAST_GROWTH = 0.9, 0.2
-"""If more than this share of the distinct answers is left, they are texts without a form. Then the share of groups
-without variance must have grown by so much: prompts that are too easy or too hard have none from the start."""
+ALL_DISTINCT, LEAST_GROWTH = 0.9, 0.2
+"""If more than this share of a group's answers are distinct at both ends, they are texts without a form. The share of
+groups without variance must then have grown by so much: prompts that are too easy or too hard have none at first."""
 MOST_REALIZED = 0.75
 """A run that has come this far from its first reward to the best of its first groups has used its exploration."""
 LEAST_MISSING = 0.25
@@ -66,6 +68,7 @@ SPREAD = {
     BEST_OF_GROUP: "best reward of a group",
 }
 """The metrics that show the spread of groups."""
+NO_SCORE = "share of completions with a reward fault"
 
 
 class Outcome(StrEnum):
@@ -104,7 +107,7 @@ class Verdict:
 
     outcome: Outcome
     step: int | None
-    """The step at which a collapse began."""
+    """The first of the steps that showed a collapse."""
     is_evaluated: bool
     """Whether held-out rows were evaluated. Otherwise training data alone are judged."""
     changes: list[Change]
@@ -138,7 +141,9 @@ class Evidence:
     """Mean values of the same held-out rows at the first evaluation, and with the model that the run ends with: of
     `reward`, and of each reward function. Empty without two evaluations whose completions are logged."""
     num_evaluations: int = 0
-    lacks: list[str] = field(default_factory=list)
+    num_generations: int | None = None
+    """Completions of a group, if they are known."""
+    lacks: Sequence[str] = ()
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -146,36 +151,55 @@ def judge(evidence: Evidence) -> Verdict:
     steps = training_steps(evidence.lines)
     held_out = [paired_change(f"held-out {name}", *pairs) for name, pairs in evidence.held_out.items()]
     rewards = [*held_out, *training_changes(steps)]
-    watch = CollapseWatch(len(steps))
+    watch = CollapseWatch(evidence.num_generations)
     for line in steps:
         watch.add(line)
+    faulted = [line for line in evidence.lines if line.get(FAULTED)]
+    num_steps = len(training_lines(evidence.lines))
     outcome = (
-        Outcome.FAULTY if mean_of(steps, FAULTED) >= MOST_FAULTED
-        else Outcome.CONSTANT if steps and all(line.get(WITHOUT_VARIANCE) == 1.0 for line in steps)
+        Outcome.FAULTY if mean_of(evidence.lines, FAULTED) >= MOST_FAULTED
+        else Outcome.CONSTANT if is_constant(steps)
+        else Outcome.SHORT if num_steps < FEWEST_STEPS
         else Outcome.COLLAPSED if watch.since is not None
-        else word_of(rewards[0] if rewards else None, len(steps))
+        else word_of(rewards[0] if rewards else None)
     )  # fmt: skip
     return Verdict(
         outcome,
         watch.since if outcome == Outcome.COLLAPSED else None,
         evidence.num_evaluations > 0,
-        [*rewards, *watch.changes()],
+        [*rewards, *watch.changes(), *([fault_change(evidence.lines)] if faulted else [])],
         list(evidence.lacks),
     )
 
 
-def word_of(change: Change | None, num_steps: int) -> Outcome:
+def is_constant(steps: Sequence[Line]) -> bool:
+    """Return whether no group of the run has two different rewards."""
+    groups = sum(num_groups(line) for line in steps)
+    return groups >= FIRST_GROUPS and all(line.get(WITHOUT_VARIANCE) == 1.0 for line in steps)
+
+
+def word_of(change: Change | None) -> Outcome:
     """Return whether a run learned, by the interval of its change."""
-    if num_steps < FEWEST_STEPS or change is None or change.has_few:
+    if change is None or change.has_few:
         return Outcome.SHORT
     if change.low is not None and change.low > 0:
         return Outcome.LEARNED
     return Outcome.WORSE if change.high is not None and change.high < 0 else Outcome.UNCHANGED
 
 
-def training_steps(lines: Iterable[Line]) -> list[Line]:
+def training_lines(lines: Iterable[Line]) -> list[Line]:
     """Return the lines of optimizer steps whose groups have a reward."""
     return [line for line in lines if line["step"] > 0 and is_number(line.get("reward"))]
+
+
+def training_steps(lines: Iterable[Line]) -> list[Line]:
+    """Return those with new groups. Later iterations of a window repeat the figures of its groups."""
+    return [line for line in training_lines(lines) if not line.get(ITERATION)]
+
+
+def num_groups(line: Line) -> int:
+    """Return the groups of a step. If they are not known, as in old runs, return the fewest that suffice."""
+    return int(line.get(NUM_GROUPS, FIRST_GROUPS))
 
 
 def is_number(value: Any) -> bool:
@@ -189,43 +213,37 @@ def mean_of(lines: Iterable[Line], metric: str) -> float:
 
 
 def paired_change(name: str, before: Sequence[float], after: Sequence[float]) -> Change:
-    """Return the change of values that are paired, with the percentile bootstrap interval of its mean over pairs."""
-    pairs = np.array([before, after], dtype=float)
-    generator = np.random.default_rng(0)
-    drawn = generator.integers(pairs.shape[1], size=(BOOTSTRAP_RESAMPLES, pairs.shape[1]))
-    low, high = np.percentile((pairs[1] - pairs[0])[drawn].mean(axis=1), [2.5, 97.5])
-    return Change(name, float(pairs[0].mean()), float(pairs[1].mean()), float(low), float(high), pairs.shape[1])
+    """Return the change of values that are paired, with the bootstrap interval of its mean over pairs."""
+    low, high = bootstrap_interval([new - old for old, new in zip(before, after, strict=True)])
+    return Change(name, float(np.mean(before)), float(np.mean(after)), low, high, len(before))
 
 
 def training_changes(steps: Sequence[Line]) -> list[Change]:
-    """Return the changes of the training reward and of each function's score, from the first to the last windows."""
-    windows = [line for line, previous in zip(steps, [None, *steps], strict=False) if is_new(line, previous)]
-    scores = dict.fromkeys(name for line in windows for name in line if is_score(name) and name.startswith("rewards/"))
+    """Return the changes of the training reward and of each function's score, from the first to the last steps."""
+    scores = dict.fromkeys(name for line in steps for name in line if is_score(name) and name.startswith("rewards/"))
     metrics = {"reward": "reward", **({name: function_name(name) for name in scores} if len(scores) > 1 else {})}
-    values = {label: [line[name] for line in windows if is_number(line.get(name))] for name, label in metrics.items()}
+    values = {label: [line[name] for line in steps if is_number(line.get(name))] for name, label in metrics.items()}
     return [change_of_ends(f"training {label}", found) for label, found in values.items() if found]
 
 
 def change_of_ends(name: str, values: Sequence[float]) -> Change:
-    """Return the change from the first to the last values, with the percentile bootstrap interval of the difference."""
+    """Return the change from the first to the last values, with the bootstrap interval of the difference."""
     before, after = both_ends(values)
-    generator = np.random.default_rng(0)
-    means = [generator.choice(end, size=(BOOTSTRAP_RESAMPLES, len(end))).mean(axis=1) for end in (before, after)]
-    low, high = np.percentile(means[1] - means[0], [2.5, 97.5])
+    low, high = bootstrap_interval(after, before)
     num = len(before) if len(values) > 1 else 0
-    return Change(name, float(np.mean(before)), float(np.mean(after)), float(low), float(high), num)
-
-
-def is_new(line: Line, previous: Line | None) -> bool:
-    """Return whether a step has new groups. Later iterations of a window repeat its groups."""
-    names = ("reward", "reward_std", WITHOUT_VARIANCE)
-    return previous is None or any(line.get(name) != previous.get(name) for name in names)
+    return Change(name, float(np.mean(before)), float(np.mean(after)), low, high, num)
 
 
 def both_ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Return a tenth of the values at each end, or more to have `FEWEST`, at most half. A single value is both ends."""
-    size = max(1, round(SHARE * len(values)), min(FEWEST, len(values) // 2))
+    """Return a tenth of the values at each end, or more to have `ENOUGH`, at most half. A single value is both ends."""
+    size = max(1, round(SHARE * len(values)), min(ENOUGH, len(values) // 2))
     return values[:size], values[-size:]
+
+
+def fault_change(lines: Sequence[Line]) -> Change:
+    """Return the share of completions that functions failed on, in the first and the last window."""
+    shares = [line[FAULTED] for line in lines if is_number(line.get(FAULTED))]
+    return Change(NO_SCORE, shares[0], shares[-1])
 
 
 class CollapseWatch:
@@ -234,27 +252,32 @@ class CollapseWatch:
     A run that is right nearly everywhere has no spread either, and is not collapsed.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_generations: int | None = None) -> None:
+        self.num_generations = num_generations
         self.first: list[Line] = []
-        self.last: deque[Line] = deque(maxlen=max(LAST_STEPS, round(LAST_SHARE * num_steps)))
+        self.last: deque[Line] = deque()
         self.since: int | None = None
-        """The first step since which the run is collapsed."""
+        """The first of the steps that showed the collapse, if the run is collapsed."""
 
     def add(self, line: Line) -> bool:
-        """Add the line of an optimizer step. Return whether a collapse begins."""
-        if len(self.first) < FIRST_STEPS:
+        """Add the line of a step with new groups. Return whether a collapse begins."""
+        if not has_enough(self.first, FIRST_GROUPS, FIRST_STEPS):
             self.first.append(line)
             return False
         self.last.append(line)
-        if len(self.last) < LAST_STEPS or not self.is_collapsed():
+        while has_enough(list(self.last)[1:], LAST_GROUPS, LAST_STEPS):
+            self.last.popleft()
+        was_collapsed = self.since is not None
+        if not has_enough(self.last, LAST_GROUPS, LAST_STEPS) or not self.is_collapsed():
             self.since = None
-            return False
-        begins = self.since is None
-        self.since = line["step"] if begins else self.since
-        return begins
+        elif not was_collapsed:
+            self.since = self.last[0]["step"]
+        return self.since is not None and not was_collapsed
 
     def is_collapsed(self) -> bool:
-        """Return whether the last steps are collapsed."""
+        """Return whether the last steps are collapsed. Steps of another directory leave out the starting model."""
+        if self.first[0]["step"] > 1:
+            return False
         reward, best = (mean_of(self.first, name) for name in ("reward", BEST_OF_GROUP))
         now = mean_of(self.last, "reward")
         is_far = now - reward < MOST_REALIZED * (best - reward)
@@ -265,13 +288,18 @@ class CollapseWatch:
         """Return whether most groups have no variance, and their answers have become few."""
         constant, constant_now = mean_of(self.first, WITHOUT_VARIANCE), mean_of(self.last, WITHOUT_VARIANCE)
         answers, answers_now = mean_of(self.first, DISTINCT_ANSWERS), mean_of(self.last, DISTINCT_ANSWERS)
-        if answers_now < SAME_SPREAD * answers:
-            is_lost = answers_now - 1 < LEAST_SPREAD * (answers - 1)
-        else:
+        if self.num_generations and min(answers, answers_now) > ALL_DISTINCT * self.num_generations:
             is_lost = constant_now - constant > LEAST_GROWTH
+        else:
+            is_lost = answers_now - 1 < LEAST_SPREAD * (answers - 1)
         return constant_now > MOST_CONSTANT and is_lost
 
     def changes(self) -> list[Change]:
         """Return how the spread of groups changed from the first steps to the last."""
         changes = [Change(label, mean_of(self.first, name), mean_of(self.last, name)) for name, label in SPREAD.items()]
         return [change for change in changes if not math.isnan(change.before + change.after)]
+
+
+def has_enough(lines: Sequence[Line], groups: int, steps: int) -> bool:
+    """Return whether lines have so many groups and steps."""
+    return len(lines) >= steps and sum(map(num_groups, lines)) >= groups

@@ -15,7 +15,15 @@ from typing import Any
 
 from rl_vlm.config.load import load_config
 from rl_vlm.log.completions import function_columns, held_out_path, window_paths
-from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, WITHOUT_VARIANCE, is_score
+from rl_vlm.log.metrics import (
+    BEST_OF_GROUP,
+    DISTINCT_ANSWERS,
+    FAULTED,
+    ITERATION,
+    NUM_GROUPS,
+    WITHOUT_VARIANCE,
+    is_score,
+)
 from rl_vlm.run.run import train
 from tests.helpers import verdict_tasks
 from tests.helpers.verdict_tasks import FAMILY, TASK
@@ -195,7 +203,8 @@ def record(name: str, folder: Path) -> None:
 def is_recorded(metric: str) -> bool:
     """Return whether the verdict, or a test of it, reads a metric."""
     names = "step reward reward_std eval_num_samples eval_reward".split()
-    return metric in (*names, BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, WITHOUT_VARIANCE) or is_score(metric)
+    names += [BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS, WITHOUT_VARIANCE]
+    return metric in names or is_score(metric)
 
 
 def rounded(value: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rl_vlm.log.completions import distinct_answers
 from rl_vlm.log.curve import Point, Series, held_out_points, metric_points, reward_metrics, thinned
 from rl_vlm.log.metrics import (
     BEST_OF_GROUP,
@@ -17,7 +18,6 @@ from rl_vlm.log.metrics import (
     stage_seconds,
 )
 from rl_vlm.stages import Stage
-from rl_vlm.tools.report.diversity import distinct_answers
 from rl_vlm.tools.report.read import RunResults, values_of
 
 T_95 = (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.evaluation.figures import pass_at
-from rl_vlm.log.completions import answer, windows_of
+from rl_vlm.log.completions import distinct_answers, windows_of
 from rl_vlm.tools.report.read import Row, RunResults, values_of
 
 MOST_LISTED = 60
@@ -76,11 +76,6 @@ def ends_of(run: RunResults) -> dict[str, list[list[Row]]]:
     size = max(1, round(SHARE * len(windows)))
     parts = {"first windows": windows[:size], "last windows": windows[-size:]}
     return {label: [group for window in part for group in window] for label, part in parts.items()}
-
-
-def distinct_answers(group: Sequence[Row], function: str) -> int:
-    """Return the number of different answers in a group."""
-    return len({answer(row, function) for row in group})
 
 
 def pass_rates(groups: Sequence[Sequence[Row]], function: str, solved_from: float) -> dict[int, float]:

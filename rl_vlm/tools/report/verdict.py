@@ -110,16 +110,14 @@ def verdict_of(run: RunResults) -> Judged:
     verdict = judge(evidence_of(run))
     state, mark = SIGNS[verdict.outcome]
     moved = [moved_of(change) for change in verdict.changes]
-    first, last = steps_of(run)
+    _, last = steps_of(run)
     total = run.settings.get("train", {}).get("max_steps")
     return Judged(
         run.name,
         capitalized(headline(verdict)),
         state,
         mark,
-        " ".join(
-            [explained(verdict), *([f"The steps before {first:,} are in another directory."] if first > 1 else [])]
-        ),
+        explained(verdict),
         [*moved, *(held_out_scores(run) if not any("held-out" in change.name for change in verdict.changes) else [])],
         [*pass_facts(run), *problem_facts(run)],
         OF_RUNS,
@@ -134,7 +132,8 @@ def evidence_of(run: RunResults) -> Evidence:
     """Read the evidence for the steps that `run.lines` has, which may be the first steps of the run."""
     evaluated = [line["step"] for line in run.lines if "eval_num_samples" in line]
     result = result_step(run, evaluated) if evaluated else None
-    evidence = read_evidence(run.path, result, run.decisive[0] if run.decisive else None)
+    num_generations = run.settings.get("rollout", {}).get("num_generations")
+    evidence = read_evidence(run.path, result, run.decisive[0] if run.decisive else None, num_generations)
     _, last = steps_of(run)
     lines = [line for line in evidence.lines if line["step"] <= last]
     if len(evaluated) > 1 or evidence.num_evaluations == len(evaluated):

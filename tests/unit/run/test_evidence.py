@@ -28,9 +28,9 @@ def write_held_out(folder: Path, step: int, *rows: dict[str, Any]) -> None:
 
 
 def test_rows_of_two_evaluations_are_paired_by_their_samples(tmp_path: Path):
-    write_lines(tmp_path, {"step": 0, **EVALUATED}, {"step": 8, "reward_best_of_group": 1.0, **EVALUATED})
+    write_lines(tmp_path, {"step": 0, **EVALUATED}, {"step": 1, "reward_best_of_group": 1.0, **EVALUATED})
     write_held_out(tmp_path, 0, row("a", 0, 0.0), row("a", 1, 1.0), row("b", 0, 0.25), row("c", 0, None))
-    write_held_out(tmp_path, 8, row("b", 0, 0.75), row("a", 0, 1.0), row("a", 1, None), row("c", 0, 1.0))
+    write_held_out(tmp_path, 1, row("b", 0, 0.75), row("a", 0, 1.0), row("a", 1, None), row("c", 0, 1.0))
     evidence = read_evidence(tmp_path)
     assert evidence.held_out == {
         "reward": ([0.5, 0.25], [1.0, 0.75]),
@@ -53,8 +53,8 @@ def test_the_last_pair_is_of_the_model_that_the_run_ends_with(tmp_path: Path):
     [
         ((), (), "There are no held-out data"),
         ((8,), (8,), "There is one evaluation, after step 8"),
-        ((0, 8), (), "The completions of both evaluations are not logged"),
-        ((0, 8), (0,), "The completions of both evaluations are not logged"),
+        ((0, 8), (), "The completions of two evaluations cannot be read ([Errno 2]"),
+        ((0, 8), (0,), "The completions of two evaluations cannot be read ([Errno 2]"),
     ],
 )
 def test_what_is_not_there_is_said(tmp_path: Path, steps: tuple[int, ...], files: tuple[int, ...], lack: str):
@@ -66,11 +66,14 @@ def test_what_is_not_there_is_said(tmp_path: Path, steps: tuple[int, ...], files
     assert evidence.lacks[0].startswith(lack)
 
 
-def test_a_damaged_file_is_like_a_missing_one(tmp_path: Path):
-    write_lines(tmp_path, *({"step": step, "reward_best_of_group": 1.0, **EVALUATED} for step in (0, 8)))
+def test_a_damaged_file_is_named(tmp_path: Path):
+    write_lines(tmp_path, *({"step": step, "reward_best_of_group": 1.0, **EVALUATED} for step in (0, 1)))
     write_held_out(tmp_path, 0, row("a", 0, 0.0))
-    (tmp_path / "completions" / "held_out_00008.parquet").write_bytes(b"PAR1 damaged")
-    assert read_evidence(tmp_path).held_out == {}
+    (tmp_path / "completions" / "held_out_00001.parquet").write_bytes(b"PAR1 damaged")
+    evidence = read_evidence(tmp_path)
+    assert evidence.held_out == {} and evidence.lacks[0].startswith(
+        "The completions of two evaluations cannot be read ("
+    )
 
 
 def test_old_runs_get_the_figures_of_groups_from_their_completions(tmp_path: Path):
@@ -78,20 +81,45 @@ def test_old_runs_get_the_figures_of_groups_from_their_completions(tmp_path: Pat
     write_lines(tmp_path, *({"step": step, "reward": 0.5} for step in range(5)))
     first = [
         row("a", 0, 0.0, "<answer>x</answer>"), row("a", 1, 0.5, "why <answer>x </answer>"),
-        row("b", 0, 1.0, "y"), row("b", 1, None, "z"), row("b", 2, 0.0, "y", **{"exact/answer": "w"}),
+        row("b", 0, 1.0, "y"), row("b", 1, None, "z", fault="judge: timeout"),
+        row("b", 2, 0.0, "y", **{"exact/answer": "w"}),
     ]  # fmt: skip
     second = [row("c", 0, 0.25, "x"), row("c", 1, 0.25, "x")]
     write_rows(tmp_path / "completions" / "completions_00000.parquet", first)
     write_rows(tmp_path / "completions" / "completions_00002.parquet", [{**each, "step": 2} for each in second])
-    found = [
-        (line.get("reward_best_of_group"), line.get("completions/distinct_answers"))
-        for line in read_evidence(tmp_path, decisive="exact").lines
-    ]
-    assert found == [(None, None), (0.75, 2.0), (0.75, 2.0), (0.25, 1.0), (0.25, 1.0)]
+    names = (
+        "reward_best_of_group", "completions/distinct_answers", "completions/num_groups", "frac_reward_faults",
+        "sampling/iteration",
+    )  # fmt: skip
+    assert [tuple(map(line.get, names)) for line in read_evidence(tmp_path, decisive="exact").lines] == [
+        (None, None, None, None, None), (0.75, 2.0, 2, 0.2, None), (None, None, None, None, 1),
+        (0.25, 1.0, 1, 0.0, None), (None, None, None, None, 1),
+    ]  # fmt: skip
 
 
-def test_without_completions_a_collapse_cannot_be_seen(tmp_path: Path):
-    write_lines(tmp_path, {"step": 1, "reward": 0.5})
-    assert read_evidence(tmp_path).lacks[0] == (
-        "The completions are not logged (log.log_completions), so a collapse cannot be seen."
-    )
+def test_lines_of_an_older_start_are_filled_beside_newer_ones(tmp_path: Path):
+    write_lines(tmp_path, {"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5, "reward_best_of_group": 1.0})
+    write_rows(tmp_path / "completions" / "completions_00000.parquet", [row("a", 0, 0.25, "x")])
+    write_rows(tmp_path / "completions" / "completions_00001.parquet", [{**row("b", 0, 0.5, "x"), "step": 1}])
+    evidence = read_evidence(tmp_path)
+    assert [line["reward_best_of_group"] for line in evidence.lines] == [0.25, 1.0]
+    assert evidence.lacks == ["There are no held-out data. Training data are judged."]
+
+
+@pytest.mark.parametrize(
+    ("line", "lack"),
+    [
+        (
+            {"step": 1},
+            "The completions of the first step are not logged (log.log_completions), so a collapse cannot be",
+        ),
+        ({"step": 4, "reward_best_of_group": 1.0}, "Steps before 4 are in another directory, so a collapse cannot be"),
+        (
+            {"step": 1, "reward_best_of_group": 1.0, "resampling/rounds": 1.0},
+            "Groups without variance were replaced (rollout.max_resampling_rounds).",
+        ),
+    ],
+)
+def test_missing_figures_of_groups_are_named(tmp_path: Path, line: dict[str, Any], lack: str):
+    write_lines(tmp_path, line)
+    assert read_evidence(tmp_path).lacks[0].startswith(lack)

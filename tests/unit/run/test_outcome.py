@@ -50,8 +50,8 @@ def test_faults_and_skipped_updates():
 def test_few_values_have_no_interval():
     few = Verdict(Outcome.SHORT, None, True, [Change("held-out reward", 0.25, 0.75, 0.4, 0.6, 7)]).as_json()
     assert training_outcome(RUN | {"verdict": few}, "runs/a").splitlines()[:3] == [
-        "Verdict: too short to tell. There are too few steps or values to judge the change of the held-out reward: 0.25 "
-        "at the start, 0.75 at the end.",
+        "Verdict: too short to tell. There are too few steps or values to judge the change of the held-out reward: "
+        "0.25 at first, 0.75 at the end.",
         "                 start  end   95% interval of the change",
         "held-out reward  0.25   0.75  too few values (7)",
     ]
@@ -60,5 +60,5 @@ def test_few_values_have_no_interval():
 def test_a_run_without_a_reward_names_what_is_missing():
     nothing = Verdict(Outcome.SHORT, None, False, [], ["There are no held-out data."]).as_json()
     assert training_outcome(RUN | {"verdict": nothing}, "runs/a").splitlines()[0] == (
-        "Verdict: too short to tell, not evaluated. No completion has a reward. There are no held-out data."
+        "Verdict: too short to tell, not evaluated. There are no rewards to compare. There are no held-out data."
     )

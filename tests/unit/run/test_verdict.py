@@ -60,15 +60,24 @@ def test_without_held_out_data_training_decides_and_the_verdict_says_so():
     verdict = judge(Evidence(rising(), lacks=["There are no held-out data."]))
     assert (verdict.outcome, verdict.is_evaluated) == ("learned", False)
     assert headline(verdict) == "learned, not evaluated"
-    assert explained(verdict).startswith("The training reward rose from 0.34 to 0.76 (95% interval of the change: +")
+    assert explained(verdict).startswith("The training reward rose from 0.40 to 0.70 (95% interval of the change: +")
     assert explained(verdict).endswith("There are no held-out data.")
 
 
-def test_steps_of_one_window_are_one_value():
-    """40 steps that train on four windows of ten updates each are four values."""
-    steps = [line(i + 1, 0.1 * (i // 10)) for i in range(NUM_STEPS)]
-    verdict = judge(Evidence(steps))
-    assert (verdict.outcome, verdict.changes[0].num) == ("too short to tell", 2)
+def test_later_iterations_of_a_window_are_no_new_values():
+    """Ten windows of two steps with two iterations: the steps train on groups A B A B."""
+    steps = [
+        line(i + 1, [0.2, 0.4][i % 2], **{"sampling/iteration": i % 4 // 2}) for i in range(NUM_STEPS)
+    ]  # fmt: skip
+    change = judge(Evidence(steps)).changes[0]
+    assert (change.before, change.after, change.num) == (pytest.approx(0.3), pytest.approx(0.3), 10)
+
+
+def test_windows_with_equal_figures_are_values_of_their_own():
+    """20 windows at 0.5 and 20 at 1.0, where nothing varies any more."""
+    steps = [line(i + 1, 0.5 if i < 20 else 1.0) for i in range(NUM_STEPS)]
+    change = judge(Evidence(steps)).changes[0]
+    assert (change.before, change.after, change.num) == (0.5, 1.0, 16)
 
 
 def test_few_steps_and_few_rows_are_too_short():
@@ -80,9 +89,9 @@ def test_few_steps_and_few_rows_are_too_short():
 
 
 def test_a_collapse_is_named_by_its_step():
-    """With 7 of the last 8 steps at 1.05 and one at 4 answers: 0.42 beyond the first are below 0.2 of 3."""
+    """With one of the last four steps at 4 answers, 0.79 beyond the first would not be below 0.2 of 3."""
     verdict = judge(Evidence(collapsing(reward=0.35), **held_out(MIXED, MIXED)))
-    assert (verdict.outcome, verdict.step, headline(verdict)) == ("collapsed", 21, "collapsed at step 21")
+    assert (verdict.outcome, verdict.step, headline(verdict)) == ("collapsed", 15, "collapsed at step 15")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +119,37 @@ def test_a_run_that_starts_without_variance_is_judged_by_its_answers():
     assert judge(Evidence(steps(4.0))).outcome != "collapsed"
 
 
-def test_texts_without_a_form_of_an_answer_are_judged_by_variance():
-    assert judge(Evidence(collapsing(0.35, constant=0.95, answers=4.0))).outcome == "collapsed"
-    assert judge(Evidence(collapsing(0.35, constant=0.55, answers=4.0))).outcome != "collapsed"
+@pytest.mark.parametrize(
+    ("constant", "answers", "outcome"),
+    [
+        (0.95, 4.0, "collapsed"),  # all texts of a group of four are distinct, as at the start
+        (0.55, 4.0, "unchanged"),
+        (0.95, 3.5, "unchanged"),  # they have a form, and vary
+        (0.95, 1.05, "collapsed"),
+    ],
+)
+def test_texts_without_a_form_of_an_answer_are_judged_by_variance(constant: float, answers: float, outcome: str):
+    evidence = Evidence(collapsing(0.35, constant, answers), **held_out(MIXED, MIXED), num_generations=4)
+    assert judge(evidence).outcome == outcome
+
+
+def test_small_steps_are_taken_together():
+    """With 8 groups in a step, the first 4 steps show the start and the last 16 the end.
+
+    14 of 16 steps at 1.05 answers and 2 at 4 have 0.42 beyond the first, below 0.2 of 3. 13 and 3 have 0.60.
+    """
+    steps = [{**each, "completions/num_groups": 8} for each in collapsing(0.35)]
+    assert (judge(Evidence(steps)).outcome, judge(Evidence(steps)).step) == ("collapsed", 13)
+    assert judge(Evidence(steps[:27])).outcome != "collapsed"
+
+
+def test_a_run_whose_first_steps_are_elsewhere_is_not_called_collapsed():
+    assert judge(Evidence(collapsing(0.35)[3:], **held_out(MIXED, MIXED))).outcome == "unchanged"
+
+
+def test_missing_figures_are_no_collapse():
+    steps = [{**each, "reward_std": float("nan"), "completions/distinct_answers": None} for each in collapsing(0.35)]
+    assert judge(Evidence(steps, **held_out(MIXED, MIXED))).outcome == "unchanged"
 
 
 def test_a_reward_that_misses_the_best_by_little_is_at_its_end():
@@ -127,6 +164,9 @@ def test_constant_and_faulty_rewards():
     assert judge(Evidence(same, **held_out(MIXED, MIXED))).outcome == "rewards constant"
     faulty = [{**each, "frac_reward_faults": 0.05} for each in rising()]
     assert judge(Evidence(faulty, **held_out(MIXED, [1.0] * 20))).outcome == "rewards faulty"
+    few = [{**each, "completions/num_groups": 8} for each in same[:3]]
+    assert judge(Evidence(few)).outcome == "too short to tell"
+    assert judge(Evidence(faulty)).changes[-1].name == "share of completions with a reward fault"
     seldom = [{**each, "frac_reward_faults": 0.04} for each in rising()]
     assert judge(Evidence(seldom, **held_out(MIXED, [1.0] * 20))).outcome == "learned"
 
@@ -144,39 +184,58 @@ def test_scores_of_several_functions_stand_below_the_reward():
 
 @pytest.mark.parametrize(
     ("num", "before", "after"),
-    [(1, [0], [0]), (3, [0], [2]), (20, range(8), range(12, 20)), (200, range(20), range(180, 200))],
+    [
+        (1, [0], [0]),
+        (3, [0], [2]),
+        (20, range(10), range(10, 20)),
+        (40, range(16), range(24, 40)),
+        (200, range(20), range(180, 200)),
+    ],
 )
-def test_ends_are_a_tenth_and_at_least_eight_if_both_can(num: int, before: Any, after: Any):
+def test_ends_are_a_tenth_and_at_least_sixteen_if_both_can(num: int, before: Any, after: Any):
     assert both_ends([float(i) for i in range(num)]) == (list(map(float, before)), list(map(float, after)))
 
 
 def test_a_verdict_survives_json():
-    verdict = judge(Evidence(collapsing(0.35), **held_out(MIXED, MIXED), lacks=["a"]))
+    verdict = judge(Evidence(collapsing(0.35), **held_out(MIXED, MIXED), lacks=("a",)))
     assert Verdict.from_json(json.loads(json.dumps(verdict.as_json()))) == verdict
 
 
 def test_a_collapse_is_warned_of_once_and_not_again_after_a_resume(caplog: pytest.LogCaptureFixture):
     steps = collapsing(0.35)
-    warning = CollapseWarning(NUM_STEPS)
+    warning = CollapseWarning()
     for each in [{"step": 0, "eval_reward": 0.3}, *steps]:
         warning.give(each)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
-        "step 21: the run begins to collapse. The completions of a group have become nearly equal, and the reward is "
-        "far below the best completions of the first groups (distinct answers of a group 4.00 → 1.42;"
+        "step 18: the run begins to collapse. Groups have lost their spread since step 15, and the reward is far below "
+        "the best completions of the first groups (distinct answers of a group 4.00 → 1.05;"
     )
-    assert "lower learning_rate, a higher epsilon_high" in message
+    assert "with a lower learning_rate, a higher epsilon_high" in message
     caplog.clear()
-    resumed = CollapseWarning(NUM_STEPS, steps[:30])
+    resumed = CollapseWarning(Evidence(steps[:30]))
     for each in steps[30:]:
         resumed.give(each)
     assert not caplog.records
 
 
+SENTENCES = {
+    "learned": "The held-out reward rose from 0.50 to 0.75 (95% interval of the change: +0.25 to +0.25).",
+    "worse": "The held-out reward fell from 0.50 to 0.75 (95%",
+    "unchanged": "The held-out reward did not change measurably: 0.50 at first, 0.75 at the end (95%",
+    "too short to tell": "There are too few steps or values to judge the change of the held-out reward: 0.50 at",
+    "collapsed": "Groups have lost their spread, and the reward is far below the best completions of the first "
+    "groups. The held-out reward went from 0.50 to 0.75 (95%",
+    "rewards constant": "All completions of a group always had the same reward",
+    "rewards faulty": "Reward functions failed on a large part of the completions",
+}
+
+
 def test_every_outcome_has_a_sentence_and_the_table_has_intervals():
     verdict = judge(Evidence(rising(), **held_out(MIXED, [value + 0.25 for value in MIXED])))
-    for outcome in Outcome:
-        assert explained(Verdict(outcome, None, True, verdict.changes)).count(".") >= 1
+    assert SENTENCES.keys() == set(Outcome)
+    for outcome, sentence in SENTENCES.items():
+        assert explained(Verdict(Outcome(outcome), None, True, verdict.changes)).startswith(sentence)
     assert changes_table(verdict.changes).splitlines()[:2] == [
         "                                  start  end   95% interval of the change",
         "held-out reward                   0.50   0.75  +0.25 to +0.25",
