@@ -104,7 +104,7 @@ def shared(before: Mapping[str, float], after: Mapping[str, float]) -> Pairs:
 def with_groups(folder: Path, lines: Sequence[Line], decisive: str | None) -> list[dict[str, Any]]:
     """Add the figures of groups to lines without them, as of older versions, from the completions.
 
-    Only a window's first step has new groups: its later steps are of an unknown kind.
+    A window's first step has new groups. Whether its later steps do is not known, so they count as repeated.
     """
     lacking = [line for line in lines if line["step"] > 0 and BEST_OF_GROUP not in line]
     if not lacking:
@@ -115,11 +115,14 @@ def with_groups(folder: Path, lines: Sequence[Line], decisive: str | None) -> li
     found: dict[int, dict[str, float]] = {}
     for path in paths[::every]:
         found |= group_figures(path, decisive)
-    later = {ITERATION: 1} if found else {}
+    first_steps = {step_of(path) + 1 for path in paths}
+    repeated = {ITERATION: 1} if first_steps else {}
     return [
-        dict(line) if BEST_OF_GROUP in line or line["step"] == 0 else {**line, **found.get(line["step"], later)}
+        dict(line) if BEST_OF_GROUP in line or line["step"] == 0
+        else {**line, **found.get(line["step"], {})} if line["step"] in first_steps
+        else {**line, **repeated}
         for line in lines
-    ]
+    ]  # fmt: skip
 
 
 def group_figures(path: Path, decisive: str | None) -> dict[int, dict[str, float]]:

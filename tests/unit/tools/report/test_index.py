@@ -38,7 +38,7 @@ def test_the_index_lists_runs_and_evaluations_with_links_to_their_reports(
     assert capsys.readouterr().out == f"The index of 3 runs is {runs / 'index.html'}\n"
     page = (runs / "index.html").read_text()
     assert cells(page) == [
-        ["learned 1", "↑ Learned", "0.00 → 1.00 +1.00 to +1.00", "0.28 → 0.78 +0.37 to +0.62", "20 of 2", "2.0", ""],
+        ["learned 1", "↑ Learned", "0.00 → 1.00 +1.00 to +1.00", "0.28 → 0.78 +0.38 to +0.63", "20 of 2", "2.0", ""],
         ["short", "? Too short to tell not complete", "0.10 → 0.90 Held-out exact_match the latter: 0.00 to 0.50",
          "0.25 → 0.75 too few values (1)", "2 of 2", "0.1", ""],
         ["evaluated", "% Evaluated on 1 sample", "1.00 Held-out exact_match", "–", "–", "–", ""],

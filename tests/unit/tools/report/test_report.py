@@ -203,7 +203,7 @@ def test_several_runs_are_compared(tmp_path: Path):
     page = (tmp_path / "both.html").read_text()
     assert page.index("Verdicts by run") < page.index("Settings that differ") < page.index("train.max_steps")
     columns = re.findall(r'<th scope="col" class="number">(.*?)</th>', page.partition("</thead>")[0])
-    assert columns == ["Training reward", "Distinct answers of a group", "Held-out exact_match", "steps", "minutes"]
+    assert columns == ["Training reward", "Held-out exact_match", "steps", "minutes"]
 
 
 def test_the_command_writes_it_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
