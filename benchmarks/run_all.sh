@@ -21,4 +21,4 @@ step --peer dense --shape hybrid --docs 9-dense-hybrid-8
 "$python" benchmarks/scaling.py --docs scaling
 "$python" benchmarks/patch_embed.py --docs patch_embed
 "$python" benchmarks/sharding.py --docs sharding
-"$python" benchmarks/kernels.py --docs
+"$python" benchmarks/compiled_kernels.py --docs

@@ -2,7 +2,7 @@
 
 PyTorch's own tiles are too large for heads of 256 values on cards with 99 KB per block, such as RTX 3090 and 4090, A10,
 L4 and L40S: the backward needs 137,216 bytes there. On an A100 they fit, but most values are spilled to memory. So are
-those of the forward in float32 for heads of 128. `benchmarks/kernels.py` compiles the kernels for six cards.
+those of the forward in float32 for heads of 128. `benchmarks/compiled_kernels.py` compiles the kernels for six cards.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.kernels import Cell, Kernel, measure_apart
+from benchmarks.compiled_kernels import Cell, Kernel, measure_apart
 
 pytestmark = pytest.mark.slow
 

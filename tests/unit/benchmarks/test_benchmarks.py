@@ -3,6 +3,8 @@
 import argparse
 import subprocess
 import sys
+import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,6 +196,14 @@ def test_other_gradients_are_an_error():
 
     with pytest.raises(AssertionError, match="bias"):
         differences(side(bias=True), side(bias=False))
+
+
+def test_no_script_hides_a_package():
+    """A script's folder is first on the path: transformers took `kernels.py` there for the package of this name."""
+    places = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+    scripts = [path.stem for path in (ROOT / "benchmarks").glob("*.py")]
+    assert PathFinder.find_spec("json", places) is not None
+    assert [name for name in scripts if name == "kernels" or PathFinder.find_spec(name, places)] == []
 
 
 def test_ratios_are_medians_over_rounds():

@@ -1,8 +1,8 @@
 """Shared memory, registers and stack of FlexAttention's kernels on cards that are not there, by Triton's own ptxas.
 
-    python benchmarks/kernels.py                          print the table of docs/benchmarks.md, in half an hour
-    python benchmarks/kernels.py --docs                   put it there
-    python benchmarks/kernels.py --docs --cards 4090      measure a card again, and keep the others
+    python benchmarks/compiled_kernels.py                        print the table of docs/benchmarks.md, in half an hour
+    python benchmarks/compiled_kernels.py --docs                 put it there
+    python benchmarks/compiled_kernels.py --docs --cards 4090    measure a card again, and keep the others
 
 The kernels are those of `block_attention` over a packed row, forward and backward, with PyTorch's tiles and with the
 options of `kernel_options`. If a kernel does not fit, PyTorch compiles it again in one stage, and so does this script.

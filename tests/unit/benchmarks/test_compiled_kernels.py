@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.absent_card import CARDS
+from benchmarks.compiled_kernels import Cell, Kernel, cells, kept, table
 from benchmarks.cuda_source import kernels_of
-from benchmarks.kernels import Cell, Kernel, cells, kept, table
 from benchmarks.report import PAGE
 
 SMALL = Kernel(54_272, 255, 224, warps=4, stages=3, first_shared_memory=54_272)
