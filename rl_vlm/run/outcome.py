@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.outcome import aligned, fault_lines, report_lines, skipped_lines
-from rl_vlm.run.verdict import Change, CollapseWatch, Evidence, Line, Outcome, Verdict, training_steps
+from rl_vlm.run.verdict import SPREAD, Change, CollapseWatch, Evidence, Line, Outcome, Verdict, training_steps
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class CollapseWarning:
         if not training_steps([line]) or not self.watch.add(line) or self.is_given:
             return
         self.is_given = True
-        figures = "; ".join(f"{change.name} {' → '.join(text_of(change))}" for change in self.watch.changes())
+        metrics = {label: metric for metric, label in SPREAD.items()}
+        figures = "; ".join(f"{metrics[change.name]} {' → '.join(text_of(change))}" for change in self.watch.changes())
         logger.warning(
             "step %d: the run begins to collapse. Groups have lost their spread since step %d, and the reward is far "
             "below the best completions of the first groups (%s). %s", line["step"], self.watch.since, figures, EXPLORE,

@@ -209,7 +209,7 @@ def test_a_collapse_is_warned_of_once_and_not_again_after_a_resume(caplog: pytes
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith(
         "step 18: the run begins to collapse. Groups have lost their spread since step 15, and the reward is far below "
-        "the best completions of the first groups (distinct answers of a group 4.00 → 1.05;"
+        "the best completions of the first groups (completions/distinct_answers 4.00 → 1.05;"
     )
     assert "with a lower learning_rate, a higher epsilon_high" in message
     caplog.clear()
