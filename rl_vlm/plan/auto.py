@@ -64,7 +64,8 @@ def planned_budget(
         return unplanned("no row of the data makes a prompt")
     before = random_states()
     try:
-        if not on_gpu and surely_fits(config, initial, hardware, longest):
+        needs_none = not on_gpu and surely_fits(config, initial, hardware, longest)
+        if needs_none and not config.log.memory_profile:
             logger.info("micro_batch_tokens %d, the most on a CPU: the model is too small to need a plan", CPU_TOKENS)
             return PlannedBudget(CPU_TOKENS), None
         model = traced_model(config, initial, read_config(config, initial), longest, on_gpu)
@@ -80,6 +81,8 @@ def planned_budget(
     )  # fmt: skip
     if not plan.fits:
         logger.warning("the memory plan does not fit; `rl-vlm plan CONFIG --suggest` shows set-ups that do")
+    if needs_none:
+        return PlannedBudget(CPU_TOKENS), plan  # a profile does not change the run
     planned = PlannedBudget(
         tokens,
         model.activations.patch_price,
@@ -94,9 +97,9 @@ def planned_budget(
 def surely_fits(config: RunConfig, initial: str, hardware: Hardware, prompt: Prompt) -> bool:
     """Return whether the largest budget fits on these CPUs without a look at a plan.
 
-    A memory profile needs the plan itself. An engine that reserves memory needs it, too.
+    An engine that reserves memory needs the plan.
     """
-    if config.log.memory_profile or config.rollout.facts.reserves_memory:
+    if config.rollout.facts.reserves_memory:
         return False
     return bytes_at_most(config, initial, prompt, CPU_TOKENS) <= hardware.card.budget(hardware.num_ranks)
 
