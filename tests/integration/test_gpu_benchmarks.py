@@ -175,7 +175,7 @@ def test_hangs(): time.sleep(300)
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_outcomes_before_a_time_limit_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "test_some.py"
     path.write_text(TESTS)

@@ -57,7 +57,7 @@ def test_extrapolated_activations_are_those_of_the_whole_model(
     assert extrapolated.layers_per_token == pytest.approx(whole.per_token - one.per_token, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_patch_has_the_same_price_in_small_and_large_images(checkpointing: bool, tmp_path: Path):
     """Copies of a trained tower's weights in bfloat16 are held once, whatever the images."""
     model_config = with_depth(AutoConfig.from_pretrained(build_tiny("qwen2_5_vl", tmp_path)), Depth(2, 2))

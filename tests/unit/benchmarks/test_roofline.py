@@ -38,7 +38,7 @@ def test_flex_attention_by_hand():
     assert kernel == Kernel("attention", 4.5 * 4 * pairs * 8, 4.5 * 2 * 74 * (2 * 8 + 2 * 4))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_layer_with_lora_moves_less_now():
     before, now = (count_pass(TOY, Training(lora_r=4), WORK, is_fused) for is_fused in (False, True))
     assert sum(k.flops for k in before.layer.kernels) == pytest.approx(sum(k.flops for k in now.layer.kernels))
