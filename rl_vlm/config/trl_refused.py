@@ -104,6 +104,21 @@ NOT_HERE: dict[str, dict[str, Any]] = {
 }
 # fmt: on
 
+CHANGE_NO_RESULT = (
+    "the run chooses the port through which servers get weights",
+    "the Hugging Face engine has a cache of its own",
+    "`micro_batch_tokens` sets the physical batch and changes no result",
+    "decoder layers are compiled by `model.fused`",
+    "rows are read as they are needed, in an order that follows from `seed`",
+    "evaluation counts every sample once and decodes `max_num_seqs` completions at a time",
+    "every step is in `metrics.jsonl`, every completion in `completions/`",
+    "a checkpoint holds the whole state of the run, and a resumed run continues exactly",
+    "nothing is pushed to a hub",
+    "`accelerate launch` starts the processes and chooses their devices",
+    "the run decides how gradients are exchanged",
+)
+"""Reasons of `NOT_HERE` whose fields do not change the trained weights."""
+
 NOT_CALLED = frozenset(
     """
     _build_accelerator_args _calculate_rewards _clip_grad_norm _compute_loss _determine_best_metric
