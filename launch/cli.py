@@ -160,6 +160,7 @@ OTHERS = {
     "rewards": "List, show and check reward functions: `rl-vlm rewards list | show | check`.",
     "report": "Write the report of a run or an evaluation again, or compare several.",
     "export": "Write the model of a run as a directory that transformers, peft and vLLM load.",
+    "migrate": "Print our YAML for a script or a file of VLM-R1, EasyR1, ms-swift or verl.",
     "chat": "Serve a checkpoint with OpenAI's chat completions, for benchmarks.",
 }
 """Commands that read their own arguments, with their help."""
@@ -344,11 +345,13 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
     """Run a command of `OTHERS`, which reads its own arguments, and return the exit status."""
     from launch.chat import chat_command
     from launch.export import export_command
+    from launch.migrate import migrate_command
     from launch.report import report_command
     from launch.rewards import rewards_command
 
     commands = {
         "rewards": rewards_command, "report": report_command, "export": export_command, "chat": chat_command,
+        "migrate": migrate_command,
     }  # fmt: skip
     try:
         check_numbers()
