@@ -12,11 +12,13 @@ import yaml
 
 from launch.help import add_sharding, path
 from rl_vlm.config import yaml_text
+from rl_vlm.config.function_names import names_function
 from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS, UNSHARDED, Kind, Sharding, kinds, listed_names
 from rl_vlm.errors import ConfigError
 from rl_vlm.plan.hardware import Card, Hardware, parse_card
+from rl_vlm.plan.packaged import config_source
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +54,11 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
 
         check_picture(options.picture)
     hardware = planned_hardware(options)
+    if not names_function(config.model.model_name_or_path):
+        config_source(config.model.model_name_or_path, config.model.model_revision)  # before the import of torch
     from rl_vlm.plan.build import inspect_model, plan_memory
     from rl_vlm.plan.check import check_setup
-    from rl_vlm.plan.report import describe_plan, plan_data, setup_data, setup_table, smallest_table
+    from rl_vlm.plan.report import describe_plan, plan_data, setup_data, smallest_table, suggested_tables
     from rl_vlm.plan.suggest import Models, setups, smallest
 
     config = with_precision(config, "cuda")
@@ -75,7 +79,7 @@ def plan_command(config: RunConfig, options: argparse.Namespace) -> None:
         return
     print(describe_plan(config, hardware, model, plan))
     if suggested:
-        print(f"\n{setup_table(suggested)}")
+        print(f"\n{suggested_tables(suggested, plan)}")
     if not some_fits:
         print(f"\n{smallest_table(fewest_gpus)}")
 

@@ -63,3 +63,20 @@ def refuse_unread_revision(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.model_revision {revision!r} has no effect on {name}, which is not on the hub; leave it out"
         )
+
+
+def cached_snapshot(name: str, revision: str) -> Path | None:
+    """Return the directory of a hub name in the local cache, or None if it is not there.
+
+    Raises ModelError if the name can only be a path, or is no valid hub name.
+    """
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"model.model_name_or_path {name} does not exist; name a checkpoint, a function or a hub name")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", ADAPTER_CONFIG)]
+    except HFValidationError as error:
+        raise ModelError(f"model.model_name_or_path {name} is neither a directory nor a hub name: {error}") from error
+    return next((Path(path).parent for path in found if isinstance(path, str)), None)

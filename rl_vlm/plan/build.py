@@ -21,7 +21,7 @@ from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.hardware import Card, Hardware
 from rl_vlm.plan.memory import KV_CACHE, Load, MemoryPlan, Rollouts
-from rl_vlm.plan.packaged import packaged_config, packaged_models
+from rl_vlm.plan.packaged import config_source, not_found
 from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import MOST_TOKENS, Activations, trace_activations
 from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
@@ -69,8 +69,8 @@ class Model:
 def config_directory(config: RunConfig) -> Iterator[str]:
     """Yield a directory with the model's config.json, or a name to look up on the hub.
 
-    If the model is named by a function, it is made in a temporary directory. Otherwise a local directory comes first,
-    then a packaged config, then the hub. Raises ModelError if the function cannot be loaded.
+    If the model is named by a function, it is made in a temporary directory. Raises ModelError if the function cannot
+    be loaded, and ConfigError like `config_source`.
     """
     name = config.model.model_name_or_path
     if names_function(name):
@@ -78,11 +78,7 @@ def config_directory(config: RunConfig) -> Iterator[str]:
             make_initial_model(name, config.train.seed, Path(folder) / "initial_model")
             yield str(Path(folder) / "initial_model")
         return
-    packaged = packaged_config(name)
-    if packaged is not None and not Path(name).is_dir():
-        yield str(packaged)
-        return
-    yield name
+    yield config_source(name, config.model.model_revision)
 
 
 def inspect_model(config: RunConfig) -> Model:
@@ -130,10 +126,7 @@ def read_config(config: RunConfig, directory: str) -> Any:
     try:
         found = checkpoint_config(base_of(directory), config.model)
     except OSError as error:
-        raise ConfigError(
-            f"model.model_name_or_path {config.model.model_name_or_path!r} is no directory with a config.json, and "
-            f"cannot be read from the hub. Models that can be planned without one: {', '.join(packaged_models())}"
-        ) from error
+        raise ConfigError(not_found(config.model.model_name_or_path, "the hub has no such model for you")) from error
     family_of(found)
     return found
 

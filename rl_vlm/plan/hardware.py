@@ -109,12 +109,13 @@ CARD_OF_SIZE = {
 def parse_card(text: str) -> Card:
     """Return the card that `--gpu-memory` names.
 
-    `h100` is the name of a card. `80GB` or `80` stands for the card of that size. Any other size, and any size in
-    `GiB`, is the memory in GiB. Raises ConfigError with the known cards for any other text.
+    `h100` is the name of a card, and `NVIDIA GeForce RTX 4090`, `rtx4090` and `4090` name the same card. `80GB` or `80`
+    stands for the card of that size. Any other size, and any size in `GiB`, is the memory in GiB. Raises ConfigError
+    with the known cards for any other text.
     """
-    name = text.strip().lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-")
-    if name in CARDS:
-        return CARDS[name]
+    name = text.strip().lower().replace(" ", "-").replace("_", "-")
+    if card := next((card for card in CARDS.values() if short(card.name) == short(name)), None):
+        return card
     size = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)-?(gib|gb|g|)", name, re.ASCII)
     if size is None or float(size[1]) == 0:
         raise ConfigError(
@@ -125,3 +126,8 @@ def parse_card(text: str) -> Card:
     if size[2] != "gib" and gigabytes in CARD_OF_SIZE:
         return CARDS[CARD_OF_SIZE[int(gigabytes)]]
     return Card(f"{size[1]}GiB", int(gigabytes * GIB))
+
+
+def short(name: str) -> str:
+    """Return the name of a card without hyphens and the names of brands before it."""
+    return re.sub("^(nvidia|geforce|rtx)+", "", name.replace("-", ""))

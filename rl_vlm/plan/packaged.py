@@ -6,13 +6,21 @@ file. The others are put together from partial public sources. All of them give 
 shows. The configs of Gemma 3 were checked by these counts alone.
 """
 
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
+from threading import Thread
+
+from rl_vlm.errors import ConfigError
+from rl_vlm.model.files import cached_snapshot
 
 MODEL_CONFIGS = Path(str(files("rl_vlm.plan"))) / "model_configs"
 
 ORGANISATIONS = {"qwen": "Qwen", "gemma": "google"}
 """Owner on the hub, by the beginning of a model's name."""
+
+HUB_SECONDS = 2.0
+"""Time in which the hub must answer."""
 
 
 def packaged_models() -> list[str]:
@@ -32,3 +40,45 @@ def packaged_config(model_name: str) -> Path | None:
 def _hub_name(folder: str) -> str:
     owner = next(owner for prefix, owner in ORGANISATIONS.items() if folder.startswith(prefix))
     return f"{owner.lower()}/{folder}"
+
+
+def config_source(name: str, revision: str) -> str:
+    """Return a directory with the config of the model `name`, or the name itself if only the hub has it.
+
+    A local directory comes first, then a packaged config, then the local cache of the hub. Raises ConfigError if the
+    hub is needed and does not answer.
+    """
+    if Path(name).is_dir():
+        return name
+    found = packaged_config(name) or cached_snapshot(name, revision)
+    if found is None and not hub_answers():
+        raise ConfigError(not_found(name, "the hub cannot be reached from here"))
+    return name if found is None else str(found)
+
+
+def hub_answers() -> bool:
+    """Return whether the hub answers within `HUB_SECONDS`. The lookup of its address counts, too."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers: list[object] = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS))
+
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HUB_SECONDS)
+    return bool(answers)
+
+
+def not_found(name: str, reason: str) -> str:
+    """Return the message about a model whose config is not found, with what to do."""
+    return (
+        f"model.model_name_or_path {name!r} is no directory with a config.json, and {reason}. Copy the checkpoint's "
+        "config.json and preprocessor_config.json into a directory, and name it: a plan needs no weights. Models that "
+        f"can be planned without one: {', '.join(packaged_models())}"
+    )

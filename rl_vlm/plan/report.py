@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rl_vlm.config.batches import batch_settings, batch_sizes
+from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.batch import batch_table, global_batch
 from rl_vlm.plan.build import Model, completions_together, single_completion, vllm_fractions, vllm_needs
@@ -17,6 +18,24 @@ from rl_vlm.plan.suggest import MAX_NODES, Setup
 
 LOGITS_COPIES = 2
 """Float32 logits and their gradient."""
+
+EFFECTS: dict[str, dict[Any, str]] = {
+    "model.load_in_4bit": {True: "QLoRA: the frozen language model is held in 4 bits"},
+    "model.use_peft": {True: "LoRA: only an adapter has gradients and optimizer state"},
+    "model.freeze_vision_tower": {True: "the vision tower has no gradients, optimizer state and activations"},
+    "rollout.engine": dict.fromkeys(
+        engines_where(lambda each: each.samples_from_policy),
+        "the model that is trained also samples; the time of sampling is not counted",
+    ),
+    "memory.gradient_checkpointing": {True: "layers keep their inputs only, and are computed again"},
+    "memory.activation_offloading": {True: "the inputs of layers are in host memory"},
+    "train.optim": {
+        "adamw_8bit": "the optimizer state is held in 8 bits",
+        "adafactor": "the optimizer state of a matrix is its rows and columns",
+    },
+    "vllm.vllm_enable_sleep_mode": {True: "vLLM frees its memory during training"},
+}
+"""How a change of a setting saves memory, by the setting and its new value."""
 
 
 def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> str:
@@ -110,8 +129,47 @@ def smallest_table(setups: Sequence[Setup]) -> str:
     return f"The smallest set-ups that fit:\n{setup_table(setups)}"
 
 
-def setup_table(setups: Sequence[Setup]) -> str:
-    """Return set-ups with their peak, the largest micro-batch, completions at once, and time relative to the first."""
+def suggested_tables(setups: Sequence[Setup], own: MemoryPlan) -> str:
+    """Return the set-ups that fit, with the reasons, then the others. `own` is the plan of the run as it is."""
+    fit, others = [each for each in setups if each.plan.fits], [each for each in setups if not each.plan.fits]
+    texts = []
+    if fit:
+        texts.append(
+            f"{len(fit)} of {len(setups)} set-ups fit into {gib(own.available)} GiB per GPU; the run as it is needs "
+            f"{gib(own.peak.total)}. Set-ups with the most completions of a group in one micro-batch come first, and "
+            f"of these the fastest:\n{setup_table(fit, setups[0])}"
+        )
+    why = dict(reason for each in fit for reason in reasons(each))
+    if why:
+        texts.append(f"Why they fit:\n{aligned(['change', 'effect'], [*map(list, why.items())], is_text=True)}")
+    if others:
+        texts.append(f"Set-ups that do not fit, the smallest peak first:\n{setup_table(others, setups[0])}")
+    return "\n\n".join(texts)
+
+
+def reasons(setup: Setup) -> Iterator[tuple[str, str]]:
+    """Yield the changes of a set-up that save memory, with their effect."""
+    sharding = setup.hardware.sharding
+    effects = []
+    if sharding.shards_state and setup.hardware.num_ranks > 1:
+        shared = {"weights": sharding.shards_weights, "gradients": sharding.shards_gradients, "optimizer state": True}
+        effects.append(f"each GPU holds a part of {', '.join(part for part, is_shared in shared.items() if is_shared)}")
+    if sharding.offloads:
+        held = {"weights": sharding.offloads_weights, "gradients, optimizer state": sharding.offloads_state}
+        effects.append(f"in host memory: {', '.join(part for part, is_held in held.items() if is_held)}")
+    if effects:
+        yield sharding.name, "; ".join(effects)
+    for key, value in setup.changes.items():
+        if effect := EFFECTS.get(key, {}).get(value):
+            yield f"{key}={str(value).lower()}", effect
+
+
+def setup_table(setups: Sequence[Setup], reference: Setup | None = None) -> str:
+    """Return set-ups with their peak, the largest micro-batch, completions at once, and time relative to `reference`.
+
+    By default this is the first.
+    """
+    seconds = (reference or setups[0]).seconds
     rows = [
         [
             each.name,
@@ -120,7 +178,7 @@ def setup_table(setups: Sequence[Setup]) -> str:
             each.plan.peak.name,
             f"{each.plan.largest_tokens:,}" if each.plan.fits else "does not fit",
             f"{each.together}",
-            f"{each.seconds / setups[0].seconds:.2f}",
+            f"{each.seconds / seconds:.2f}",
         ]
         for each in setups
     ]
@@ -151,12 +209,13 @@ def gib(size: int) -> str:
     return f"{size / GIB:,.1f}" if size >= GIB / 20 else "<0.1"
 
 
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return lines with columns of equal width: names to the left, figures to the right."""
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], is_text: bool = False) -> str:
+    """Return lines with columns of equal width: names to the left, figures to the right, and text to the left."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        figures = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        cells = zip(row[1:], widths[1:], strict=True)
+        figures = (cell.ljust(width) if is_text else cell.rjust(width) for cell, width in cells)
         return "  ".join([row[0].ljust(widths[0]), *figures]).rstrip()
 
     return "\n".join(line(row) for row in [head, *rows])

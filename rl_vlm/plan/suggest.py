@@ -37,6 +37,9 @@ GPUS_OF_NODE = 8
 Changes = dict[str, Any]
 """New values of settings by their full names."""
 
+METHODS = {"model.load_in_4bit": "QLoRA", "model.use_peft": "LoRA"}
+"""Names of the ways to train that a setting turns on, the strongest saving first."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -54,7 +57,8 @@ class Setup:
     @property
     def name(self) -> str:
         settings = [f"{key}={str(value).lower()}" for key, value in self.changes.items()]
-        return ", ".join([self.hardware.sharding.name, *settings])
+        method = next((f"{name}:" for key, name in METHODS.items() if self.changes.get(key)), "")
+        return " ".join(filter(None, [method, ", ".join([self.hardware.sharding.name, *settings])]))
 
     @property
     def order(self) -> tuple[int, int, float]:
@@ -104,7 +108,7 @@ def setups(config: RunConfig, hardware: Hardware, models: Models) -> list[Setup]
 
 
 def savings(config: RunConfig) -> Iterator[Changes]:
-    """Yield no change, then changes of one setting each that trade time for memory."""
+    """Yield no change, then changes of one setting each that trade time for memory, then LoRA and QLoRA."""
     model, memory = config.model, config.memory
     yield {}
     yield {"memory.gradient_checkpointing": not memory.gradient_checkpointing}
@@ -117,6 +121,20 @@ def savings(config: RunConfig) -> Iterator[Changes]:
         yield {"memory.activation_offloading": True}
     if "vllm_enable_sleep_mode" in config.rollout.facts.reads:
         yield {"vllm.vllm_enable_sleep_mode": not config.vllm.vllm_enable_sleep_mode}
+    yield from adapters(config)
+
+
+def adapters(config: RunConfig) -> Iterator[Changes]:
+    """Yield the changes to LoRA, then to QLoRA, as far as the run does not train so already."""
+    changes: Changes = {}
+    if not config.model.use_peft:
+        changes = {"model.use_peft": True, "model.freeze_vision_tower": True}
+        yield changes
+    if not config.model.load_in_4bit:
+        changes = changes | {"model.load_in_4bit": True}
+        if not config.rollout.facts.samples_4_bit_weights:
+            (changes["rollout.engine"], *_) = engines_where(lambda each: each.samples_4_bit_weights)
+        yield changes
 
 
 def with_shardings(config: RunConfig, changes: Changes, hardware: Hardware, models: Models) -> list[Setup]:
@@ -203,12 +221,7 @@ def weaker(config: RunConfig) -> Iterator[Changes]:
     """Yield changes that save memory: first gradient checkpointing alone, then LoRA as well, then QLoRA."""
     changes: Changes = {"memory.gradient_checkpointing": True}
     yield changes
-    if not config.model.use_peft:
-        changes |= {"model.use_peft": True, "model.freeze_vision_tower": True}
-        yield changes
-    if not config.model.load_in_4bit:
-        (engine, *_) = engines_where(lambda each: each.samples_4_bit_weights)
-        yield changes | {"model.load_in_4bit": True, "rollout.engine": engine}
+    yield from (changes | more for more in adapters(config))
 
 
 def more_gpus(hardware: Hardware, below: int | None) -> Iterator[Hardware]:

@@ -13,7 +13,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
 from rl_vlm.functions import load_function
 from rl_vlm.log.files import refuse_earlier_run
-from rl_vlm.model.files import ADAPTER_CONFIG, check_checkpoint, check_weights, refuse_unread_revision
+from rl_vlm.model.files import cached_snapshot, check_checkpoint, check_weights, refuse_unread_revision
 from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt
 from rl_vlm.tools.checks.table import Subject
 
@@ -90,20 +90,3 @@ def checkpoint_files(subject: Subject, name: str) -> Checking[str]:
         check_weights(directory)
     yield Note(f"model {name}: its config")
     return "" if base is None else (yield from checkpoint_files(subject, base))
-
-
-def cached_snapshot(name: str, revision: str) -> Path | None:
-    """Return the directory of a hub name in the local cache, or None if it is not there.
-
-    Raises ModelError if the name can only be a path, or is no valid hub name.
-    """
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(f"model.model_name_or_path {name} does not exist; name a checkpoint, a function or a hub name")
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", ADAPTER_CONFIG)]
-    except HFValidationError as error:
-        raise ModelError(f"model.model_name_or_path {name} is neither a directory nor a hub name: {error}") from error
-    return next((Path(path).parent for path in found if isinstance(path, str)), None)

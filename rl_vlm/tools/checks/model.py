@@ -22,7 +22,7 @@ from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt, load_processor, smallest_max_pixels
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
-from rl_vlm.model.files import read_json
+from rl_vlm.model.files import cached_snapshot, read_json
 from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
@@ -33,7 +33,7 @@ from rl_vlm.plan.host import loaded
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights, count_weights
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
 from rl_vlm.tools.checks.diagnosis import Checking, Note
-from rl_vlm.tools.checks.files import cached_snapshot, model_files
+from rl_vlm.tools.checks.files import model_files
 from rl_vlm.tools.checks.golds import gold_lengths
 from rl_vlm.tools.checks.machine import check_disk, gib, old_transformers
 from rl_vlm.tools.checks.pixels import check_pixels

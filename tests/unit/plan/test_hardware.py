@@ -18,6 +18,11 @@ from rl_vlm.plan.hardware import CARD_OF_SIZE, CARDS, Card, parse_card
         ("A100-80GB", "a100-80gb", 79.1),
         ("NVIDIA H200", "h200", 139.7),
         ("RTX PRO 6000", "rtx-pro-6000", 94.9),
+        ("rtx4090", "rtx-4090", 23.6),
+        ("4090", "rtx-4090", 23.6),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090", 23.6),
+        ("a6000", "rtx-a6000", 44.3),
+        ("a100_80gb", "a100-80gb", 79.1),
         ("80GiB", "80GiB", 80.0),
         ("12.5GB", "12.5GiB", 12.5),
     ],
@@ -35,7 +40,7 @@ def test_an_unknown_accelerator_is_refused_with_the_known_ones(text):
 
 def test_a_near_name_is_suggested():
     with pytest.raises(ConfigError, match="did you mean 'h100'"):
-        parse_card("h-100")
+        parse_card("h1000")
 
 
 def test_the_budget_leaves_context_buffers_and_reserve():

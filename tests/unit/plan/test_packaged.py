@@ -1,10 +1,15 @@
 import json
+import socket
+import time
 
+import huggingface_hub.constants
 import pytest
 import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
-from rl_vlm.plan.packaged import packaged_config, packaged_models
+from rl_vlm.errors import ConfigError
+from rl_vlm.plan import packaged
+from rl_vlm.plan.packaged import config_source, packaged_config, packaged_models
 
 PARAMETERS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
@@ -65,3 +70,21 @@ def test_names_are_hub_names_in_any_case():
         "",
     ):
         assert packaged_config(other) is None
+
+
+def test_a_model_that_only_a_silent_hub_has_is_given_up_soon(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and never answers
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        began = time.perf_counter()
+        with pytest.raises(
+            ConfigError, match=r"hub cannot be reached from here. Copy the checkpoint's config.json and"
+        ):
+            config_source("someone/unknown-model", "main")
+        assert time.perf_counter() - began < 3
+
+
+def test_a_model_that_the_hub_may_have_is_looked_up_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packaged, "hub_answers", lambda: True)
+    assert config_source("someone/unknown-model", "main") == "someone/unknown-model"

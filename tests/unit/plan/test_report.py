@@ -21,6 +21,7 @@ from rl_vlm.plan.report import (
     setup_data,
     setup_table,
     smallest_table,
+    suggested_tables,
 )
 from rl_vlm.plan.suggest import Setup
 from tests.helpers.planned_model import hardware, planned_model, run_config
@@ -105,6 +106,23 @@ def test_set_ups_as_text():
     assert row.split()[-2:] == ["2", "1.00"]
     assert smallest_table([SETUP]).startswith("The smallest set-ups that fit:\n")
     assert "64 nodes" in smallest_table([])
+
+
+def test_what_fits_and_why_comes_first():
+    too_large = replace(PLAN, card=replace(PLAN.card, memory=PLAN.card.memory // 8))
+    qlora = {"model.load_in_4bit": True, "memory.gradient_checkpointing": False}
+    setups = [Setup(qlora, MACHINES, PLAN, 2, 1.0), Setup({}, hardware(1, sharding="zero1_offload"), PLAN, 2, 2.0)]
+    lines = suggested_tables([*setups, Setup({}, MACHINES, too_large, 2, 3.0)], too_large).splitlines()
+    assert lines[0].startswith("2 of 3 set-ups fit into ")
+    assert lines[2].startswith("QLoRA: ddp, model.load_in_4bit=true, memory.gradient_checkpointing=false  1 x 2  ")
+    assert lines[5:9] == [
+        "Why they fit:",
+        "change                   effect",
+        "model.load_in_4bit=true  QLoRA: the frozen language model is held in 4 bits",
+        "zero1_offload            in host memory: gradients, optimizer state",
+    ]
+    assert lines[10] == "Set-ups that do not fit, the smallest peak first:"
+    assert lines[12].split()[-1] == "3.00"
 
 
 def test_a_picture_says_first_whether_it_fits():
