@@ -76,6 +76,14 @@ TRL: dict[str, Counterpart] = {
     "callbacks": needless("`metrics.jsonl` has a line for every step, and `report_to` names trackers"),
     "rollout_func": needless("`rollout.engine` samples"),
     "environment_factory": needless("multi-turn is not in this project"),
+    "tools": by_hand(
+        "leave it out: tools are not supported yet. A completion is one turn, so write what a tool would return into "
+        "the prompts, or let a reward function call the tool on the completion"
+    ),
+    "quantization_config": by_hand(
+        "write `load_in_4bit: true` for QLoRA, with `bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); "
+        "other quantizations are not supported"
+    ),
 }
 """Arguments of TRL's GRPOTrainer."""
 
@@ -311,6 +319,7 @@ EASYR1_AND_VERL: dict[str, Counterpart] = {
 }
 
 SWIFT: dict[str, Counterpart] = {
+    "attn_impl": to("model.attn_implementation", "", convert.attention),
     "rlhf_type": Counterpart("leave it out: training is GRPO",
                      needless("this project has GRPO alone", "grpo").converts),
     "model": to("model.model_name_or_path"),
@@ -404,9 +413,28 @@ def row_of(key: str, rows: Mapping[str, Counterpart]) -> Counterpart | None:
                 return rows[name]
     return None
 
+FLASH = (
+    "flash-attn is not used: leave it out. On CUDA, rows that share a prompt use FlexAttention "
+    "(`memory.shared_attention`), and `sdpa` has PyTorch's own flash kernels"
+)
+VALUES: dict[str, dict[str, str]] = {
+    "model.attn_implementation": dict.fromkeys(
+        ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flash_attn", "flash_attn_2"), FLASH
+    ),
+    "algorithm.loss_type": {
+        "gspo": "GSPO is `importance_sampling_level: sequence` with any of these losses (docs/losses.md)"
+    },
+}
+"""Advice by the full name of a setting and another system's value."""
+
 
 def instead_of(key: str) -> str | None:
     """Return the advice for another system's setting, or None if its name is unknown."""
     rows = {name: row for table in reversed(ROWS.values()) for name, row in table.items()}
     row = row_of(key, rows)
     return row.advice if row else None
+
+
+def value_instead(setting: str, value: object) -> str | None:
+    """Return the advice for another system's value of a setting, or None if it is unknown."""
+    return VALUES.get(setting, {}).get(value) if isinstance(value, str) else None

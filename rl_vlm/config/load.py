@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_vlm.config import trl_fields, yaml_text
-from rl_vlm.config.elsewhere import NESTED, instead_of
+from rl_vlm.config.elsewhere import NESTED, instead_of, value_instead
 from rl_vlm.config.engines import engine_named
 from rl_vlm.config.rules import FOR_EVALUATION, FOR_TRAINING, broken
 from rl_vlm.config.schema import SECTIONS, SETTINGS, DataSource, RewardSpec, RunConfig
@@ -191,7 +191,9 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str
         try:
             keys[key] = yaml_text.parse(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"command line: the value of `{override}` is not YAML; quote it: {error}") from error
+            raise ConfigError(
+                f"command line: the value of `{override}` is not YAML; quote it: {_quoted(key, text)}: {error}"
+            ) from error
     return _flatten("command line", keys), problems
 
 
@@ -280,8 +282,26 @@ def _validation_problems(error: ValidationError, sources: Mapping[str, str], pat
             problems.append(f"{source}: {_unknown(key, {name: name for name in entry.model_fields})}")
         else:
             reasons = " or ".join(dict.fromkeys(map(_reason, details)))
-            problems.append(f"{source}: `{key}` is {first['input']!r}: {reasons}")
+            advice = value_instead(key, first["input"]) or _quoting(key, details)
+            problems.append(f"{source}: `{key}` is {first['input']!r}: {'; '.join(filter(None, [reasons, advice]))}")
     return problems
+
+
+def _quoting(key: str, details: list[ErrorDetails]) -> str | None:
+    """Return how to quote a text in braces if YAML read it as a mapping, else None."""
+    value = details[0]["input"]
+    is_text = isinstance(value, dict) and all(item is None for item in value.values())  # of which `{a}` is an example
+    if not is_text or not all(detail["type"] == "string_type" for detail in details):
+        return None
+    text = yaml_text.one_line(value).replace(": null", "")
+    return f"YAML reads braces as a mapping, so quote the text: {_quoted(key, text)}"
+
+
+def _quoted(key: str, text: str) -> str:
+    """Return how to write a text that YAML would read as something else, in a shell and in a file."""
+    leaf = key.rpartition(".")[2]
+    text = text.replace('"', '\\"')
+    return f'`\'{leaf}="{text}"\'` on the command line, `{leaf}: "{text}"` in a file'
 
 
 def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

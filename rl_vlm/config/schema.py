@@ -52,7 +52,8 @@ class ModelConfig(Section):
     """Compute precision. `bfloat16` keeps trainable weights and optimizer state in float32. Default: `bfloat16` on
     CUDA, `float32` elsewhere."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the vision tower and of the dense path."""
+    """Attention implementation of the vision tower and of the dense path. flash-attn is not used: `sdpa` has PyTorch's
+    flash kernels, and rows that share a prompt use FlexAttention (`shared_attention`)."""
     fused: Literal["auto", "off"] = "auto"
     """Compile decoder layers and the LM head's log-probs with `torch.compile`, so that fewer operators read and write
     memory, and the first passes take longer. `auto`: on CUDA; docs/memory.md has the exceptions."""
@@ -307,7 +308,7 @@ class RewardsConfig(Section):
 class AlgorithmConfig(Section):
     loss_type: BuiltInLoss | str = "dapo"
     """How token losses are computed and averaged, or a token loss of your own: `file.py:function` or
-    `module:function` (docs/losses.md)."""
+    `module:function` (docs/losses.md). GSPO is `importance_sampling_level: sequence`."""
     loss_weights: Literal["token", "completion", "budget"] = "token"
     """How the tokens of your own `loss_type` are averaged: all tokens of the step alike, as in `dapo`, the mean of each
     completion, as in `grpo`, or the sum divided by completions × `max_completion_length`, as in `dr_grpo`."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_vlm.config.data_sources import split_name
+from rl_vlm.config.elsewhere import instead_of
 from rl_vlm.config.trl_refused import NOT_HERE
 
 Settings = dict[str, Any]
@@ -199,6 +200,8 @@ INIT_KWARGS = {
 
 def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
     """Convert arguments of `from_pretrained`."""
+    if isinstance(value, dict) and value.get("quantization_config"):
+        raise ValueError(f"`quantization_config`: {instead_of('quantization_config')}")
     if not isinstance(value, dict) or value.keys() - INIT_KWARGS:
         raise ValueError(
             f"only {', '.join(INIT_KWARGS)} can be given; they are `model.dtype`, `model.attn_implementation`, "

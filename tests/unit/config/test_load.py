@@ -153,6 +153,40 @@ def test_reward_mappings(write):
         ),
         ("output_dir: {a: 1}", "", "run.yaml: `train.output_dir` is {'a': 1}: it should be a valid string"),
         (
+            "",
+            "prompt_template={question}",
+            "command line: `data.prompt_template` is {'question': None}: it should be a valid string; YAML reads "
+            """braces as a mapping, so quote the text: `'prompt_template="{question}"'` on the command line, """
+            """`prompt_template: "{question}"` in a file""",
+        ),
+        (
+            "",
+            "attn_implementation=flash_attention_2",
+            "command line: `model.attn_implementation` is 'flash_attention_2': it should be 'sdpa' or 'eager'; "
+            "flash-attn is not used: leave it out. On CUDA, rows that share a prompt use FlexAttention "
+            "(`memory.shared_attention`), and `sdpa` has PyTorch's own flash kernels",
+        ),
+        (
+            "",
+            "loss_type=gspo",
+            "command line: `algorithm.loss_type` is 'gspo': it should be 'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo' or "
+            "'sapo', or a function of your own, `file.py:function` or `module:function`; GSPO is "
+            "`importance_sampling_level: sequence` with any of these losses (docs/losses.md)",
+        ),
+        (
+            "quantization_config: {load_in_4bit: true}",
+            "",
+            "run.yaml: unknown setting `quantization_config`; write `load_in_4bit: true` for QLoRA, with "
+            "`bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); other quantizations are not supported",
+        ),
+        (
+            "tools: [search]",
+            "",
+            "run.yaml: unknown setting `tools`; leave it out: tools are not supported yet. A completion is one turn, "
+            "so write what a tool would return into the prompts, or let a reward function call the tool on the "
+            "completion",
+        ),
+        (
             "beta: 0.1\nalgorithm: {beta: 0.2}",
             "",
             "run.yaml: `beta` and `algorithm.beta` both set `algorithm.beta`, to 0.1 and 0.2; keep one of them",
@@ -215,7 +249,9 @@ def test_one_line_is_read_back(value):
 def test_malformed_overrides(write):
     path = write("model_name_or_path: tiny")
     assert problems(path, "max_steps") == ["command line: `max_steps` is not of the form key=value"]
-    assert "quote it" in problems(path, "prompt_template={question} now")[0]
+    (problem, *_) = problems(path, "prompt_template={question} now")
+    assert """quote it: `'prompt_template="{question} now"'` on the command line""" in problem
+    assert load_config(path, ['prompt_template="{question} now"']).data.prompt_template == "{question} now"
 
 
 @pytest.mark.parametrize(
