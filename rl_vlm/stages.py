@@ -108,6 +108,8 @@ COLUMNS = frozenset(
 )
 """Columns of the completions files. Reward functions use other names."""
 COLUMN_PREFIX = "data/"
+TAKEN_NAME = "the name has a slash, or the run uses it for a column or a count; give it another `name`"
+"""The reason for which a name is refused, with what to do."""
 
 METRICS = frozenset(
     """
@@ -127,6 +129,11 @@ METRIC_PREFIXES = tuple(
 def is_column(name: str) -> bool:
     """Return whether a run or an evaluation writes a column of this name."""
     return name in COLUMNS or name.startswith(COLUMN_PREFIX)
+
+
+def is_taken(name: str) -> bool:
+    """Return whether a reward function cannot have this name, since the run writes a column or a count under it."""
+    return is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name
 
 
 def is_metric(name: str) -> bool:

@@ -21,6 +21,11 @@ def live_name(label: str, content: str) -> str:
     return f"{PREFIX}{label}#{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
+def label_of_live(name: str) -> str:
+    """Return the label in the name of an object."""
+    return name.removeprefix(PREFIX).rpartition("#")[0]
+
+
 def names_function(name: str) -> bool:
     """Return whether a setting looks like the name of a function in a file, a module or a Python session."""
     return is_live_name(name) or re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None

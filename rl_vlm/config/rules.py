@@ -30,7 +30,9 @@ from rl_vlm.config.data_sources import (
     with_two_splits,
 )
 from rl_vlm.config.engines import ENGINES, READ_BY_STARTED_SERVERS, VLLM_SETTINGS, Engine, engines_where
+from rl_vlm.config.function_names import is_live_name, label_of_live
 from rl_vlm.config.function_source import read_source
+from rl_vlm.stages import TAKEN_NAME, is_taken
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import RunConfig
@@ -66,6 +68,13 @@ def broken(config: RunConfig, rules: Iterable[Rule]) -> Iterator[str]:
         listed = ", ".join(f"`{name}`" for name in names)
         for values in found if isinstance(found, list) else [{}] * bool(found):
             yield rule.message.format(**sections, names=listed, has=has, them=them, **values)
+
+
+def taken_names(run: RunConfig) -> list[dict[str, Any]]:
+    """Return the names of reward functions that a run uses itself, as far as they are known before loading."""
+    specs = [spec for spec in run.rewards.specs if spec.name or is_live_name(spec.function)]
+    labels = {spec.name or label_of_live(spec.function) for spec in specs}
+    return [{"name": name} for name in sorted(filter(is_taken, labels))]
 
 
 def unread(names: str, when: Callable[[RunConfig], bool], reason: str, way_out: str) -> Rule:
@@ -313,6 +322,7 @@ CONFLICTS = (
          lambda run: run.train.lr_scheduler_type == "warmup_stable_decay"
                      and "num_decay_steps" not in run.train.lr_scheduler_kwargs,
          "`lr_scheduler_type` warmup_stable_decay needs `num_decay_steps` in `lr_scheduler_kwargs`"),
+    Rule("reward_funcs", taken_names, f"a reward function cannot be called {{name!r}}: {TAKEN_NAME}"),
     Rule("endpoint_url", lambda run: wrong_addresses([run.evaluation.endpoint_url or ""]),
          "`endpoint_url` {url}: {why}"),
     Rule("vllm_server_base_url", lambda run: wrong_addresses(run.vllm.vllm_server_base_url),

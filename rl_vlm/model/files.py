@@ -11,6 +11,8 @@ from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError, ModelError, listed
 
 ADAPTER_CONFIG = "adapter_config.json"
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Keys of a config.json that hold the config of the language model."""
 WEIGHTS = ("*.safetensors", "*.bin")
 
 MODEL_TYPES = frozenset(
@@ -53,6 +55,23 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds no JSON object")
     return content
+
+
+def context_of(directory: Path) -> int | None:
+    """Return the most tokens of a prompt and its completion by the checkpoint's config.json, or None if it has none."""
+    config = read_json(directory / "config.json")
+    text = next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict)), config)
+    found = text.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def refuse_long_completions(length: int, context: int | None) -> None:
+    """Raise ConfigError if completions of this length leave no room for a prompt."""
+    if context is not None and length >= context:
+        raise ConfigError(
+            f"rollout.max_completion_length {length} leaves no room for a prompt: the model takes {context} tokens of "
+            "prompt and completion together (max_position_embeddings in its config). Set it lower"
+        )
 
 
 def refuse_unread_revision(model: ModelConfig) -> None:

@@ -25,7 +25,7 @@ from rl_vlm.functions import LoadError, load_function
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.experts import enable_autocast_experts
 from rl_vlm.model.families import family_of
-from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_unread_revision
+from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_long_completions, refuse_unread_revision
 from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
@@ -93,11 +93,7 @@ def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
     Raises ConfigError if completions leave no room for a prompt.
     """
     context, completion = context_length(config.model, checkpoint), config.rollout.max_completion_length
-    if context is not None and completion >= context:
-        raise ConfigError(
-            f"rollout.max_completion_length {completion} leaves no room for a prompt: the model takes {context} tokens "
-            "of prompt and completion together (max_position_embeddings in its config). Set it lower"
-        )
+    refuse_long_completions(completion, context)
     return None if context is None else context - completion
 
 
@@ -311,6 +307,7 @@ def make_initial_model(name: str, seed: int, directory: Path) -> None:
         function = load_function(name)
     except LoadError as error:
         raise ModelError(f"model.model_name_or_path {name!r}: {error}") from error
+    logger.info("making the model %s", name)
     with chdir("."):  # the function may change the working directory
         function(unfinished, seed)
     (unfinished / origin.name).write_text(json.dumps(maker))

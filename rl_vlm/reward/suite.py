@@ -17,7 +17,7 @@ from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.config.secrets import without_secrets
 from rl_vlm.errors import RewardError, shorten
 from rl_vlm.reward.function import Reward, random_states_kept
-from rl_vlm.stages import is_column, is_metric
+from rl_vlm.stages import TAKEN_NAME, is_column, is_metric, is_taken
 
 if TYPE_CHECKING:
     from rl_vlm.types import Group, RewardTable, Sample, TrainerState
@@ -167,11 +167,8 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
-        if is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name:
-            raise RewardError(
-                f"a reward function cannot be called {name!r}: the name has a slash, or the run uses it for a column "
-                "or a count; give it another `name`"
-            )
+        if is_taken(name):
+            raise RewardError(f"a reward function cannot be called {name!r}: {TAKEN_NAME}")
 
 
 def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list[Answer]:

@@ -321,12 +321,14 @@ def test_overwriting_deletes_the_earlier_run(tiny_checkpoint, tmp_path):
     assert len(list((tmp_path / "completions").iterdir())) == 1
 
 
-def test_an_initial_model_is_made_again_for_another_seed(tmp_path):
+def test_an_initial_model_is_made_again_for_another_seed(tmp_path, caplog):
+    caplog.set_level("INFO")
     made = []
     for seed in (0, 0, 1):
         make_initial_model(f"{__name__}:counted_checkpoint", seed, tmp_path / "initial_model")
         made.append((tmp_path / "initial_model" / "seed.txt").read_text())
     assert (made, CALLS) == (["0", "0", "1"], [0, 1])
+    assert caplog.messages == [f"making the model {__name__}:counted_checkpoint"] * 2
 
 
 CALLS: list[int] = []

@@ -56,6 +56,10 @@ def half(ratio_NK: Any, inputs: Any, algorithm: Any) -> Any:
     return -0.5 * ratio_NK * inputs.advantages_NK, {}
 
 
+def reward(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
 @pytest.mark.parametrize("key", ["loss_type", "algorithm.loss_type"])
 def test_the_loss_can_be_a_function(key: str):
     made = trainer(**{key: half, "epsilon": 0.1})  # a function in memory has no source to look for settings in
@@ -94,6 +98,11 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
         ({"train": {"seed": 3}, "train.seed": 4}, "GRPOTrainer: `train.seed` is set to 3 and 4; keep one"),
         ({"reward_funcs": [lambda c: 1, lambda c: 2]}, "two reward functions are called <lambda>: give them names"),
         ({"reward_funcs": [partial(token_sum, a=1), token_sum]}, "two reward functions are called token_sum"),
+        (
+            {"reward_funcs": {"function": token_sum, "name": "completion"}},
+            "a reward function cannot be called 'completion': the name has a slash, or the run uses it for a column",
+        ),
+        ({"reward_funcs": reward}, "a reward function cannot be called 'reward': .*; give it another `name`"),
         ({"train_dataset": {"train": ROWS, "test": ROWS}}, "train_dataset has several splits, train, test: give one"),
         ({"reward_funcs": [{"weight": 1.0}]}, "`rewards.reward_funcs.0.function` is not set"),
         ({"eval_strategy": "steps", "train_dataset": ROWS}, "`eval_steps` 10 needs `eval_dataset_name`"),

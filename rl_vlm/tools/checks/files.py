@@ -13,7 +13,15 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError
 from rl_vlm.functions import load_function
 from rl_vlm.log.files import refuse_earlier_run
-from rl_vlm.model.files import cached_snapshot, check_checkpoint, check_weights, refuse_unread_revision
+from rl_vlm.model.files import (
+    cached_snapshot,
+    check_checkpoint,
+    check_weights,
+    context_of,
+    refuse_long_completions,
+    refuse_unread_revision,
+)
+from rl_vlm.plan.packaged import packaged_config
 from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt
 from rl_vlm.tools.checks.table import Subject
 
@@ -81,6 +89,8 @@ def checkpoint_files(subject: Subject, name: str) -> Checking[str]:
     """Check a directory, or a hub name if its config is in the local cache. Check an adapter's base, too."""
     directory = Path(name) if Path(name).exists() else cached_snapshot(name, subject.config.model.model_revision)
     if directory is None:
+        if packaged := packaged_config(name):
+            check_context(subject, packaged)
         yield from subject.left_out(f"model {name}, which is neither a directory here nor in the cache of the hub")
         return name
     if not directory.is_dir():
@@ -88,5 +98,13 @@ def checkpoint_files(subject: Subject, name: str) -> Checking[str]:
     base = check_checkpoint(directory)
     if directory == Path(name):
         check_weights(directory)
+    if base is None:
+        check_context(subject, directory)
     yield Note(f"model {name}: its config")
     return "" if base is None else (yield from checkpoint_files(subject, base))
+
+
+def check_context(subject: Subject, directory: Path) -> None:
+    """Raise ConfigError if a run's completions leave no room for a prompt in the context of the model."""
+    if subject.kind != "serve":
+        refuse_long_completions(subject.config.rollout.max_completion_length, context_of(directory))

@@ -118,6 +118,22 @@ def test_a_reward_that_needs_a_column_that_is_not_there(capsys):
     assert found == "reward function 'wants' needs a column 'gold'; the data has: solution"
 
 
+@pytest.mark.parametrize(
+    "config", [{"max_position_embeddings": 512}, {"text_config": {"max_position_embeddings": 512}}]
+)
+def test_completions_that_are_longer_than_the_model_takes(capsys, config: dict[str, Any]):
+    write_checkpoint(Path("short"), {"config.json": {"model_type": "qwen2_5_vl"} | config})
+    message = "rollout.max_completion_length 512 leaves no room for a prompt: the model takes 512 tokens of prompt and"
+    model = "model_name_or_path=short"
+    assert problem(capsys, model, "max_completion_length=512").startswith(message)
+    assert cli.main(["train", "run.yaml", "--dry-run", model, "max_completion_length=511"]) == 0
+
+
+def test_the_length_of_a_model_whose_config_is_packaged(capsys):
+    found = problem(capsys, "model_name_or_path=Qwen/Qwen2.5-VL-7B-Instruct", "max_completion_length=128000")
+    assert "the model takes 128000 tokens" in found
+
+
 JUDGE = {"base_url": "http://127.0.0.1:9", "model": "critic"}
 
 

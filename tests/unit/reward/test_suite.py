@@ -429,6 +429,11 @@ def test_names_that_the_run_writes_are_refused(suite, name):
         suite(READS_BOTH, {"function": "mine.py:f", "name": name})
 
 
+def test_a_function_that_has_the_name_of_a_column_is_refused(suite):
+    with pytest.raises(RewardError, match="a reward function cannot be called 'advantage'"):
+        suite("def advantage(completions): return [1.0] * len(completions)", {"function": "mine.py:advantage"})
+
+
 TAKEN = [
     "log_metric('step', 1)", "log_metric('reward', 1)", "log_metric('loss', 1)", "log_metric('time/step', 1)",
     "log_metric('rewards/f/mean', 1)", "log_metric('eval_reward', 1)", "log_metric('compute/x', 1)",
