@@ -95,6 +95,8 @@ class Adapted:
     """The form in which the function gets completions, or None if it is unknown."""
     is_wrapped: bool = False
     """Whether its keyword-only parameters are settings. No data column sets them."""
+    missing: tuple[str, ...] = ()
+    """Names of ms-swift that its file imports and that have no stand-in."""
 
 
 def adapt(function: RewardFunction, kwargs: Sequence[str] = ()) -> Adapted:

@@ -1,5 +1,7 @@
 """Loading of users' functions: `file.py:function`, `module:function`, or an entry point of an installed package.
 
+A static method is `file.py:Class.method`.
+
 Objects of the running Python session can be named like functions of files. A callable's name has a digest of its
 bytecode and of the values that it holds, so that a changed function is a changed setting. Rows in memory are named as a
 function that returns them, with a digest of their contents.
@@ -37,10 +39,13 @@ class LoadError(RLVLMError):
     """A function that cannot be loaded. The message says which source was tried, and why it failed."""
 
 
-def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
+def load_function(
+    name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None, registry: str | None = None
+) -> Function:
     """Load `file.py:function` or `module:function`, or a name in `built_ins` or in the entry-point group `group`.
 
-    Modules are also searched for in the working directory. Raises LoadError if the function cannot be loaded.
+    Modules are also searched for in the working directory. `registry` is the name of a dict in which a module may
+    register functions. Raises LoadError if the function cannot be loaded.
     """
     if is_live_name(name):
         return _load_live(name)
@@ -51,20 +56,39 @@ def load_function(name: str, built_ins: Mapping[str, Function] = {}, group: str 
         sys.path.append(str(Path.cwd()))
     with chdir("."):  # an import may change the working directory
         module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    function = getattr(module, attribute, None)
+    registered = getattr(module, registry, None) if registry else None
+    registered = registered if isinstance(registered, Mapping) else {}
+    function = _attribute(module, attribute)
+    function = registered.get(attribute) if function is None else function
     if callable(function):
         return function
     found = "has no function" if function is None else f"has a {type(function).__name__}, not a function, called"
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    own += [key for key in registered if key not in own]
     raise LoadError(f"{module.__file__} {found} {attribute!r}{did_you_mean(attribute, own)}; it defines: {listed(own)}")
 
 
-def load_callable(name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None) -> Function:
+def _attribute(module: ModuleType, path: str) -> Any:
+    """Return the object at a dotted path in a module, or None. Raises LoadError if it is a method of instances."""
+    owner, found = None, module
+    for name in path.split("."):
+        owner, found = found, getattr(found, name, None)
+    if isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name, None), FunctionType):
+        raise LoadError(
+            f"{module.__file__}: {path} is called on an instance of {owner.__name__}: make it a `@staticmethod`, or "
+            f"name an instance's method, such as `my_function = {owner.__name__}().{name}` in the same file"
+        )
+    return found
+
+
+def load_callable(
+    name: str, built_ins: Mapping[str, Function] = {}, group: str | None = None, registry: str | None = None
+) -> Function:
     """Load a function as `load_function` does. A class is constructed without arguments, for its `__call__`.
 
     Raises LoadError if the function cannot be loaded or the class cannot be constructed.
     """
-    found = load_function(name, built_ins, group)
+    found = load_function(name, built_ins, group, registry)
     if not isinstance(found, type):
         return found
     if not any("__call__" in vars(base) for base in found.__mro__):

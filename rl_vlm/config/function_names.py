@@ -28,4 +28,4 @@ def label_of_live(name: str) -> str:
 
 def names_function(name: str) -> bool:
     """Return whether a setting looks like the name of a function in a file, a module or a Python session."""
-    return is_live_name(name) or re.fullmatch(r"(.+\.py|[\w.]+):\w+", name) is not None
+    return is_live_name(name) or re.fullmatch(r"(.+\.py|[\w.]+):\w+(\.\w+)*", name) is not None

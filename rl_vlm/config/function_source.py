@@ -42,7 +42,7 @@ def read_source(name: str) -> FunctionSource | None:
         return None
     is_file, depth = module.endswith(".py"), module.count(".")
     reader = _Reader(path.parent if is_file else path.parents[max(0, depth - 1)])
-    reader.visit(path, function)
+    reader.visit(path, function if function in reader.definitions(path) else function.partition(".")[0])
     found = list(reader.found.values())
     if not found:
         return None
@@ -151,6 +151,14 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
     elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         yield from (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+        yield from (key for target in targets for key in _registered(target))
+
+
+def _registered(target: ast.expr) -> Iterator[str]:
+    """Yield the name under which a statement such as `orms["name"] = Class` registers a function."""
+    match target:
+        case ast.Subscript(value=ast.Name(), slice=ast.Constant(value=str(key))):
+            yield key
 
 
 def _attributes(statement: ast.AST) -> Iterator[str]:

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from inspect import Parameter
@@ -20,7 +21,7 @@ from rewards.calling import OFFERED, Call, background_loop, parameters, select_a
 from rewards.contract import Answer, Fault, RewardFunction, join, spread
 from rewards.forms import OTHER, Form, completion_in, form_of, prompt_in
 from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
-from rewards.stand_ins import stand_ins
+from rewards.stand_ins import REGISTRY, stand_ins
 from rewards.worker import Worker
 from rl_vlm.config.schema import RewardSpec
 from rl_vlm.distributed.signals import stop, wait_for, wait_until_done
@@ -73,6 +74,12 @@ class Reward:
         self.probes_form = spec.completions == "auto" and not adapted.form and bool(reads_form) and not is_built_in
         if adapted.system:
             logger.info("reward function %r has the protocol of %s", self.name, adapted.system)
+        if adapted.missing:
+            logger.warning(
+                "the file of reward function %r imports %s of ms-swift, which rl-vlm does not have: code that uses it "
+                "fails",
+                *(self.name, listed(adapted.missing)),
+            )
 
     def checked_settings(self, spec: RewardSpec, no_columns: bool) -> dict[str, Any]:
         """Return the settings that every call gets. With `no_columns`, keyword-only parameters are never data columns.
@@ -218,8 +225,9 @@ def load_reward(name: str, kwargs: Sequence[str]) -> Adapted:
 
     `kwargs` are the names of the settings that it will get.
     """
-    with stand_ins():
-        return adapt(load_callable(name, BUILT_INS, ENTRY_POINT_GROUP), kwargs)
+    with stand_ins() as missing:
+        adapted = adapt(load_callable(name, BUILT_INS, ENTRY_POINT_GROUP, REGISTRY), kwargs)
+    return replace(adapted, missing=tuple(missing))
 
 
 def load_function_alone(name: str, kwargs: Sequence[str], objects: Mapping[str, RewardFunction]) -> RewardFunction:

@@ -128,3 +128,18 @@ def test_functions_within_conditions_are_found(tmp_path):
     )
     source = read_source(f"{tmp_path}/my.py:loss")
     assert source is not None and source.attributes == {"epsilon"}
+
+
+def test_methods_and_registered_names_are_found(tmp_path):
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "class Module:\n    @staticmethod\n    def f(completions): return LIMIT\nLIMIT = 1\n"
+        "class Mine:\n    def __call__(self, completions): return OTHER\nOTHER = 1\norms['mine'] = Mine\n"
+    )
+    method, registered = read_source(f"{file}:Module.f"), read_source(f"{file}:mine")
+    assert method is not None and registered is not None
+    file.write_text(file.read_text().replace("LIMIT = 1", "LIMIT = 2"))
+    assert read_source(f"{file}:Module.f") != method
+    assert read_source(f"{file}:mine") == registered
+    file.write_text(file.read_text().replace("OTHER = 1", "OTHER = 2"))
+    assert read_source(f"{file}:mine") != registered

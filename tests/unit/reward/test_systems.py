@@ -205,6 +205,25 @@ orms["external_math"] = MathORM
         lambda f: f(TEXTS, **repeated(solution="7")),
         name="MathORM",
     ),
+    "ms-swift, by its registered name, with imports of more than rewards": Style(
+        "ms-swift",
+        """
+from swift.llm import PtEngine, RequestConfig
+from swift.llm.infer.protocol import ChatCompletionResponse
+from swift.plugin import ORM, orms, rm_plugins
+from swift.plugin.rm_plugin import DefaultRMPlugin
+class LengthORM(ORM):
+    def __call__(self, completions, **kwargs):
+        return [float(len(c)) for c in completions]
+class Judge(DefaultRMPlugin):
+    def __init__(self):
+        self.engine = PtEngine("model")
+orms["external_length"] = LengthORM
+rm_plugins["judge"] = Judge
+""",
+        lambda f: f(TEXTS),
+        name="external_length",
+    ),
     "ms-swift, with state": Style(
         "ms-swift",
         """
@@ -296,7 +315,7 @@ def called_by_hand(style: Style) -> list[Any]:
     module = importlib.util.module_from_spec(spec)
     with stand_ins():
         spec.loader.exec_module(module)
-    found = getattr(module, style.name)
+    found = vars(module).get(style.name) or module.orms[style.name]
     return style.by_hand(found() if isinstance(found, type) else found)
 
 
@@ -318,7 +337,7 @@ def test_a_function_of_another_system_scores_as_called_by_hand(
     assert len(set(expected)) > 1, "a test that all completions pass shows nothing"
     assert rounded(table) == [[[round(score, 4)] for score in expected]]
     assert {name.partition("/")[2] for name in table.breakdown} == set(style.sub_scores)
-    mentions = [record.getMessage() for record in caplog.records if "protocol" in record.getMessage()]
+    mentions = [record.getMessage() for record in caplog.records if "has the protocol" in record.getMessage()]
     adapted = style.system in ("EasyR1", "ms-swift", "verl")
     assert mentions == ([f"reward function {suite.names[0]!r} has the protocol of {style.system}"] if adapted else [])
 
@@ -445,6 +464,69 @@ def test_a_sub_score_called_reward_does_not_replace_the_score(tmp_path: Path, mo
     Path("theirs.py").write_text("def f(solution_str, ground_truth):\n    return {'score': 1.0, 'reward': 0.3}\n")
     with RewardSuite(RewardsConfig(reward_funcs=["theirs.py:f"])) as suite:
         assert rounded(suite.score([group(TEXTS, solution="7")], STATE)) == [[[1.0]] * 4]
+
+
+PLUGIN = """
+from swift.llm import PtEngine
+from swift.plugin import ORM, orms
+class Mine(ORM):
+    def __call__(self, completions, **kwargs):
+        return [1.0] * len(completions)
+class Engine(ORM):
+    def __init__(self, args=None):
+        self.engine = PtEngine(args)
+    def __call__(self, completions, **kwargs):
+        return [1.0] * len(completions)
+orms['mine'] = Mine
+orms['engine'] = Engine
+"""
+
+
+def test_a_plugin_that_imports_more_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text(PLUGIN)
+    assert Reward(RewardSpec(function="theirs.py:mine")).name == "Mine"
+    assert caplog.messages == [
+        "the file of reward function 'Mine' imports swift.llm.PtEngine of ms-swift, which rl-vlm does not have: code "
+        "that uses it fails"
+    ]
+    with pytest.raises(
+        RewardError, match=r"NotImplementedError: swift\.llm\.PtEngine is a part of ms-swift that rl-vlm"
+    ):
+        RewardSuite(RewardsConfig(reward_funcs=["theirs.py:engine"]))
+    with pytest.raises(RewardError, match=r"no function 'minf' \(did you mean 'mine'\?\); it defines: .*mine"):
+        RewardSuite(RewardsConfig(reward_funcs=["theirs.py:minf"]))
+
+
+def test_two_plugins_may_register_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, score in (("first", 1.0), ("second", 2.0)):
+        Path(f"{name}.py").write_text(
+            "from swift.plugin import ORM, orms\n"
+            f"class {name.title()}(ORM):\n    def __call__(self, completions): return [{score}] * len(completions)\n"
+            f"orms['mine'] = {name.title()}\n"
+        )
+    names = [Reward(RewardSpec(function=f"{name}.py:mine")).name for name in ("first", "second", "first")]
+    assert names == ["First", "Second", "First"]
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["here", "in a worker"])
+def test_a_static_method_is_named_with_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.py").write_text(
+        "class Module:\n    @staticmethod\n    def iou_reward(completions, **kwargs): return [0.5] * len(completions)\n"
+        "    def own(self, completions): return [1.0] * len(completions)\n"
+    )
+    spec = RewardSpec(function="theirs.py:Module.iou_reward", timeout=timeout)
+    with RewardSuite(RewardsConfig(reward_funcs=[spec])) as suite:
+        assert suite.names == ["iou_reward"]
+        assert rounded(suite.score([group(TEXTS, solution="7")], STATE)) == [[[0.5]] * 4]
+    with pytest.raises(RewardError, match=r"Module\.own is called on an instance of Module: make it a `@staticmethod`"):
+        RewardSuite(RewardsConfig(reward_funcs=["theirs.py:Module.own"]))
 
 
 def test_no_stand_in_is_left_behind() -> None:
