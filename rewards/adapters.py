@@ -5,8 +5,9 @@ A function is recognised by the arguments that it names, or by the class that it
     EasyR1     compute_score(reward_inputs), a list of dicts, or compute_score(reward_input), one dict
     verl       compute_score(data_source, solution_str, ground_truth, extra_info)
     ms-swift   a class derived from ORM, called as in TRL, with completions as text
+    VLM-R1     a function with **kwargs that reads `accu_reward_method`, `image_path` or `image_grid_thw`, as in TRL
 
-Functions of TRL and VLM-R1 need no adapter.
+Other functions of TRL and VLM-R1 need no adapter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -28,6 +29,11 @@ GOLD_COLUMNS = ("ground_truth", "reward_model", "solution", "answer")
 """Columns that usually hold the gold answer."""
 ROW_COLUMNS = ("data_source", "extra_info")
 """Columns of verl that describe the origin of a row."""
+METHOD_COLUMN = "accu_reward_method"
+"""Column of VLM-R1's loader: how to compare an answer. Its loader fills it with `DEFAULT_METHOD`."""
+DEFAULT_METHOD = "default"
+IMAGE_ARGUMENTS = ("image_path", "image_grid_thw")
+"""Arguments of VLM-R1 about the images of a row."""
 READ_COLUMNS = ("completion_ids", *ROW_COLUMNS, *GOLD_COLUMNS)
 
 
@@ -114,7 +120,37 @@ def adapt(function: RewardFunction, kwargs: Sequence[str] = ()) -> Adapted:
         if set(list(protocol.arguments)[: protocol.num_own]) <= parameters.keys():
             wrapper = wrapped(function, protocol, settings_of(parameters, protocol, kwargs))
             return Adapted(wrapper, protocol.system, "text", is_wrapped=True)
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        read = {METHOD_COLUMN, *IMAGE_ARGUMENTS}.intersection(constants_of(getattr(function, "__code__", None)))
+        if read:
+            return Adapted(of_vlm_r1(function, read), "VLM-R1", "messages")
     return Adapted(function)
+
+
+def constants_of(code: Any) -> Iterator[Any]:
+    """Yield the constants of a function's code, and of the functions in it."""
+    for constant in getattr(code, "co_consts", ()):
+        yield constant
+        yield from constants_of(constant)
+
+
+def of_vlm_r1(function: RewardFunction, read: Set[str]) -> RewardFunction:
+    """Wrap a function of VLM-R1 that reads these names in `**kwargs`. Fill `accu_reward_method` as its loader does."""
+
+    @functools.wraps(function)
+    def call(completions: Sequence[Any], **given: Any) -> Any:
+        if METHOD_COLUMN in read:
+            method = given.get(METHOD_COLUMN)
+            methods = [method] * len(completions) if method is None or isinstance(method, str) else method
+            given[METHOD_COLUMN] = [each or DEFAULT_METHOD for each in methods]
+        return function(completions=completions, **given)
+
+    parameters = inspect.signature(function).parameters
+    added = [name for name in IMAGE_ARGUMENTS if name in read and name not in parameters]
+    named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in added]
+    by_kind = sorted([*parameters.values(), *named], key=lambda parameter: parameter.kind)
+    call.__signature__ = inspect.Signature(by_kind)  # type: ignore[attr-defined]
+    return call
 
 
 def settings_of(parameters: Mapping[str, Parameter], protocol: Protocol, kwargs: Sequence[str]) -> list[Parameter]:

@@ -46,6 +46,8 @@ class Sample:
     encoded_images: dict[int, bytes] = field(default_factory=dict)
     """The row's own PNG, JPEG or WEBP files by index in `images`, if they decode to these pixels. They are sent to
     servers unchanged; other images are sent as PNG."""
+    image_files: list[str | None] = field(default_factory=list)
+    """Path of each image, or None for an image that is not a file."""
 
 
 @dataclass(frozen=True, eq=False)

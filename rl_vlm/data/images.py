@@ -129,6 +129,12 @@ def image_path(value: Any) -> str | Path | None:
     return content if isinstance(content, Path) else None
 
 
+def image_file(value: Any, folder: Path) -> str | None:
+    """Return the absolute path of an image value, or None if the value is the image itself."""
+    path = image_path(value)
+    return None if path is None else str((folder / path).absolute())
+
+
 def open_image(value: Any, folder: Path) -> AbstractContextManager[Any]:
     """Open an image's file, or its encoded bytes as a binary file. A file that is open already stays open.
 

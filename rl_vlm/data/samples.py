@@ -22,7 +22,7 @@ import numpy as np
 from rl_vlm.config.data_sources import NAMES, SPLITS, Which, data_sources, is_mixture
 from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
-from rl_vlm.data.images import check_image, read_image
+from rl_vlm.data.images import check_image, image_file, read_image
 from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout
 from rl_vlm.data.messages import Message, place_images, to_messages
 from rl_vlm.data.problems import ANSWERED_PROMPT, EMPTY_PROMPT, UNFILLED_TEMPLATE
@@ -116,8 +116,8 @@ class Rows:
         limit, folder = self.config.max_image_pixels, self.part(index).image_folder
         found = [read_image(value, folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
-        images = [image for image, _ in found]
-        return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images)
+        images, files = [image for image, _ in found], [image_file(value, folder) for _, value in row.images]
+        return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images, files)
 
     def check(self, index: int, row: Row) -> ParsedRow:
         """Read `row`, which has this index, and the headers of its images. Raises DataError like `[]`."""

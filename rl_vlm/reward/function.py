@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
 from inspect import Parameter
@@ -31,11 +32,13 @@ from rl_vlm.reward.made_up import made_up_completion, made_up_group, state_outsi
 from rl_vlm.reward.settings import check_settings
 
 if TYPE_CHECKING:
-    from rl_vlm.types import Group, Sample, TrainerState
+    from rl_vlm.types import Group, Prompt, Sample, TrainerState
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "rl_vlm.rewards"
+PATCH = 14
+"""Pixels by which VLM-R1's functions multiply `image_grid_thw`, the patches of Qwen2-VL and Qwen2.5-VL."""
 
 
 class Reward:
@@ -196,11 +199,13 @@ def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None
     """Build the arguments of TRL's protocol: one list per argument, with one entry per completion.
 
     The entry is None if a row lacks the column. Prompts and completions have the given form, or their row's form if it
-    is None.
+    is None. A column of the data replaces an argument of VLM-R1 with its name.
     """
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]
     samples = [prompt.sample for prompt, _ in rows]
     return {
+        "image_path": [sample.image_files for sample in samples],
+        "image_grid_thw": [image_grid(prompt) for prompt, _ in rows],
         **{column: [sample.columns.get(column) for sample in samples] for column in columns},
         "prompts": [prompt_in(form, sample.prompt) for sample in samples],
         "completions": [completion_in(form or form_of(p.sample.prompt), completion.text) for p, completion in rows],
@@ -209,6 +214,17 @@ def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None
         "image_sizes": [[image.size for image in sample.images] for sample in samples],
         "model_image_sizes": [prompt.image_sizes for prompt, _ in rows],
     }
+
+
+def image_grid(prompt: Prompt) -> list[Any] | None:
+    """Return VLM-R1's `image_grid_thw` of the first image: 1, and its height and width in patches of 14 pixels.
+
+    Fractions of patches are exact. None if there is no image, or if the model's size of it is unknown.
+    """
+    if not prompt.image_sizes:
+        return None
+    sides = [Fraction(side, PATCH) for side in reversed(prompt.image_sizes[0])]
+    return [1, *(int(side) if side.denominator == 1 else side for side in sides)]
 
 
 def require_packages(name: str) -> None:

@@ -44,14 +44,14 @@ def why_not_scored(reward: Reward) -> str | None:
     """Return the reason why a function is not called on gold answers, or None if it is called."""
     if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
-    if "model_image_sizes" in inspect.signature(reward.function).parameters:
+    if {"model_image_sizes", "image_grid_thw"} & inspect.signature(reward.function).parameters.keys():
         return "it reads coordinates in the images of the model, and gold answers may have others"
     return None
 
 
 def reads_images(reward: Reward) -> bool:
     """Return whether a function reads the images of a row, or their sizes."""
-    return bool({"images", "image_sizes"} & inspect.signature(reward.function).parameters.keys())
+    return bool({"images", "image_sizes", "image_path"} & inspect.signature(reward.function).parameters.keys())
 
 
 def gold_columns(columns: Sequence[str], functions: Sequence[Reward]) -> list[str]:

@@ -338,7 +338,7 @@ def test_a_function_of_another_system_scores_as_called_by_hand(
     assert rounded(table) == [[[round(score, 4)] for score in expected]]
     assert {name.partition("/")[2] for name in table.breakdown} == set(style.sub_scores)
     mentions = [record.getMessage() for record in caplog.records if "has the protocol" in record.getMessage()]
-    adapted = style.system in ("EasyR1", "ms-swift", "verl")
+    adapted = style.system in ("EasyR1", "ms-swift", "verl") or "kwargs.get('image_path')" in style.source
     assert mentions == ([f"reward function {suite.names[0]!r} has the protocol of {style.system}"] if adapted else [])
 
 
