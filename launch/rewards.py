@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from launch.help import filled
-from rl_vlm.config.load import load_config
+from rl_vlm.config.load import config_with, load_config, parse_overrides
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.errors import ConfigError, RewardError
 
 PAGE = Path(__file__).parents[1] / "docs" / "built_in_rewards.md"
 """Path of the page in a checkout. An installed package has no such page."""
+ENTRY_SETTINGS = [name for name in RewardSpec.model_fields if name != "function"]
+"""Settings of a function that `check` takes without a run."""
+NO_PROMPT = "no prompt"
+"""The prompt of rows without one, for functions that read none."""
 
 
 def rewards_parser() -> argparse.ArgumentParser:
@@ -32,7 +36,11 @@ def rewards_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "target", type=filled, metavar="CONFIG_OR_FUNCTION", help="a run's YAML file, or the name of a function"
     )
-    check.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the run")
+    check.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE",
+        help="settings of the run; for a function alone, settings of data, such as image_root=DIR, and of its entry in "
+        "reward_funcs, such as kwargs='{method: strict}'",
+    )  # fmt: skip
     check.add_argument("--data", type=filled, metavar="NAME", help="data.dataset_name: where rows come from")
     check.add_argument("-n", type=int, default=1000, metavar="N", help="rows at most, evenly spread; default: 1000")
     check.add_argument(
@@ -160,11 +168,58 @@ def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfi
             options.target, options.overrides, {"data.dataset_name": options.data} if options.data else {}
         )
         data, rewards = run.data, run.rewards
-    elif options.completions or options.overrides:
-        raise ConfigError("settings and --completions apply to a run: give its YAML file instead of a function")
+    elif options.completions:
+        raise ConfigError("--completions applies to a run: give its YAML file instead of a function")
     else:
-        run, data = None, DataConfig(dataset_name=options.data)
-        rewards = RewardsConfig(reward_funcs=[options.target])
+        run = None
+        data, rewards = one_function(options)
     if data.dataset_name is None:
         raise ConfigError("--data is needed: give the rows whose gold answers are scored")
     return data, rewards, run
+
+
+def one_function(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig]:
+    """Return the data and the function of a call without a run. Its overrides set both.
+
+    Raises ConfigError if an override sets anything else.
+    """
+    of_entry = [text for text in options.overrides if text.partition("=")[0] in ENTRY_SETTINGS]
+    entry, problems = parse_overrides(of_entry)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    base: dict[str, Any] = {
+        "model.model_name_or_path": "none",
+        "data.dataset_name": options.data,
+        "rewards.reward_funcs": [{"function": options.target} | entry],
+    }
+    config = config_with(base, "command line", [text for text in options.overrides if text not in of_entry])
+    allowed = {"model": {"model_name_or_path"}, "data": config.data.model_fields_set, "rewards": {"reward_funcs"}}
+    others = [
+        f"{section}.{name}"
+        for section, settings in config
+        for name in sorted(settings.model_fields_set - allowed.get(section, set()))
+    ]
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)} has no effect on a check of one function: give the run's YAML file, or settings of "
+            f"`data` and of the function's entry: {', '.join(ENTRY_SETTINGS)}"
+        )
+    return with_prompts(config.data, config.rewards), config.rewards
+
+
+def with_prompts(data: DataConfig, rewards: RewardsConfig) -> DataConfig:
+    """Return the data, with a made-up prompt in every row if rows have none and the function reads none."""
+    import rl_vlm.reward  # noqa: F401  checks that the next import finds our `rewards`
+    from rewards.calling import parameters
+    from rl_vlm.data.columns import prompt_columns
+    from rl_vlm.data.samples import load_rows
+    from rl_vlm.reward.suite import RewardSuite
+
+    if data.dataset_name is None or data.prompt_template is not None:
+        return data
+    filled = data.model_copy(update={"prompt_template": NO_PROMPT})
+    columns = set(load_rows(filled, "train", max_rows=1).source.columns)
+    if any(needed <= columns for needed in prompt_columns(None)):
+        return data
+    with RewardSuite(rewards) as suite:
+        return data if "prompts" in parameters(suite.functions[0].function) else filled

@@ -42,7 +42,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), fixed: Mapping[
     `fixed` maps full names to values that take precedence over both.
     Raises ConfigError with one line per problem: source, key, value, and what would be valid.
     """
-    in_file, (typed, problems) = _read_file(path), _parse_overrides(overrides)
+    in_file, (typed, problems) = _read_file(path), parse_overrides(overrides)
     return _merge((str(path), in_file), ("command line", typed), fixed, problems)
 
 
@@ -51,7 +51,7 @@ def config_with(settings: Mapping[str, Any], source: str, overrides: Iterable[st
 
     Raises ConfigError like `load_config`.
     """
-    typed, problems = _parse_overrides(overrides)
+    typed, problems = parse_overrides(overrides)
     return _merge((source, dict(settings)), ("command line", typed), {}, problems)
 
 
@@ -178,7 +178,7 @@ def _flatten(source: str, content: Any) -> dict[str, Any]:
     return flat
 
 
-def _parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Parse overrides. Returns values by key, and a message for each override without a value."""
     keys, problems = {}, []
     for override in overrides:

@@ -1,5 +1,9 @@
 """In the form of VLM-R1's script for JSON lines: the loader's column says how each answer is compared."""
 
+# As published, without checks for None.
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+
 import os
 import re
 from datetime import datetime

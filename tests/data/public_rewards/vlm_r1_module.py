@@ -1,5 +1,9 @@
 """In the form of VLM-R1's modules of models: static methods, and boxes in the image that the model sees."""
 
+# As published, without checks for None.
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportCallIssue=false
+
 import json
 import re
 

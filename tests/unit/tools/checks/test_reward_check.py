@@ -279,6 +279,12 @@ def test_the_report_in_words_names_findings_with_rows(capsys: pytest.CaptureFixt
         (["check", "exact_match", "--data", "rows.jsonl", "-n", "0"], "-n must be at least 1"),
         (["check", "exact_match", "--data", "rows.jsonl", "--completions", "2"], "give its YAML file"),
         (["check", "exact_mach", "--data", "rows.jsonl"], "did you mean 'exact_match'"),
+        (
+            ["check", "exact_match", "--data", "rows.jsonl", "max_steps=3"],
+            "train.max_steps has no effect on a check of",
+        ),
+        (["check", "exact_match", "--data", "rows.jsonl", "kwargs={a"], "the value of `kwargs={a` is not YAML"),
+        (["check", "exact_match", "--data", "rows.jsonl", "weight="], "`weight=` has no value"),
         (["check", "exact_match", "--data", "none.jsonl"], "none.jsonl cannot be read"),
         (["show", "exact_mach"], "did you mean 'exact_match'"),
     ],
@@ -286,6 +292,28 @@ def test_the_report_in_words_names_findings_with_rows(capsys: pytest.CaptureFixt
 def test_errors_of_the_user(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rewards", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_function_alone_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(
+        "def f(completions, solution, *, right=1.0, **kwargs):\n"
+        "    return [right * (c == f'<answer>{s}</answer>') for c, s in zip(completions, solution)]\n"
+    )
+    entry = ["kwargs={right: 0.5}", "name=half", "data.prompt_template='{level} {solution}?'"]
+    status, report = check("mine.py:f", capsys, *entry)
+    assert status == 0
+    (measured,) = report["functions"]
+    assert (measured["function"], measured["scores"]["max"]) == ("half", 0.5)
+
+
+@pytest.mark.parametrize(("parameter", "status"), [("**kwargs", 0), ("prompts", 2)])
+def test_rows_need_no_prompt_for_a_function_that_reads_none(
+    parameter: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps({"solution": str(i)}) + "\n" for i in range(12)))
+    Path("mine.py").write_text(SOURCE.format(body=SOUND).replace("**kwargs", parameter))
+    assert cli.main(["rewards", "check", "mine.py:f", "--data", "rows.jsonl"]) == status
+    assert ("found None for a prompt" in capsys.readouterr().err) == (status == 2)
 
 
 def test_list_names_every_built_in_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
