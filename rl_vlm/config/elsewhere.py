@@ -346,7 +346,8 @@ SWIFT: dict[str, Counterpart] = {
     "system": to("data.system_prompt", ", the text itself", convert.swift_system),
     "max_length": to("data.max_prompt_length", ": longer prompts are dropped, never cut"),
     "truncation_strategy": needless("prompts are never truncated; longer ones are dropped"),
-    "external_plugins": Counterpart("write the file into `reward_funcs`, as `file.py:name`, with the registered name", needless("").converts),
+    "external_plugins": Counterpart(
+        "write the file into `reward_funcs`, as `file.py:name`, with the registered name", needless("").converts),
     "reward_funcs": to("rewards.reward_funcs", "", convert.swift_rewards),
     "sleep_level": to("vllm.vllm_enable_sleep_mode", "", lambda value, given: {
         "vllm_enable_sleep_mode": bool(value)}),
