@@ -24,6 +24,7 @@ from rl_vlm.config.elsewhere import instead_of
 from rl_vlm.config.function_names import PREFIX, live_name
 from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
+from rl_vlm.config.trl_objects import lora_settings
 from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.data.fingerprint import contents
 from rl_vlm.data.sources import as_table
@@ -33,6 +34,8 @@ from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
 from rl_vlm.functions import Function, content_of, label_of, live
 from rl_vlm.log.terminal import shown_log
 from rl_vlm.passes.allocator import allocator_configured
+
+logger = logging.getLogger(__name__)
 
 Summary = dict[str, Any]
 
@@ -55,6 +58,8 @@ class GRPOTrainer:
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        *,
+        peft_config: Any = None,
         **settings: Any,
     ) -> None:
         """Resolve the settings. Nothing is loaded or written before `train` or `evaluate`.
@@ -64,6 +69,7 @@ class GRPOTrainer:
         `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or any value of `dataset_name`.
         The dicts are copied.
         `args` is a YAML file, a dict with its content, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
+        `peft_config` is a LoraConfig of PEFT, and is converted to the settings of `model`.
         `settings` override `args` by name, as on the command line. `loss_type` can be a function, too.
 
         Raises ConfigError for settings that cannot be used and for overrides without effect, and DataError for data
@@ -79,7 +85,7 @@ class GRPOTrainer:
             "data.dataset_name": self._rows("train_dataset", train_dataset),
             "data.eval_dataset_name": self._rows("eval_dataset", eval_dataset),
         }
-        arguments = {name: value for name, value in given.items() if value is not None}
+        arguments = {name: value for name, value in given.items() if value is not None} | adapter_settings(peft_config)
         if twice := arguments.keys() & settings.keys():
             raise ConfigError(f"`{min(twice)}` is given in args and as an argument of GRPOTrainer; leave one out")
         for name in {"loss_type", "algorithm.loss_type"} & settings.keys():
@@ -272,6 +278,16 @@ def refuse_overrides(trainer: type) -> None:
             f"{trainer.__name__} has {listed(own)}, which only TRL's trainer calls: rename methods that are not meant "
             "as overrides. docs/python.md#subclasses lists the replacements of overrides"
         )
+
+
+def adapter_settings(peft_config: Any) -> dict[str, Any]:
+    """Return the settings of a LoraConfig, and log what differs here. None has no settings."""
+    if peft_config is None:
+        return {}
+    settings, notes = lora_settings(peft_config)
+    if notes and os.environ.get("RANK", "0") == "0":
+        logger.warning("peft_config: %s", "; ".join(notes))
+    return settings
 
 
 def names_data(entry: Any) -> bool:

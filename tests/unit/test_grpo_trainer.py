@@ -85,7 +85,8 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
         ({"learning_rate": -1.0}, "GRPOTrainer: `train.learning_rate` is -1.0: it should be greater than or equal"),
         ({"args": {"learning_rte": 1}}, "args: unknown setting `learning_rte`"),
         ({"args": 3}, "args is a int: give a YAML file, a dict, or a GRPOConfig of TRL"),
-        ({"peft_config": object()}, "unknown setting `peft_config`; write `use_peft=True`, with `lora_r`"),
+        ({"peft_config": object()}, "peft_config is a object: give a LoraConfig of PEFT, or use_peft=True"),
+        ({"quantization_config": object()}, "unknown setting `quantization_config`; write `load_in_4bit`, with `bnb"),
         ({"train_dataset": ROWS, "dataset_name": "other"}, "both set `data.dataset_name`"),
         ({"model": None}, r"`model\.model_name_or_path` is not set"),
         ({"model": torch.nn.Linear(1, 1)}, "model is a Linear in memory: write it and its processor with save_pretrai"),
@@ -213,7 +214,41 @@ def test_a_mixture_is_no_list_of_rows():
 
 def test_what_asks_for_nothing_is_accepted():
     nothing = {"callbacks": None, "processing_class": None, "reward_processing_classes": None, "peft_config": None}
-    assert trainer(**nothing).config == trainer().config
+    assert trainer(**nothing, quantization_config=None).config == trainer().config
+
+
+def test_a_lora_config_is_settings_of_the_model(caplog: pytest.LogCaptureFixture):
+    from peft import LoraConfig
+
+    peft_config = LoraConfig(
+        r=8, lora_alpha=4, target_modules={"v_proj", "q_proj"}, exclude_modules=r".*\.3\..*", use_rslora=True,
+        init_lora_weights="gaussian", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    made = trainer(peft_config=peft_config).config.model
+    assert (made.use_peft, made.lora_r, made.lora_alpha, made.use_rslora) == (True, 8, 4, True)
+    assert (made.lora_target_modules, made.lora_exclude_modules) == (["q_proj", "v_proj"], r".*\.3\..*")
+    assert made.init_lora_weights == "gaussian" and "peft_config" not in caplog.text
+    defaults = trainer(peft_config=LoraConfig()).config.model
+    assert (defaults.lora_r, defaults.lora_alpha, defaults.lora_target_modules) == (8, 8, "all-linear")
+    with pytest.raises(ConfigError, match=r"`lora_r` and `model\.lora_r` both set `model\.lora_r`, to 4 and 8"):
+        trainer(peft_config=peft_config, lora_r=4)
+
+
+def test_what_differs_from_a_lora_config_is_logged_or_refused(caplog: pytest.LogCaptureFixture):
+    from peft import IA3Config, LoraConfig
+
+    trainer(peft_config=LoraConfig(lora_dropout=0.05))
+    assert "`lora_dropout` 0.05 is left out: here adapters have none; `target_modules` is PEFT's choice" in caplog.text
+    caplog.clear()
+    trainer(peft_config=LoraConfig(target_modules=["q_proj"]))
+    assert "the vision tower and its projector get no adapter, unless `lora_exclude_modules=[]` is" in caplog.text
+    assert "dropout" not in caplog.text
+    unlike = LoraConfig(lora_dropout=0.1, bias="all", use_dora=True, rank_pattern={"a": 4}, task_type="SEQ_CLS")
+    named = "`task_type` 'SEQ_CLS', `lora_dropout` 0.1, `bias` 'all', `rank_pattern` {'a': 4}, `use_dora` True"
+    with pytest.raises(ConfigError, match=re.escape(f"peft_config has {named}, which adapters here do not have")):
+        trainer(peft_config=unlike)
+    with pytest.raises(ConfigError, match="peft_config is a IA3Config: give a LoraConfig of PEFT"):
+        trainer(peft_config=IA3Config())
 
 
 @pytest.mark.parametrize("given", [{"dtype": torch.bfloat16}, {"model_init_kwargs": {"dtype": torch.bfloat16}}])
