@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -145,6 +145,26 @@ class GRPOTrainer:
                 (summary,) = compare_checkpoints(self.config, [str(evaluated)]).values()
         return summary
 
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> Path:
+        """Export the model of the last `train` call like `rl-vlm export`, and return the directory.
+
+        `output_dir` is a directory that is absent, empty or an earlier export. The default, and the place of a model
+        that is to be saved in the run's own directory, is `export` in that directory. A LoRA run has an adapter. Of
+        several processes, the first one writes. Raises RLVLMError for errors that a user can fix.
+        """
+        run = Path(self.config.train.output_dir).absolute()
+        given = run if output_dir is None else Path(output_dir).absolute()
+        directory = run / "export" if given == run else given
+        if self.checkpoint is None:
+            raise ConfigError("there is no model to save: call train() first")
+        if os.environ.get("RANK", "0") == "0":
+            from rl_vlm.tools.export.write import export
+
+            with self._log():
+                _, directory = export(Path(self.checkpoint), to=directory)
+                logger.info("the model of %s is in %s, beside a model card", self.checkpoint, directory)
+        return directory
+
     @property
     def report(self) -> Path:
         """Return the path of the run's report, which `train` writes."""
@@ -178,6 +198,10 @@ class GRPOTrainer:
 
         return [(path, path.stat().st_mtime_ns) for path in complete(Path(self.config.train.output_dir))]
 
+    def _log(self) -> AbstractContextManager[Any]:
+        """Show the log in a block, unless the program has handlers of its own."""
+        return nullcontext() if logging.getLogger("rl_vlm").hasHandlers() else shown_log()
+
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Prepare this process for a call: let settings name the objects, and show the log. Allow another call later.
@@ -193,8 +217,7 @@ class GRPOTrainer:
             raise ConfigError("another GRPOTrainer runs in this process: wait for it, or start a process of its own")
         with ExitStack() as opened:
             opened.callback(RUNNING.release)
-            if not logging.getLogger("rl_vlm").hasHandlers():
-                opened.enter_context(shown_log())
+            opened.enter_context(self._log())
             opened.enter_context(allocator_configured(self.config))
             from rl_vlm.distributed.ranks import stay_joined
 
@@ -271,8 +294,8 @@ class GRPOTrainer:
 
 
 def refuse_overrides(trainer: type) -> None:
-    """Raise ConfigError if a subclass has methods of TRL's trainer that are never called here."""
-    own = {name: getattr(trainer, name) for name in NOT_CALLED if hasattr(trainer, name)}
+    """Raise ConfigError if a subclass has methods of TRL's trainer that a run never calls."""
+    own = [name for name in NOT_CALLED if getattr(trainer, name, None) != getattr(GRPOTrainer, name, None)]
     if own:
         raise ConfigError(
             f"{trainer.__name__} has {listed(own)}, which only TRL's trainer calls: rename methods that are not meant "

@@ -146,4 +146,4 @@ NOT_CALLED = frozenset(
     remove_callback save_metrics save_model save_state set_initial_training_values store_flos training_step
     """.split()
 )
-"""Methods of TRL's GRPOTrainer and of transformers' Trainer, in this or earlier versions, that nothing here calls."""
+"""Methods of TRL's GRPOTrainer and of transformers' Trainer, in this or earlier versions, that no run calls."""

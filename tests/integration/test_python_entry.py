@@ -19,7 +19,7 @@ import yaml
 
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.signals import stop
-from rl_vlm.errors import CheckpointError, RewardError, RLVLMError
+from rl_vlm.errors import CheckpointError, ConfigError, RewardError, RLVLMError
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run.run import train
 from tests.helpers import tiny_run
@@ -75,6 +75,24 @@ def test_a_lambda_a_function_with_a_timeout_and_a_model_that_a_function_writes(t
     assert line["rewards/constant/mean"] == 0.5 and 0 <= line["rewards/<lambda>/mean"] <= 1
     with pytest.raises(RewardError, match=r"python:<lambda>#\w+"):
         train(load_config(tmp_path / "config.yaml", ["output_dir=" + str(tmp_path / "other")]))
+
+
+def test_the_model_is_saved_as_an_export(tiny_checkpoint, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    made = trainer(tiny_checkpoint, tmp_path / "run", max_steps=1)
+    made.train()
+    trained = tiny_run.model_weights(tmp_path / "run" / "checkpoint-1")
+    for given, written in (("run", "run/export"), ("model", "model"), ("model", "model")):  # again in its place
+        assert made.save_model(tmp_path / given) == tmp_path / written
+        saved = tiny_run.model_weights(tmp_path / written)
+        assert saved.keys() == trained.keys() and all((saved[name] == trained[name]).all() for name in trained)
+    assert "library_name: transformers" in (tmp_path / "model" / "README.md").read_text()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    with pytest.raises(ConfigError, match=r"other exists and is not an earlier export .*: choose another directory"):
+        made.save_model(tmp_path / "other")
+    monkeypatch.setenv("RANK", "1")
+    assert made.save_model(tmp_path / "by_another") == tmp_path / "by_another"
+    assert not (tmp_path / "by_another").exists()
 
 
 def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):
