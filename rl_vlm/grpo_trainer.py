@@ -26,6 +26,7 @@ from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
 from rl_vlm.config.trl_objects import lora_settings
 from rl_vlm.config.trl_refused import NOT_CALLED
+from rl_vlm.config.trl_trainer import reason_without
 from rl_vlm.data.fingerprint import contents
 from rl_vlm.data.sources import as_table
 from rl_vlm.distributed.launcher import check_numbers, is_one_of_several
@@ -164,6 +165,11 @@ class GRPOTrainer:
                 _, directory = export(Path(self.checkpoint), to=directory)
                 logger.info("the model of %s is in %s, beside a model card", self.checkpoint, directory)
         return directory
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError. For an attribute of TRL's trainer, say what to write instead."""
+        reason = reason_without(name)
+        raise AttributeError(f"{type(self).__name__} has no `{name}`" + (f": {reason}" if reason else ""))
 
     @property
     def report(self) -> Path:

@@ -1,5 +1,6 @@
 """The settings that `GRPOTrainer` makes of functions and data in memory, and what it refuses."""
 
+import inspect
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.load import load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.trl_refused import NOT_CALLED
+from rl_vlm.config.trl_trainer import reason_without
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError
@@ -154,6 +156,43 @@ def test_every_method_of_trl_s_trainer_is_called_here_or_refused():
     assert [name for name in NOT_CALLED if hasattr(GRPOTrainer, name)] == ["save_model"]  # which no run calls
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "accelerator",
+            ": processes are accelerate's, while train() or evaluate() runs. For the main process, compare",
+        ),
+        ("model", ": the loop is not TRL's, and keeps its models to itself. The trained weights are in the directory"),
+        ("state", ": train() returns the summary of the run, and `metrics.jsonl` in the run's directory has a line"),
+        ("num_generations", ": it is the setting `config.rollout.num_generations`"),
+        ("create_optimizer", ": the run makes its optimizer of the settings `optim`, `learning_rate`"),
+        ("_prepare_inputs", ": it is internal to TRL's loop, which is not the one here. docs/python.md#subclasses"),
+        ("plot", ""),
+    ],
+)
+def test_an_attribute_of_trl_s_trainer_has_a_reason(name: str, reason: str):
+    with pytest.raises(AttributeError) as raised:
+        getattr(trainer(), name)
+    text = str(raised.value)
+    assert text.startswith(f"GRPOTrainer has no `{name}`{reason}") and (reason or text.endswith("`plot`"))
+    assert not hasattr(trainer(), name)
+
+
+@pytest.mark.ci
+def test_every_public_attribute_of_trl_s_trainer_has_a_reason():
+    """An attribute is a public method, or is set on `self` in the source of one of TRL's classes."""
+    from trl.trainer.grpo_trainer import GRPOTrainer as Oracle
+
+    classes = [base for base in Oracle.__mro__ if base is not object]
+    found = {name for base in classes for name in re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(base))}
+    found |= set(dir(Oracle))
+    names = {name for name in found if not name.startswith("_")}
+    assert len(names) > 140
+    unexplained = [name for name in sorted(names) if not hasattr(GRPOTrainer, name) and reason_without(name) is None]
+    assert unexplained == []
+
+
 def test_callables_are_recorded_by_a_hash_of_their_content():
     def brief(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) < 9) for text in completions]
@@ -229,7 +268,7 @@ def test_a_lora_config_is_settings_of_the_model(caplog: pytest.LogCaptureFixture
     from peft import LoraConfig
 
     peft_config = LoraConfig(
-        r=8, lora_alpha=4, target_modules={"v_proj", "q_proj"}, exclude_modules=r".*\.3\..*", use_rslora=True,
+        r=8, lora_alpha=4, target_modules=["v_proj", "q_proj"], exclude_modules=r".*\.3\..*", use_rslora=True,
         init_lora_weights="gaussian", task_type="CAUSAL_LM",
     )  # fmt: skip
     made = trainer(peft_config=peft_config).config.model

@@ -76,7 +76,10 @@ def refuse_other_content(directory: Path) -> None:
     """Raise ConfigError unless the directory is absent, empty or an earlier export."""
     is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
     if not is_free and not (directory / MARK).is_file():
-        raise ConfigError(f"{directory} exists and is not an earlier export (no {MARK}): choose another directory to write to, `--to` of rl-vlm export")
+        raise ConfigError(
+            f"{directory} exists and is not an earlier export (no {MARK}): choose another directory, the "
+            "argument `--to` of rl-vlm export"
+        )
 
 
 def write_files(directory: Path, exported: Export) -> None:

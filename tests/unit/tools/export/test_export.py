@@ -195,7 +195,7 @@ def test_an_export_replaces_an_earlier_one_alone(tmp_path: Path):
     refuse_other_content(tmp_path / "new")
     refuse_other_content(tmp_path)
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match="choose another directory to write to, `--to`"):
+    with pytest.raises(ConfigError, match="choose another directory, the argument `--to`"):
         refuse_other_content(tmp_path)
     (tmp_path / "export.json").write_text("{}")
     refuse_other_content(tmp_path)
