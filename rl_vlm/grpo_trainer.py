@@ -59,13 +59,15 @@ class GRPOTrainer:
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
         peft_config: Any = None,
         **settings: Any,
     ) -> None:
         """Resolve the settings. Nothing is loaded or written before `train` or `evaluate`.
 
-        `model` is a hub name, a directory, or a function that writes a checkpoint, called as `f(directory, seed)`.
+        `model` is a hub name, a directory, a model of transformers in memory, or a function that writes a checkpoint,
+        called as `f(directory, seed)`. `processing_class` is a processor in memory, in place of the checkpoint's.
         `reward_funcs` is a function, a name, a dict such as `{"function": f, "weight": 0.5}`, or a list of these.
         `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or any value of `dataset_name`.
         The dicts are copied.
@@ -82,7 +84,7 @@ class GRPOTrainer:
         """Objects that the settings name, by name."""
         given = {
             "reward_funcs": self._rewards(reward_funcs),
-            "model.model_name_or_path": self._model(model),
+            "model.model_name_or_path": self._model(model, processing_class),
             "data.dataset_name": self._rows("train_dataset", train_dataset),
             "data.eval_dataset_name": self._rows("eval_dataset", eval_dataset),
         }
@@ -95,6 +97,8 @@ class GRPOTrainer:
         keywords = {name: value for name, value in settings.items() if value is not None or not instead_of(name)}
         self.config: RunConfig = config_from(args, keywords | arguments)
         check_workers(self.config, self.objects)
+        if hasattr(model, "state_dict"):
+            keep_both(model, self.config)
         self.checkpoint: str | None = None
         """The newest checkpoint that the last `train` call wrote or resumed."""
 
@@ -236,15 +240,15 @@ class GRPOTrainer:
                     raise SystemExit(stop.exit_status) from stopped
                 raise KeyboardInterrupt from stopped
 
-    def _model(self, model: Any) -> Any:
-        """Return the model's name, and name it if it is a function."""
+    def _model(self, model: Any, processor: Any) -> Any:
+        """Return the model's name. Name it if it is a function or an object, or if its processor is an object."""
         if isinstance(model, type):
             raise ConfigError(f"model is the class {model.__name__}: give a hub name, a directory or a function")
-        if hasattr(model, "state_dict"):
-            raise ConfigError(
-                f"model is a {type(model).__name__} in memory: write it and its processor with save_pretrained, and "
-                "give the directory"
-            )
+        if processor is not None or hasattr(model, "state_dict"):
+            from rl_vlm.model.in_memory import written_by
+
+            held = written_by(model, processor)
+            return self._named(held, label_of(processor if isinstance(model, str | os.PathLike) else model))
         return self._named(model, label_of(model)) if callable(model) else model
 
     def _rewards(self, rewards: Any) -> Any:
@@ -317,6 +321,21 @@ def adapter_settings(peft_config: Any) -> dict[str, Any]:
     if notes and os.environ.get("RANK", "0") == "0":
         logger.warning("peft_config: %s", "; ".join(notes))
     return settings
+
+
+def keep_both(model: Any, config: RunConfig) -> None:
+    """Log that the caller's model keeps its memory. Raise ConfigError if host memory does not hold the run's, too.
+
+    Each process of a machine loads the model: in float32, or the base of an adapter in the precision of `dtype`.
+    """
+    from rl_vlm.model.in_memory import refuse_second_copy
+
+    is_frozen = config.model.use_peft and config.model.dtype == "bfloat16"
+    refuse_second_copy(model, 2 if is_frozen else 4, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if os.environ.get("RANK", "0") == "0":
+        directory = Path(config.train.output_dir) / "initial_model"
+        logger.warning("the model in memory is written to %s, and the run loads it from there. Your object keeps its "
+                       "memory until you delete it", directory)  # fmt: skip
 
 
 def names_data(entry: Any) -> bool:

@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.signals import stop
@@ -93,6 +96,38 @@ def test_the_model_is_saved_as_an_export(tiny_checkpoint, tmp_path, monkeypatch:
     monkeypatch.setenv("RANK", "1")
     assert made.save_model(tmp_path / "by_another") == tmp_path / "by_another"
     assert not (tmp_path / "by_another").exists()
+
+
+@pytest.mark.ci
+def test_a_model_in_memory_trains_like_its_checkpoint(tiny_checkpoint, tmp_path, caplog):
+    model = AutoModelForImageTextToText.from_pretrained(tiny_checkpoint)
+    made = trainer(model, tmp_path / "memory", max_steps=2)
+    written = f"the model in memory is written to {tmp_path / 'memory' / 'initial_model'}, and the run loads it from"
+    assert written in caplog.text and "keeps its memory until you delete it" in caplog.text
+    left = weakref.ref(model)
+    del model
+    made.train()
+    assert left() is None
+    trainer(tiny_checkpoint, tmp_path / "named", max_steps=2).train()
+    assert metric_lines(tmp_path / "memory") == metric_lines(tmp_path / "named")
+    again = AutoModelForImageTextToText.from_pretrained(tiny_checkpoint)
+    trainer(again, tmp_path / "memory", max_steps=3).train(resume_from_checkpoint=True)
+    with torch.no_grad():
+        next(again.parameters())[0, 0] += 1
+    with pytest.raises(CheckpointError, match="the initial model has changed"):
+        trainer(again, tmp_path / "memory", max_steps=4).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.ci
+def test_a_processor_in_memory_replaces_the_checkpoint_s(tiny_checkpoint, tmp_path):
+    processor: Any = AutoProcessor.from_pretrained(tiny_checkpoint)
+    processor.chat_template = processor.chat_template.replace("<|im_start|>", "<|im_start|>Now ", 1)
+    made = trainer(tiny_checkpoint, tmp_path, processing_class=processor, max_steps=1)
+    made.train()
+    initial = tmp_path / "initial_model"
+    assert (initial / "model.safetensors").resolve() == (Path(tiny_checkpoint) / "model.safetensors").resolve()
+    saved: Any = AutoProcessor.from_pretrained(made.save_model())
+    assert saved.chat_template == processor.chat_template
 
 
 def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):

@@ -91,7 +91,8 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
         ({"quantization_config": object()}, "unknown setting `quantization_config`; write `load_in_4bit`, with `bnb"),
         ({"train_dataset": ROWS, "dataset_name": "other"}, "both set `data.dataset_name`"),
         ({"model": None}, r"`model\.model_name_or_path` is not set"),
-        ({"model": torch.nn.Linear(1, 1)}, "model is a Linear in memory: write it and its processor with save_pretrai"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, which has no save_pretrained: give a model of transf"),
+        ({"processing_class": object()}, "processing_class is a object without an image processor: give the processor"),
         ({"model": torch.nn.Linear}, "model is the class Linear: give a hub name, a directory or a function"),
         (
             {"train_dataset": ROWS, "data.dataset_name": "other"},

@@ -5,7 +5,6 @@ The model is never downloaded. If a function writes it, the function writes to a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
 from rl_vlm.model.files import cached_snapshot, read_json
 from rl_vlm.model.flex_kernels import with_fitting_attention
+from rl_vlm.model.in_memory import free_host_memory
 from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy, longest_prompt
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import TokenBudget
@@ -177,10 +177,7 @@ def free_memory() -> int:
     """Return the free bytes of the GPU, or of the host if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free_host_memory()
 
 
 def check_budget(
