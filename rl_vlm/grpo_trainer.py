@@ -14,17 +14,18 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.elsewhere import instead_of
 from rl_vlm.config.function_names import PREFIX, live_name
 from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
-from rl_vlm.config.trl_objects import lora_settings
+from rl_vlm.config.trl_objects import is_trl_object, lora_settings
 from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.config.trl_trainer import reason_without
 from rl_vlm.data.fingerprint import contents
@@ -35,6 +36,9 @@ from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
 from rl_vlm.functions import Function, content_of, label_of, live
 from rl_vlm.log.terminal import shown_log
 from rl_vlm.passes.allocator import allocator_configured
+
+if TYPE_CHECKING:
+    from rl_vlm.run.instrument import MakeInstrument
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class GRPOTrainer:
         eval_dataset: Any = None,
         processing_class: Any = None,
         *,
+        callbacks: Iterable[Any] | None = None,
         peft_config: Any = None,
         **settings: Any,
     ) -> None:
@@ -73,6 +78,7 @@ class GRPOTrainer:
         The dicts are copied.
         `args` is a YAML file, a dict with its content, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
         `peft_config` is a LoraConfig of PEFT, and is converted to the settings of `model`.
+        `callbacks` are given to `add_callback`.
         `settings` override `args` by name, as on the command line. `loss_type` can be a function, too.
 
         Raises ConfigError for settings that cannot be used and for overrides without effect, and DataError for data
@@ -99,6 +105,11 @@ class GRPOTrainer:
         check_workers(self.config, self.objects)
         if hasattr(model, "state_dict"):
             keep_both(model, self.config)
+        self.callbacks: list[Any] = []
+        """Callbacks of transformers, in the order of their calls."""
+        self._trl_args = args if is_trl_object(args) else None
+        for callback in callbacks or ():
+            self.add_callback(callback)
         self.checkpoint: str | None = None
         """The newest checkpoint that the last `train` call wrote or resumed."""
 
@@ -122,7 +133,7 @@ class GRPOTrainer:
 
             earlier = [] if config.train.resume_from_checkpoint else self._complete_checkpoints()
             try:
-                summary = train(config, INSTRUMENTS)
+                summary = train(config, [*INSTRUMENTS, *self._callers()])
             except BaseException:
                 written = [path for path in self._complete_checkpoints() if path not in earlier]
                 self.checkpoint = str(written[-1][0]) if written else None
@@ -149,6 +160,22 @@ class GRPOTrainer:
             with evaluation_report(self.config):
                 (summary,) = compare_checkpoints(self.config, [str(evaluated)]).values()
         return summary
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a TrainerCallback of transformers, or a class of one, for later calls of `train`.
+
+        Its `on_train_begin`, `on_log`, `on_step_end`, `on_evaluate`, `on_save` and `on_train_end` are called, and
+        `should_training_stop` of the control is honoured. Raises ConfigError if it is something else.
+        """
+        from rl_vlm.tools.callbacks import usable_callback
+
+        self.callbacks.append(usable_callback(callback))
+
+    def _callers(self) -> list[MakeInstrument]:
+        """Return the makers of the instrument that calls the callbacks: one, or none without callbacks."""
+        from rl_vlm.tools.callbacks import Callbacks
+
+        return [partial(Callbacks, self.callbacks, self._trl_args)] if self.callbacks else []
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> Path:
         """Export the model of the last `train` call like `rl-vlm export`, and return the directory.

@@ -2,7 +2,7 @@
 
     main thread        snapshot ─ step … step ──────── step … step ──────────── step
     its own thread              └► write the files ─┐  └► digests, flush, rename ─┐
-                                                    └ all ranks have written       └ older checkpoints are deleted
+                                                    └ all ranks have written       └ `done`: older ones are deleted
 
 Ranks communicate only in the main thread, after a step, if all their threads are done.
 """
@@ -63,7 +63,7 @@ class Pending:
     step: int
     work: Future[Any]
     """The work of this rank's thread."""
-    prune: Callable[[], None]
+    done: Callable[[], None]
     are_files_written: bool = False
     """Whether all ranks have written their files, so that the main process is finishing the checkpoint."""
 
@@ -84,10 +84,10 @@ class CheckpointWriter:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.seconds = 0.0
 
-    def write(self, step: int, snapshot: Callable[[], Files], prune: Callable[[], None]) -> None:
+    def write(self, step: int, snapshot: Callable[[], Files], done: Callable[[], None]) -> None:
         """Finish the previous checkpoint and begin to write this one, unless the step has a complete checkpoint.
 
-        The main process calls `prune()` once the checkpoint is complete.
+        All ranks call `done()` together once the checkpoint is complete.
         """
         self.finish()
         with self.timed():
@@ -101,7 +101,7 @@ class CheckpointWriter:
                 if self.ranks.is_main:
                     store.check_space(self.output_dir, needed)
                     store.begin(unfinished)
-            self.pending = Pending(step, self.thread.submit(files.write, unfinished), prune)
+            self.pending = Pending(step, self.thread.submit(files.write, unfinished), done)
         if not self.in_background:
             self.finish()
 
@@ -118,19 +118,17 @@ class CheckpointWriter:
                 self.advance(self.pending)
 
     def advance(self, pending: Pending) -> None:
-        """Wait for all threads. Then make the main process finish the checkpoint, or prune if it has."""
+        """Wait for all threads. Then make the main process finish the checkpoint, or call `done` if it has."""
         self.pending = None
         with self.discarded_on_failure(pending.step), stop.postponed():
             wait_for(pending.work)
         if pending.are_files_written:
-            with self.ranks.agree():
-                if self.ranks.is_main:
-                    pending.prune()
+            pending.done()
             return
         unfinished = store.unfinished_path(self.output_dir, pending.step)
         written = self.ranks.gather(store.file_names(unfinished))
         work = self.thread.submit(store.commit, unfinished, written) if self.ranks.is_main else nothing_to_do()
-        self.pending = Pending(pending.step, work, pending.prune, are_files_written=True)
+        self.pending = Pending(pending.step, work, pending.done, are_files_written=True)
 
     @contextmanager
     def discarded_on_failure(self, step: int) -> Iterator[None]:

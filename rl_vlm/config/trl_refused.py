@@ -134,7 +134,7 @@ NOT_CALLED = frozenset(
     _remove_unused_columns _report_to_hp_search _run_epoch _save _save_checkpoint _save_optimizer_and_scheduler
     _save_rng_state _save_scaler _send_telemetry _set_signature_columns_if_needed
     _sync_replicated_trainable_parameters _tokenize_prompts _tool_call_loop _track_num_input_tokens
-    _tune_save_checkpoint _update_auto_batch_size _validate_args _wrap_model add_callback
+    _tune_save_checkpoint _update_auto_batch_size _validate_args _wrap_model
     autocast_smart_context_manager call_model_init compute_loss compute_loss_context_manager
     create_accelerator_and_postprocess create_model_card create_optimizer create_optimizer_and_scheduler
     create_scheduler end evaluation_loop floating_point_ops get_batch_samples get_cp_size

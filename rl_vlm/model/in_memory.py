@@ -74,7 +74,8 @@ class HeldProcessor:
 def written_by(model: Any, processor: Any) -> Callable[[Path, int], None]:
     """Return a function that writes these objects as a checkpoint.
 
-    One of them may be left out: `model` may be the name of a checkpoint, and `processor` may be None. Raises ConfigError if the objects cannot be used.
+    One of them may be left out: `model` may be the name of a checkpoint, and `processor` may be None.
+    Raises ConfigError if the objects cannot be used.
     """
     if processor is not None and not hasattr(processor, "image_processor"):
         raise ConfigError(f"processing_class is a {type(processor).__name__} without an image processor: give the "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
@@ -13,6 +14,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.passes.peaks import Peaks, counter_of
 from rl_vlm.plan.memory import MemoryPlan
 from rl_vlm.stages import Listener
+from rl_vlm.types import Progress
 
 
 @dataclass
@@ -37,8 +39,27 @@ class Instrument(Listener):
     def attach(self, policy: Policy) -> None:
         """Hear that the models are loaded."""
 
+    def begin(self, progress: Progress) -> None:
+        """Hear that the run is about to evaluate and to take its steps. If it is resumed, some are complete."""
+
+    def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Hear of an evaluation. Names of metrics begin with `eval_`."""
+
+    def after_line(self, line: dict[str, Any]) -> None:
+        """Hear that a line of `metrics.jsonl` is written."""
+
+    def after_save(self, checkpoint: Path) -> None:
+        """Hear that a checkpoint is complete, which may be steps after its own."""
+
     def after_step(self, is_last: bool) -> None:
         """Hear that a step is complete and its metrics are written."""
+
+    def asks_to_stop(self) -> bool:
+        """Return whether the run should save its last step and end. The run asks after `after_step`."""
+        return False
+
+    def complete(self) -> None:
+        """Hear that the run is complete, and its summary is written."""
 
     def end(self) -> None:
         """Hear that the run has ended. After an error, ranks may call this alone."""

@@ -119,11 +119,16 @@ class Run:
         return self.finish()
 
     def take_all_steps(self) -> None:
-        """Take the remaining steps. Before the first and after each, evaluate, save and report if that is due."""
+        """Take the remaining steps, unless an instrument asks to stop.
+
+        Before the first and after each, evaluate, save and report if that is due.
+        """
         log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
         collapse = CollapseWarning(self.evidence() if self.ranks.is_main else None)
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
+        for instrument in self.parts.instruments:
+            instrument.begin(progress)
         with ProgressBar(progress.global_step, progress.max_steps, "step", log.disable_tqdm, silent) as bar:
             if self.evaluator and train.eval_on_start and self.record.eval_latest is None:
                 self.record.eval_before = self.evaluate()
@@ -137,8 +142,21 @@ class Run:
                 if self.ranks.is_main:
                     hints.give(line)
                     collapse.give(line)
-                for instrument in self.parts.instruments:
-                    instrument.after_step(is_last=progress.global_step == progress.max_steps)
+                if self.is_stopped_by_instruments():
+                    return
+
+    def is_stopped_by_instruments(self) -> bool:
+        """Tell instruments of a step. If one of them asks to stop before the last step, save, and return True."""
+        step, last = self.progress.global_step, self.progress.max_steps
+        with self.saved_on_failure():
+            for instrument in self.parts.instruments:
+                instrument.after_step(is_last=step == last)
+            asked = any(self.ranks.gather([any(instrument.asks_to_stop() for instrument in self.parts.instruments)]))
+        if not asked or step == last:
+            return False
+        logger.warning("the run was asked to stop, and ends after step %d of %d", step, last)
+        self.save()
+        return True
 
     def next_step(self) -> dict[str, Any]:
         """Take one step, with its evaluation and checkpoint if they are due. Return its line in `metrics.jsonl`."""
@@ -212,6 +230,8 @@ class Run:
         """Write a line of `metrics.jsonl`, and send it to the trackers every `logging_steps`."""
         if self.ranks.is_main:
             self.directory.append_metrics(line)
+        for instrument in self.parts.instruments:
+            instrument.after_line(line)
         if is_due(line["step"], self.config.log.logging_steps):
             self.trackers.report({k: v for k, v in line.items() if k != "step"}, line["step"])
             if self.ranks.is_main and self.config.log.report_to and self.config.log.log_completions:
@@ -250,6 +270,8 @@ class Run:
             raise
         finally:
             self.collector.sleep_engine()
+        for instrument in self.parts.instruments:
+            instrument.after_evaluation(self.progress.global_step, prefixed(metrics))
         return metrics
 
     def save_if_due(self, is_last: bool) -> None:
@@ -283,9 +305,18 @@ class Run:
         }
         states = self.ranks.gather([own_state])
         self.progress.saved_version = self.progress.policy_version
-        prune = partial(self.prune_checkpoints, self.record.best_step)  # the best step that this checkpoint knows
+        best = self.record.best_step  # the best step that this checkpoint knows
+        done = partial(self.checkpoint_done, self.progress.global_step, best)
         with self.trainer.stages.run(Stage.SAVE):
-            self.writer.write(self.progress.global_step, lambda: self.checkpoint_files(states), prune)
+            self.writer.write(self.progress.global_step, lambda: self.checkpoint_files(states), done)
+
+    def checkpoint_done(self, step: int, best_step: int | None) -> None:
+        """Delete older checkpoints, and tell instruments that the one of `step` is complete."""
+        with self.ranks.agree():
+            if self.ranks.is_main:
+                self.prune_checkpoints(best_step)
+        for instrument in self.parts.instruments:
+            instrument.after_save(store.checkpoint_path(self.directory.path, step))
 
     def prune_checkpoints(self, best_step: int | None) -> None:
         """Delete old checkpoints beyond `save_total_limit`, except the best one."""
@@ -363,6 +394,8 @@ class Run:
             self.directory.write_summary(summary)
             with disk_errors(self.directory.path):
                 draw_curve(lines, self.directory.path / "reward.png")
+        for instrument in self.parts.instruments:
+            instrument.complete()
         self.end_instruments()
         return summary
 

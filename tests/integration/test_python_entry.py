@@ -18,7 +18,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, EarlyStoppingCallback, TrainerCallback
 
 from rl_vlm.config.load import load_config
 from rl_vlm.distributed.signals import stop
@@ -128,6 +128,70 @@ def test_a_processor_in_memory_replaces_the_checkpoint_s(tiny_checkpoint, tmp_pa
     assert (initial / "model.safetensors").resolve() == (Path(tiny_checkpoint) / "model.safetensors").resolve()
     saved: Any = AutoProcessor.from_pretrained(made.save_model())
     assert saved.chat_template == processor.chat_template
+
+
+class Watching(TrainerCallback):
+    """Records its events with the step, and may stop the run after one."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.events: list[Any] = []
+        self.stop_at = stop_at
+
+    def note(self, event: str, state: Any, *found: Any) -> None:
+        self.events.append((event, state.global_step, *found))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("begin", state, state.max_steps, args.learning_rate, isinstance(given["model"], torch.nn.Module))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **given: Any) -> None:
+        self.note("log", state, "reward" in logs, len(state.log_history))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **given: Any) -> None:
+        self.note("evaluate", state, metrics["eval_num_samples"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("save", state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        control.should_training_stop = state.global_step == self.stop_at
+        self.note("step", state)
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.note("end", state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        raise AssertionError
+
+
+def test_a_callback_hears_of_events_and_stops_the_run(tiny_checkpoint, tmp_path, caplog):
+    given = {"eval_dataset": tiny_run.held_out_rows(), "eval_steps": 2, "save_steps": 3, "max_steps": 5}
+    watching = Watching(stop_at=2)
+    made = trainer(tiny_checkpoint, tmp_path, callbacks=[watching], **given)
+    assert caplog.text.count("Watching has on_epoch_end, which is not called here; the events that are: on_train") == 1
+    summary = made.train()
+    assert summary["optimizer_steps"] == 2 and summary["checkpoint"] == made.checkpoint
+    assert made.checkpoint == str(tmp_path / "checkpoint-2")
+    assert watching.events == [
+        ("begin", 0, 5, 0.01, True), ("evaluate", 0, 5.0), ("log", 0, False, 1), ("log", 1, True, 2), ("step", 1),
+        ("evaluate", 2, 5.0), ("log", 2, True, 3), ("step", 2), ("save", 2), ("end", 2),
+    ]  # fmt: skip
+    assert "the run was asked to stop, and ends after step 2 of 5" in caplog.text
+    made.save_model()
+    assert (
+        "The run was ended early: these are the weights after optimizer step 2 of 5."
+        in (tmp_path / "export" / "README.md").read_text()
+    )
+    trainer(tiny_checkpoint, tmp_path, **given).train(resume_from_checkpoint=True)
+    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.ci
+def test_early_stopping_of_transformers(tiny_checkpoint, tmp_path, caplog):
+    given = {"eval_dataset": tiny_run.held_out_rows(), "eval_steps": 1, "load_best_model_at_end": True}
+    made = trainer(tiny_checkpoint, tmp_path, reward_funcs=tiny_run.constant, max_steps=9, **given)
+    made.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+    assert made.train()["optimizer_steps"] == 2  # evaluations 1 and 2 are no better than the one before training
 
 
 def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):

@@ -92,6 +92,10 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
         ({"train_dataset": ROWS, "dataset_name": "other"}, "both set `data.dataset_name`"),
         ({"model": None}, r"`model\.model_name_or_path` is not set"),
         ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, which has no save_pretrained: give a model of transf"),
+        (
+            {"callbacks": [print]},
+            "the callback is a builtin_function_or_method: give a TrainerCallback of transformers",
+        ),
         ({"processing_class": object()}, "processing_class is a object without an image processor: give the processor"),
         ({"model": torch.nn.Linear}, "model is the class Linear: give a hub name, a directory or a function"),
         (
@@ -153,7 +157,7 @@ def test_every_method_of_trl_s_trainer_is_called_here_or_refused():
 
     methods = {name for name in dir(Oracle) if not name.startswith("__") and callable(getattr(Oracle, name))}
     assert len(methods) > 100
-    assert methods - NOT_CALLED == {"train", "evaluate"}
+    assert methods - NOT_CALLED == {"train", "evaluate", "add_callback"}
     assert [name for name in NOT_CALLED if hasattr(GRPOTrainer, name)] == ["save_model"]  # which no run calls
 
 

@@ -119,6 +119,8 @@ def state_of(source: Source) -> str:
         return f"**The run was not complete when this was exported.** {after}."
     if source.setting("train.load_best_model_at_end") and Path(summary["checkpoint"]).name == source.checkpoint.name:
         return f"{after}, the best of the run by `{source.setting('train.metric_for_best_model')}`."
+    if summary.get("optimizer_steps") == source.step:
+        return f"The run was ended early: {after[0].lower()}{after[1:]}."
     return f"**These are not the weights that the run ended with.** {after}."
 
 
