@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -25,17 +26,18 @@ from rl_vlm.config.elsewhere import instead_of
 from rl_vlm.config.function_names import PREFIX, live_name
 from rl_vlm.config.load import config_from
 from rl_vlm.config.schema import DataSource, RunConfig
-from rl_vlm.config.trl_objects import is_trl_object, lora_settings
+from rl_vlm.config.trl_objects import HUB, hub_fields, is_trl_object, lora_settings, without_hub
 from rl_vlm.config.trl_refused import NOT_CALLED
 from rl_vlm.config.trl_trainer import reason_without
 from rl_vlm.data.fingerprint import contents
 from rl_vlm.data.sources import as_table
 from rl_vlm.distributed.launcher import check_numbers, is_one_of_several
 from rl_vlm.distributed.signals import handled, stop
-from rl_vlm.errors import ConfigError, DataError, Stopped, listed, text_of
+from rl_vlm.errors import ConfigError, DataError, RLVLMError, Stopped, listed, text_of
 from rl_vlm.functions import Function, content_of, label_of, live
 from rl_vlm.log.terminal import shown_log
 from rl_vlm.passes.allocator import allocator_configured
+from rl_vlm.tools.export.push import hub_target
 
 if TYPE_CHECKING:
     from rl_vlm.run.instrument import MakeInstrument
@@ -100,8 +102,10 @@ class GRPOTrainer:
         for name in {"loss_type", "algorithm.loss_type"} & settings.keys():
             if callable(loss := settings[name]):
                 settings[name] = self._named(loss, label_of(loss))
+        self.hub = hub_target(hub_fields(args, settings))
         keywords = {name: value for name, value in settings.items() if value is not None or not instead_of(name)}
-        self.config: RunConfig = config_from(args, keywords | arguments)
+        keywords = {name: value for name, value in keywords.items() if name not in HUB}
+        self.config: RunConfig = config_from(without_hub(args), keywords | arguments)
         check_workers(self.config, self.objects)
         if hasattr(model, "state_dict"):
             keep_both(model, self.config)
@@ -139,6 +143,11 @@ class GRPOTrainer:
                 self.checkpoint = str(written[-1][0]) if written else None
                 raise
         self.checkpoint = summary["checkpoint"]
+        if self.hub.push_to_hub:
+            try:
+                self.push_to_hub()
+            except RLVLMError as error:  # the run is complete all the same
+                logger.error("%s", error)
         return summary
 
     def evaluate(self, checkpoint: Any = None) -> Summary:
@@ -160,6 +169,32 @@ class GRPOTrainer:
             with evaluation_report(self.config):
                 (summary,) = compare_checkpoints(self.config, [str(evaluated)]).values()
         return summary
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> str | None:
+        """Export the model of the last `train` call, upload it to the hub, and return the address.
+
+        The repository is `hub_model_id`, or else has the name of `output_dir`. Of several processes, the first one
+        uploads, and the others return None. The call always waits. Arguments for TRL's model card have no effect, and
+        the log names them. Raises RLVLMError for errors that a user can fix.
+        """
+        given = {"hub_token": token, "hub_revision": revision}
+        target = replace(self.hub, **{name: value for name, value in given.items() if value is not None})
+        directory = self.save_model()
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        with self._log():
+            if unused := listed([*card, *([] if blocking else ["blocking"])]):
+                logger.warning("push_to_hub ignores %s: it waits, and the card is that of the export", unused)
+            address = target.push(directory, Path(self.config.train.output_dir).absolute().name, commit_message)
+            logger.info("the model is on %s", address)
+        return address
 
     def add_callback(self, callback: Any) -> None:
         """Add a TrainerCallback of transformers, or a class of one, for later calls of `train`.

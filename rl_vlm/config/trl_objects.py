@@ -13,6 +13,8 @@ PRECISIONS = ("bf16", "fp16")
 """Fields whose defaults TRL refuses on some hardware."""
 COMPUTED = ("generation_batch_size", "do_eval")
 """Fields that TRL computes from `steps_per_generation` and `eval_strategy`, if they are not set."""
+HUB = ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "hub_strategy")
+"""Fields that are no settings of a run: the trainer reads them, and pushes after the run."""
 
 LORA = {
     "r": "model.lora_r", "lora_alpha": "model.lora_alpha", "target_modules": "model.lora_target_modules",
@@ -40,13 +42,24 @@ def given_fields(args: Any) -> dict[str, Any]:
 
     always = ("output_dir", *PRECISIONS)
     empty = type(args)(use_cpu=args.use_cpu, **{name: getattr(args, name) for name in PRECISIONS})
-    names = [field.name for field in dataclasses.fields(args) if field.init and field.name not in COMPUTED]
+    names = [field.name for field in dataclasses.fields(args) if field.init and field.name not in (*COMPUTED, *HUB)]
     given = {n: getattr(args, n) for n in names if n in always or getattr(args, n) != getattr(empty, n)}
     if args.steps_per_generation == args.gradient_accumulation_steps:  # the default, which TRL fills in
         given.pop("steps_per_generation", None)
     if args.use_cpu and torch.cuda.is_available():
         given["use_cpu"] = True  # refused by trl_refused.py
     return given
+
+
+def hub_fields(args: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields about the hub of a GRPOConfig or a dict, and of keywords, which take precedence."""
+    of_args = vars(args) if is_trl_object(args) else args if isinstance(args, dict) else {}
+    return {name: given[name] for given in (of_args, keywords) for name in HUB if name in given}
+
+
+def without_hub(args: Any) -> Any:
+    """Return `args` without fields about the hub if it is a dict."""
+    return {name: value for name, value in args.items() if name not in HUB} if isinstance(args, dict) else args
 
 
 def plain(value: Any) -> Any:

@@ -86,7 +86,7 @@ NOT_HERE: dict[str, dict[str, Any]] = {
         "save_only_model": False, "save_on_each_node": False, "enable_jit_checkpoint": False, "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": False, "full_determinism": False,
     },
-    "nothing is pushed to a hub": {
+    "a run of the command line pushes nothing; use `rl-vlm export` and `hf upload`, or GRPOTrainer": {
         "push_to_hub": False, "hub_token": None, "hub_private_repo": None, "hub_model_id": None,
         "hub_strategy": "every_save", "hub_always_push": False, "hub_revision": None, "log_completions_hub_repo": None,
     },
@@ -142,7 +142,7 @@ NOT_CALLED = frozenset(
     get_num_trainable_parameters get_off_policy_mask get_optimizer_cls_and_kwargs get_optimizer_group
     get_sp_size get_test_dataloader get_total_train_batch_size get_tp_size get_train_dataloader
     hyperparameter_search init_hf_repo is_local_process_zero is_world_process_zero log log_metrics
-    loss_is_scaled_for_ga metrics_format num_examples pop_callback predict prediction_step push_to_hub
+    loss_is_scaled_for_ga metrics_format num_examples pop_callback predict prediction_step
     remove_callback save_metrics save_model save_state set_initial_training_values store_flos training_step
     """.split()
 )

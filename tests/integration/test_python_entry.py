@@ -26,6 +26,7 @@ from rl_vlm.errors import CheckpointError, ConfigError, RewardError, RLVLMError
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run.run import train
 from tests.helpers import tiny_run
+from tests.helpers.hub_server import hub_server
 from tests.helpers.tiny_run import make_config, metric_lines
 from tests.helpers.two_processes import CPU, launch
 
@@ -192,6 +193,27 @@ def test_early_stopping_of_transformers(tiny_checkpoint, tmp_path, caplog):
     made = trainer(tiny_checkpoint, tmp_path, reward_funcs=tiny_run.constant, max_steps=9, **given)
     made.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
     assert made.train()["optimizer_steps"] == 2  # evaluations 1 and 2 are no better than the one before training
+
+
+@pytest.mark.ci
+def test_the_model_is_pushed_at_the_end_of_a_run(tiny_checkpoint, tmp_path, caplog, monkeypatch: pytest.MonkeyPatch):
+    hub_settings = {"push_to_hub": True, "hub_model_id": "owner/mine", "hub_token": "hf_secret"}
+    made = trainer(tiny_checkpoint, tmp_path, max_steps=1, **hub_settings)
+    with hub_server() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        made.train()
+        ((path, message, files),) = hub.commits
+        assert (path, message) == ("/api/models/owner/mine/commit/main", "End of training")
+        exported = {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()}
+        assert files == exported and {"README.md", "model.safetensors", "config.json"} <= files.keys()
+        assert made.push_to_hub("Again", dataset_name="owner/data") == f"{hub.url}/owner/mine"
+        assert "push_to_hub ignores dataset_name: it waits, and the card is that of the export" in caplog.text
+    assert "hf_secret" not in (tmp_path / "config.yaml").read_text()
+    again = trainer(tiny_checkpoint, tmp_path, max_steps=2, **hub_settings)  # the hub does not answer any more
+    assert again.train(resume_from_checkpoint=True)["optimizer_steps"] == 2
+    assert "could not be pushed to owner/mine" in caplog.text
+    with pytest.raises(CheckpointError, match="could not be pushed to owner/mine"):
+        again.push_to_hub()
 
 
 def test_resuming_compares_functions_and_rows(tiny_checkpoint, tmp_path, caplog):
