@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from rl_vlm.config import conversions as convert
 from rl_vlm.config.conversions import Convert, Given, Settings
+from rl_vlm.config.trl_fields import QLORA
 
 NESTED = ("worker", "trainer", "actor_rollout_ref", "reward_model", "custom_reward_function")
 """Sections of EasyR1 and verl that do not exist here."""
@@ -80,10 +81,7 @@ TRL: dict[str, Counterpart] = {
         "leave it out: tools are not supported yet. A completion is one turn, so write what a tool would return into "
         "the prompts, or let a reward function call the tool on the completion"
     ),
-    "quantization_config": by_hand(
-        "write `load_in_4bit: true` for QLoRA, with `bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); "
-        "other quantizations are not supported"
-    ),
+    "quantization_config": by_hand(QLORA),
 }
 """Arguments of TRL's GRPOTrainer."""
 
@@ -413,6 +411,7 @@ def row_of(key: str, rows: Mapping[str, Counterpart]) -> Counterpart | None:
             if name in rows:
                 return rows[name]
     return None
+
 
 FLASH = (
     "flash-attn is not used: leave it out. On CUDA, rows that share a prompt use FlexAttention "

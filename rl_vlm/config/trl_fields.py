@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_vlm.config.data_sources import split_name
-from rl_vlm.config.elsewhere import instead_of
 from rl_vlm.config.trl_refused import NOT_HERE
 
 Settings = dict[str, Any]
@@ -198,10 +197,17 @@ INIT_KWARGS = {
 """Arguments of `from_pretrained` that are settings here."""
 
 
+QLORA = (
+    "write `load_in_4bit: true` for QLoRA, with `bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); other "
+    "quantizations are not supported"
+)
+"""Advice in place of a `quantization_config`."""
+
+
 def _model_init_kwargs(value: Any, given: Mapping[str, Any]) -> Settings:
     """Convert arguments of `from_pretrained`."""
     if isinstance(value, dict) and value.get("quantization_config"):
-        raise ValueError(f"`quantization_config`: {instead_of('quantization_config')}")
+        raise ValueError(f"`quantization_config`: {QLORA}")
     if not isinstance(value, dict) or value.keys() - INIT_KWARGS:
         raise ValueError(
             f"only {', '.join(INIT_KWARGS)} can be given; they are `model.dtype`, `model.attn_implementation`, "
