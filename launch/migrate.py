@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from launch.help import filled
 from rl_vlm.errors import ConfigError, text_of
 
+MAX_LENGTH = 1_000_000
+"""Characters of a file. Longer files are no scripts."""
+
 
 def migrate_parser() -> argparse.ArgumentParser:
     """Build the parser of `rl-vlm migrate`."""
@@ -71,6 +74,8 @@ def _text(path: str) -> str:
         raise ConfigError(f"{path}: it is no text in UTF-8; give a script or a YAML file") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {text_of(error)}") from error
+    if len(text) > MAX_LENGTH:
+        raise ConfigError(f"{path}: it has more than {MAX_LENGTH:,} characters; give a script or a YAML file")
     if "\0" in text:
         raise ConfigError(f"{path}: it is no text, but a binary file; give a script or a YAML file")
     return text.replace("\r\n", "\n")

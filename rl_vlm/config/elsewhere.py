@@ -206,7 +206,7 @@ EASYR1_AND_VERL: dict[str, Counterpart] = {
     "lr_scheduler_type": to("train.lr_scheduler_type", "", convert.schedule),
     "warmup_style": to("train.lr_scheduler_type", "", convert.schedule),
     "use_torch_compile": needless("`model.fused` compiles layers"),
-    "torch_dtype": to("model.dtype", "", convert.choice_of(
+    "fsdp.torch_dtype": to("model.dtype", "", convert.choice_of(
         {"bf16": {"dtype": "bfloat16"}, "bfloat16": {"dtype": "bfloat16"}, "fp32": {"dtype": "float32"},
          "float32": {"dtype": "float32"}}, "the precisions are bfloat16 and float32")),
     "use_remove_padding": needless("micro-batches have no padding to remove"),
@@ -358,6 +358,9 @@ SWIFT: dict[str, Counterpart] = {
     "gc_collect_after_offload": needless("memory is freed when it is needed"),
     "async_generate": off("`rollout.max_staleness: 1` samples the next window meanwhile, on `engine: vllm_server`"),
     "dynamic_sample": off("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
+    "attn_impl": to("model.attn_implementation", "", convert.attention),
+    "padding_free": needless("micro-batches have no padding to remove"),
+    "log_entropy": needless("`metrics.jsonl` has the entropy"),
     "max_resample_times": needless("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
     "overlong_filter": to("algorithm.mask_truncated_completions"),
     "use_hf": needless("names are those of the Hugging Face hub; a name of ModelScope alone is not found"),

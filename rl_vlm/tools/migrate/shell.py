@@ -52,6 +52,7 @@ class Script:
     def __init__(self, text: str, path: str) -> None:
         self.variables: dict[str, Word] = {}
         self._text, self._path, self._position = text, path, 0
+        self._counted = (0, 1)  # a position, and its line
 
     def commands(self) -> list[Command]:
         """Return the commands in order. Raises ConfigError if a quote does not close."""
@@ -185,7 +186,9 @@ class Script:
         return self._text[start:end]
 
     def _line(self) -> int:
-        return self._text.count("\n", 0, self._position) + 1
+        position, line = self._counted
+        self._counted = (self._position, line + self._text.count("\n", position, self._position))
+        return self._counted[1]
 
     def _place(self) -> str:
         return f"{self._path}: line {self._line()}"

@@ -17,10 +17,10 @@ from rl_vlm.errors import ConfigError, shorten
 from rl_vlm.tools.migrate.shell import Command, Script, Word, assigned
 
 PROGRAMS = {
-    "VLM-R1": re.compile(r"\S*(?:open_r1/\S*|\bgrpo_(?:jsonl|rec))\.py(?= |$)"),
+    "VLM-R1": re.compile(r"\bopen_r1/[\w/-]+\.py(?= |$)|\bgrpo_(?:jsonl|rec)\.py(?= |$)"),
     "EasyR1": re.compile(r"\bverl\.trainer\.main(?= |$)"),
     "verl": re.compile(r"\b(?:main_ppo|main_dapo)(?:\.py)?(?= |$)"),
-    "ms-swift": re.compile(r"\bswift rlhf(?= |$)|\S*\brlhf\.py(?= |$)"),
+    "ms-swift": re.compile(r"\bswift rlhf(?= |$)|\brlhf\.py(?= |$)"),
 }
 """The program of a command, as its words separated by spaces."""
 KEYS = {
@@ -145,7 +145,10 @@ def _or(names: Iterable[str]) -> str:
 
 def _items_of(content: Mapping[str, Any], is_nested: bool, place: str = "") -> Iterator[Item]:
     """Yield the settings of a YAML file. Null is a default. A reference `${a.b}` is replaced by its value."""
-    flat = dict(_flattened(content)) if is_nested else dict(content)
+    try:
+        flat = dict(_flattened(content)) if is_nested else dict(content)
+    except RecursionError as error:
+        raise ConfigError("the YAML refers to itself, or is nested too deeply") from error
     for key, value in flat.items():
         for _ in range(len(flat)):  # a reference to a reference
             reference = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None

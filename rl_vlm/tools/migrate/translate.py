@@ -89,7 +89,7 @@ def converted(source: Original, item: Item, given: Mapping[str, Any]) -> dict[st
     except ValueError as error:
         reason = str(error).removesuffix("; leave it out")
         return Refusal(reason, row is None and reason in CHANGE_NO_RESULT)
-    except (TypeError, IndexError, KeyError):
+    except (TypeError, IndexError, KeyError, AttributeError):
         return Refusal(f"its value cannot be read; {row.advice if row else 'see rl-vlm train --help'}")
     if isinstance(found, Refusal):
         return found

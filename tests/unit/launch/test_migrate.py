@@ -14,6 +14,7 @@ def migrate(*words: str) -> int:
 
 
 SWIFT = "swift rlhf --rlhf_type grpo --model m --dataset d.jsonl --reward_funcs accuracy "
+EASYR1 = "python3 -m verl.trainer.main worker.actor.model.model_path=m "
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_files=d.parquet "
 
 
@@ -57,6 +58,10 @@ def output(text: str, tmp_path: Path, capsys, *words: str) -> str:
         (VERL + "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse",
          ["# - default of verl: actor_rollout_ref.actor.kl_loss_coef: 0.001: the KL term is estimated by k3 "
           "(low_var_kl), not by mse; write `algorithm.beta` for that"]),
+        (EASYR1 + "algorithm.kl_coef=0.01",
+         ["# - line 1: algorithm.kl_coef: 0.01: there is no KL term in the reward; `algorithm.beta` is the weight of "
+          "one in the loss"]),
+        (EASYR1 + "algorithm.kl_coef=0.01 algorithm.use_kl_loss=true", ["  beta: 0.01"]),
         (VERL + "algorithm.adv_estimator=gae", ["# - line 1: algorithm.adv_estimator: gae: advantages are GRPO's; see "
                                                 "`algorithm.scale_rewards`"]),
         (VERL + "custom_reward_function.path=r.py +custom_reward_function.reward_kwargs.scale=2",
@@ -97,6 +102,8 @@ def test_values_of_environment_variables_are_not_printed(tmp_path, capsys):
         (b'swift rlhf --system "Think\n\n', 'line 1: the quote " does not close'),
         (b"swift rlhf --output_dir $(date\n", "line 1: $( does not close"),
         (b"cat <<END\nEND\nswift rlhf\n", "line 1: a here-document (`<<`) is not read"),
+        (b"x" * 1_000_001, "it has more than 1,000,000 characters"),
+        (b"worker: &a\n  actor: *a\n", "the YAML refers to itself, or is nested too deeply"),
         (b"swift rlhf --beta 1\nswift rlhf --beta 2\n", "it starts training several times, in lines 1 and 2"),
     ],
 )  # fmt: skip

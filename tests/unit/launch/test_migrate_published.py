@@ -1,6 +1,7 @@
 """`rl-vlm migrate` on two published files of each system."""
 
 import re
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_the_results_load_when_they_are_filled_in(file: str, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(re.sub(r"\$\{\w+\}|<\w+>", "/filled", text))
     assert load_config(path).model.model_name_or_path.startswith("Qwen/Qwen2.5-")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_part_of_a_file_is_translated_or_refused(file: str, capsys, monkeypatch):
+    """A file may be cut anywhere, also in a quote or a variable."""
+    text = (DATA / file).read_text()
+    for end in range(0, len(text), len(text) // 15):
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(text[:end].encode())))
+        assert cli.main(["migrate", "-"]) in (0, 1, 2)
+        printed = capsys.readouterr()
+        assert bool(printed.out) != bool(printed.err)
 
 
 def test_easyr1s_setting_is_the_one_that_was_translated_by_hand(capsys, monkeypatch, tmp_path):
