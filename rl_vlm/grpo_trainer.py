@@ -118,7 +118,7 @@ class GRPOTrainer:
         """The newest checkpoint that the last `train` call wrote or resumed."""
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Summary:
-        """Train, and return the content of `summary.json`. The settings apply to every call.
+        """Train, and return the content of `summary.json`, which prints as a table. The settings apply to every call.
 
         `resume_from_checkpoint`: True resumes the newest checkpoint of `output_dir`, if there is one. A path resumes
         the checkpoint there, False resumes none, and None uses the setting. If training fails or is interrupted,
@@ -132,12 +132,13 @@ class GRPOTrainer:
             config = config.model_copy(update={"train": section})
         self.checkpoint = None
         with self._prepared():
+            from rl_vlm.run.outcome import Summary as Printed
             from rl_vlm.run.run import train
             from rl_vlm.tools.instruments import INSTRUMENTS
 
             earlier = [] if config.train.resume_from_checkpoint else self._complete_checkpoints()
             try:
-                summary = train(config, [*INSTRUMENTS, *self._callers()])
+                summary = Printed(train(config, [*INSTRUMENTS, *self._callers()]))
             except BaseException:
                 written = [path for path in self._complete_checkpoints() if path not in earlier]
                 self.checkpoint = str(written[-1][0]) if written else None
@@ -231,6 +232,21 @@ class GRPOTrainer:
                 _, directory = export(Path(self.checkpoint), to=directory)
                 logger.info("the model of %s is in %s, beside a model card", self.checkpoint, directory)
         return directory
+
+    def __repr__(self) -> str:
+        """Return a line for each main setting, for a notebook."""
+        config, data = self.config, self.config.data
+        model = config.model.model_name_or_path
+        rows = {
+            "model": f"{model} with LoRA of rank {config.model.lora_r}" if config.model.use_peft else model,
+            "reward functions": ", ".join(spec.name or spec.function for spec in config.rewards.specs) or "none",
+            "training data": ", ".join(entry.name for entry in data.entries("train")) or "none",
+            "held-out data": ", ".join(entry.name for entry in data.entries("eval")) or "none",
+            "run directory": config.train.output_dir,
+            "newest checkpoint": self.checkpoint or "none",
+        }
+        width = max(map(len, rows))
+        return "\n".join([type(self).__name__, *(f"  {label.ljust(width)}  {row}" for label, row in rows.items())])
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError. For an attribute of TRL's trainer, say what to write instead."""

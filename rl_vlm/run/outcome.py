@@ -119,3 +119,12 @@ def training_outcome(summary: dict[str, Any], output_dir: str) -> str:
         *fault_lines(reward_faults(summary["eval_after"] or {}), "held-out completions"),
     ]
     return "\n".join([*lines, *skipped_lines(summary), *faults, *report_lines(directory)])
+
+
+class Summary(dict[str, Any]):
+    """The content of `summary.json`. It prints as the closing words of the run, with the table of changes."""
+
+    def __repr__(self) -> str:
+        if "verdict" not in self:  # on other processes than the first
+            return super().__repr__()
+        return training_outcome(self, str(Path(self["checkpoint"]).parent))

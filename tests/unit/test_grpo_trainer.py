@@ -320,6 +320,22 @@ def test_evaluate_takes_a_checkpoint():
         trainer().evaluate(ROWS)
 
 
+def test_a_trainer_is_readable():
+    made = trainer(
+        reward_funcs=["exact_match", {"function": "format_tags", "name": "tags"}], train_dataset=["a.jsonl", "b.jsonl"],
+        output_dir="runs/mine", use_peft=True, lora_r=8,
+    )  # fmt: skip
+    assert repr(made).splitlines() == [
+        "GRPOTrainer",
+        "  model              some/model with LoRA of rank 8",
+        "  reward functions   exact_match, tags",
+        "  training data      a.jsonl, b.jsonl",
+        "  held-out data      none",
+        "  run directory      runs/mine",
+        "  newest checkpoint  none",
+    ]
+
+
 def test_a_model_is_saved_after_training(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"there is no model to save: call train\(\) first"):
         trainer(output_dir=tmp_path).save_model(tmp_path / "model")
