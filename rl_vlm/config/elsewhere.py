@@ -358,7 +358,6 @@ SWIFT: dict[str, Counterpart] = {
     "gc_collect_after_offload": needless("memory is freed when it is needed"),
     "async_generate": off("`rollout.max_staleness: 1` samples the next window meanwhile, on `engine: vllm_server`"),
     "dynamic_sample": off("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
-    "attn_impl": to("model.attn_implementation", "", convert.attention),
     "padding_free": needless("micro-batches have no padding to remove"),
     "log_entropy": needless("`metrics.jsonl` has the entropy"),
     "max_resample_times": needless("`rollout.max_resampling_rounds` generates groups of equal rewards again"),

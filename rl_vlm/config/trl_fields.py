@@ -198,8 +198,8 @@ INIT_KWARGS = {
 
 
 QLORA = (
-    "write `load_in_4bit: true` for QLoRA, with `bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); other "
-    "quantizations are not supported"
+    "write `load_in_4bit: true` for QLoRA, with `bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); "
+    "other quantizations are not supported"
 )
 """Advice in place of a `quantization_config`."""
 
