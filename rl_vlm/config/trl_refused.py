@@ -113,7 +113,7 @@ CHANGE_NO_RESULT = (
     "evaluation counts every sample once and decodes `max_num_seqs` completions at a time",
     "every step is in `metrics.jsonl`, every completion in `completions/`",
     "a checkpoint holds the whole state of the run, and a resumed run continues exactly",
-    "nothing is pushed to a hub",
+    "a run of the command line pushes nothing; use `rl-vlm export` and `hf upload`, or GRPOTrainer",
     "`accelerate launch` starts the processes and chooses their devices",
     "the run decides how gradients are exchanged",
 )

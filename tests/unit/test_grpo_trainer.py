@@ -88,7 +88,10 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
         ({"args": {"learning_rte": 1}}, "args: unknown setting `learning_rte`"),
         ({"args": 3}, "args is a int: give a YAML file, a dict, or a GRPOConfig of TRL"),
         ({"peft_config": object()}, "peft_config is a object: give a LoraConfig of PEFT, or use_peft=True"),
-        ({"quantization_config": object()}, "unknown setting `quantization_config`; write `load_in_4bit`, with `bnb"),
+        (
+            {"quantization_config": object()},
+            "unknown setting `quantization_config`; write `load_in_4bit: true` for QLoRA, with `bnb",
+        ),
         ({"train_dataset": ROWS, "dataset_name": "other"}, "both set `data.dataset_name`"),
         ({"model": None}, r"`model\.model_name_or_path` is not set"),
         ({"model": torch.nn.Linear(1, 1)}, "model is a Linear, which has no save_pretrained: give a model of transf"),

@@ -103,6 +103,7 @@ def test_reward_metrics_under_trls_names():
         "reward": 1.0,  # 5 valid completions
         "reward_std": pytest.approx(0.5**0.5),  # of 0, 2, 1, 1, 1
         "reward_best_of_group": 1.5,  # of 2 and 1
+        "completions/num_groups": 2.0,
         "frac_reward_zero_std": 0.5,
         "rewards/accuracy/mean": 1.0,
         "rewards/accuracy/std": pytest.approx(0.5**0.5),
