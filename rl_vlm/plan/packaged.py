@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from threading import Thread
 
-from rl_vlm.errors import ConfigError
+from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.model.files import cached_snapshot
 
 MODEL_CONFIGS = Path(str(files("rl_vlm.plan"))) / "model_configs"
@@ -46,11 +46,14 @@ def config_source(name: str, revision: str) -> str:
     """Return a directory with the config of the model `name`, or the name itself if only the hub has it.
 
     A local directory comes first, then a packaged config, then the local cache of the hub. Raises ConfigError if the
-    hub is needed and does not answer.
+    name can only be a path, or if the hub is needed and does not answer.
     """
     if Path(name).is_dir():
         return name
-    found = packaged_config(name) or cached_snapshot(name, revision)
+    try:
+        found = packaged_config(name) or cached_snapshot(name, revision)
+    except ModelError as error:
+        raise ConfigError(not_found(name, "it is no name on the hub")) from error
     if found is None and not hub_answers():
         raise ConfigError(not_found(name, "the hub cannot be reached from here"))
     return name if found is None else str(found)
