@@ -36,7 +36,7 @@ from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
 from rl_vlm.run.build import build_parts
-from rl_vlm.run.evidence import read_evidence
+from rl_vlm.run.evidence import read_evidence, with_groups
 from rl_vlm.run.history import Record
 from rl_vlm.run.instrument import MakeInstrument
 from rl_vlm.run.outcome import CollapseWarning
@@ -124,7 +124,7 @@ class Run:
         Before the first and after each, evaluate, save and report if that is due.
         """
         log, train, progress, hints = self.config.log, self.config.train, self.progress, Hints()
-        collapse = CollapseWarning(self.evidence() if self.ranks.is_main else None)
+        collapse = CollapseWarning(self.earlier_steps() if self.ranks.is_main else None)
         self.trackers.start(log.run_name or self.directory.path.name, self.config.model_dump())
         silent = not self.ranks.is_main
         for instrument in self.parts.instruments:
@@ -399,7 +399,12 @@ class Run:
         self.end_instruments()
         return summary
 
-    def evidence(self, result_step: int | None = None) -> Evidence:
+    def earlier_steps(self) -> Evidence:
+        """Read the metrics of earlier starts, without the completions of evaluations."""
+        lines = with_groups(self.directory.path, self.directory.metrics.read(), self.rewards.decisive)
+        return Evidence(lines, num_generations=self.config.rollout.num_generations)
+
+    def evidence(self, result_step: int) -> Evidence:
         """Read the evidence for a verdict. `result_step` is the step of the model that the run ends with."""
         num_generations = self.config.rollout.num_generations
         return read_evidence(self.directory.path, result_step, self.rewards.decisive, num_generations)
