@@ -79,7 +79,7 @@ def hub_answers() -> bool:
 
 
 def not_found(name: str, reason: str) -> str:
-    """Return the message about a model whose config is not found, with what to do."""
+    """Return the message about a model whose config is not found, with a solution."""
     return (
         f"model.model_name_or_path {name!r} is no directory with a config.json, and {reason}. Copy the checkpoint's "
         "config.json and preprocessor_config.json into a directory, and name it: a plan needs no weights. Models that "

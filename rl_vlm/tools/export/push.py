@@ -29,7 +29,7 @@ class HubTarget:
     """Default: the token that huggingface_hub finds."""
 
     def push(self, directory: Path, name: str, message: str) -> str:
-        """Upload an export, and return the address of its repository. `name` is that of the run's directory.
+        """Upload an export, and return the address of its repository. `name` is the name of the run's directory.
 
         Raises CheckpointError if the hub does not accept it.
         """

@@ -331,7 +331,7 @@ def _read_other_commands(source: Original, commands: Iterable[Command]) -> None:
 
 
 def _include(source: Original, path: str) -> None:
-    """Add the settings of the file that `config` names. Those of the command line win."""
+    """Add the settings of the file that `config` names. The command line wins."""
     named = next((item for item in source.items if item.key == "config"), None)
     if named is None:
         return

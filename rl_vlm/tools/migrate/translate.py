@@ -24,7 +24,7 @@ WITHOUT_EFFECT = (*UNREAD, *(rule for rule in CONFLICTS if rule.names == "eval_s
 
 @dataclass
 class Translation:
-    """What became of the settings of a script."""
+    """The translated settings of a script, and the others with their reasons."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Values by full name. Defaults are left out."""
