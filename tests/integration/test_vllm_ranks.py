@@ -1,5 +1,6 @@
 """vLLM in each of two processes: a model per rank, or one over both."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +17,24 @@ from tests.tiny.build import build_tiny
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm")]
 
 
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def memory_of_another_run() -> Iterator[list[Path]]:
+    """Shared memory with the names that vLLM gives its own in every run that a launcher starts."""
+    paths = [SHARED_MEMORY / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
+    for path in paths:
+        path.touch()
+    yield paths
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_two_ranks_sample_from_the_policys_weights(tensor_parallel_size: int, tmp_path: Path) -> None:
+def test_two_ranks_sample_from_the_policys_weights(
+    tensor_parallel_size: int, memory_of_another_run: list[Path], tmp_path: Path
+) -> None:
     config = tiny_run.make_config(
         sharpen(build_tiny("qwen2_5_vl", tmp_path / "checkpoint", hidden_size=128)),  # four heads
         tmp_path / "run",
@@ -29,6 +46,7 @@ def test_two_ranks_sample_from_the_policys_weights(tensor_parallel_size: int, tm
         eval_dataset_name=tiny_run.HELD_OUT_ROWS,
     )
     train_on_two_processes(config, tmp_path / "run.yaml")
+    assert set(SHARED_MEMORY.glob("*cpushm*")) <= set(memory_of_another_run)
     lines = MetricsLog(tmp_path / "run" / "metrics.jsonl").read()
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["sampling/sampling_logp_difference/max"] <= 1e-3 for line in lines[1:])

@@ -8,6 +8,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
@@ -105,7 +107,10 @@ def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:
             f"vllm.vllm_tensor_parallel_size {size} does not divide the run's {num_ranks} processes, which share "
             "models with rollout.engine: vllm"
         )
-    return {"distributed_executor_backend": "external_launcher"} if num_ranks > 1 else {}
+    if num_ranks == 1:
+        return {}
+    worker = "auto" if torch.cuda.is_available() else "rl_vlm.rollout.vllm.cpu_worker.SharedCPUWorker"
+    return {"distributed_executor_backend": "external_launcher", "worker_cls": worker}
 
 
 def server_engine(
