@@ -17,8 +17,7 @@ from rl_vlm.log.completions import (
     window_paths,
     windows_of,
 )
-from rl_vlm.log.files import METRICS
-from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS, MetricsLog
+from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS
 from rl_vlm.run.verdict import Evidence, Line, Pairs, is_number
 
 MOST_WINDOWS = 500
@@ -27,14 +26,18 @@ NOT_SEEN = "so a collapse cannot be seen"
 
 
 def read_evidence(
-    folder: Path, result_step: int | None = None, decisive: str | None = None, num_generations: int | None = None
+    folder: Path,
+    lines: Sequence[Line],
+    result_step: int | None = None,
+    decisive: str | None = None,
+    num_generations: int | None = None,
 ) -> Evidence:
-    """Read the evidence of a run, whose groups have `num_generations` completions.
+    """Read the evidence for the steps that `lines` of the metrics have, of groups of `num_generations` completions.
 
     `result_step` is the step of the model that the run ends with, by default the step of the last evaluation. If the
     metrics lack the figures of groups, as in old runs, the answers to the function `decisive` are counted.
     """
-    lines = with_groups(folder, MetricsLog(folder / METRICS).read(), decisive)
+    lines = with_groups(folder, lines, decisive)
     evaluated: list[int] = [line["step"] for line in lines if "eval_num_samples" in line]
     held_out: Mapping[str, Pairs] = {}
     lacks = lacks_of(lines)

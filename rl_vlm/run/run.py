@@ -390,7 +390,7 @@ class Run:
         if self.ranks.is_main:
             lines = self.directory.metrics.read()
             result_step = last if record.best_step is None else record.best_step
-            summary |= totals(lines) | {"verdict": judge(self.evidence(result_step)).as_json()}
+            summary |= totals(lines) | {"verdict": judge(self.evidence(lines, result_step)).as_json()}
             self.directory.write_summary(summary)
             with disk_errors(self.directory.path):
                 draw_curve(lines, self.directory.path / "reward.png")
@@ -404,10 +404,10 @@ class Run:
         lines = with_groups(self.directory.path, self.directory.metrics.read(), self.rewards.decisive)
         return Evidence(lines, num_generations=self.config.rollout.num_generations)
 
-    def evidence(self, result_step: int) -> Evidence:
+    def evidence(self, lines: list[dict[str, Any]], result_step: int) -> Evidence:
         """Read the evidence for a verdict. `result_step` is the step of the model that the run ends with."""
         num_generations = self.config.rollout.num_generations
-        return read_evidence(self.directory.path, result_step, self.rewards.decisive, num_generations)
+        return read_evidence(self.directory.path, lines, result_step, self.rewards.decisive, num_generations)
 
     def close(self) -> None:
         """Close the engine, the workers, the trackers and the process group, and unlock the directory."""

@@ -9,6 +9,10 @@ from PIL import Image
 
 from rl_vlm.config import yaml_text
 from rl_vlm.log.completions import window_path, write_rows
+from rl_vlm.log.files import METRICS
+from rl_vlm.log.metrics import MetricsLog
+from rl_vlm.run.evidence import read_evidence
+from rl_vlm.run.verdict import Evidence
 
 SETTINGS: dict[str, Any] = {"rewards": {"reward_funcs": ["exact_match"]}, "train": {"max_steps": 2}}
 REWARDS = {0: [[0.0, 0.0], [0.0, 1.0]], 1: [[1.0, 1.0], [1.0, 0.0]]}
@@ -55,3 +59,8 @@ def write_run(folder: Path, settings: dict[str, Any] = SETTINGS, more: Mapping[s
     (folder / "dropped_prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in dropped))
     (folder / "summary.json").write_text('{"optimizer_steps": 2}')
     return folder
+
+
+def evidence_in(folder: Path, **options: Any) -> Evidence:
+    """The evidence of all steps of a run."""
+    return read_evidence(folder, MetricsLog(folder / METRICS).read(), **options)

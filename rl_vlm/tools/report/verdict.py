@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,7 @@ def evidence_of(run: RunResults) -> Evidence:
     evaluated = [line["step"] for line in run.lines if "eval_num_samples" in line]
     result = result_step(run, evaluated) if evaluated else None
     num_generations = run.settings.get("rollout", {}).get("num_generations")
-    evidence = read_evidence(run.path, result, run.decisive[0] if run.decisive else None, num_generations)
-    _, last = steps_of(run)
-    lines = [line for line in evidence.lines if line["step"] <= last]
-    if len(evaluated) > 1 or evidence.num_evaluations == len(evaluated):
-        return replace(evidence, lines=lines)
-    lack = f"Up to step {last:,} there is one evaluation. Training data are judged."
-    return replace(evidence, lines=lines, held_out={}, num_evaluations=len(evaluated), lacks=[lack])
+    return read_evidence(run.path, run.lines, result, run.decisive[0] if run.decisive else None, num_generations)
 
 
 def moved_of(change: Change) -> Moved:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_vlm.log.completions import write_rows
-from rl_vlm.run.evidence import read_evidence
+from tests.helpers.run_directory import evidence_in
 
 EVALUATED = {"eval_num_samples": 2.0}
 
@@ -31,7 +31,7 @@ def test_rows_of_two_evaluations_are_paired_by_their_samples(tmp_path: Path):
     write_lines(tmp_path, {"step": 0, **EVALUATED}, {"step": 1, "reward_best_of_group": 1.0, **EVALUATED})
     write_held_out(tmp_path, 0, row("a", 0, 0.0), row("a", 1, 1.0), row("b", 0, 0.25), row("c", 0, None))
     write_held_out(tmp_path, 1, row("b", 0, 0.75), row("a", 0, 1.0), row("a", 1, None), row("c", 0, 1.0))
-    evidence = read_evidence(tmp_path)
+    evidence = evidence_in(tmp_path)
     assert evidence.held_out == {
         "reward": ([0.5, 0.25], [1.0, 0.75]),
         "exact": ([0.5, 0.25], [1.0, 0.75]),
@@ -44,8 +44,8 @@ def test_the_last_pair_is_of_the_model_that_the_run_ends_with(tmp_path: Path):
     write_lines(tmp_path, *({"step": step, "reward_best_of_group": 1.0, **EVALUATED} for step in (0, 8, 16)))
     for step, reward in ((0, 0.0), (8, 1.0), (16, 0.5)):
         write_held_out(tmp_path, step, row("a", 0, reward))
-    assert read_evidence(tmp_path, result_step=8).held_out["reward"] == ([0.0], [1.0])
-    assert read_evidence(tmp_path, result_step=None).held_out["reward"] == ([0.0], [0.5])
+    assert evidence_in(tmp_path, result_step=8).held_out["reward"] == ([0.0], [1.0])
+    assert evidence_in(tmp_path, result_step=None).held_out["reward"] == ([0.0], [0.5])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, steps: tuple[int, ...], files
     write_lines(tmp_path, {"step": 1, "reward_best_of_group": 1.0}, *({"step": step, **EVALUATED} for step in steps))
     for step in files:
         write_held_out(tmp_path, step, row("a", 0, 0.0))
-    evidence = read_evidence(tmp_path)
+    evidence = evidence_in(tmp_path)
     assert evidence.held_out == {} and evidence.num_evaluations == len(steps)
     assert evidence.lacks[0].startswith(lack)
 
@@ -70,7 +70,7 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     write_lines(tmp_path, *({"step": step, "reward_best_of_group": 1.0, **EVALUATED} for step in (0, 1)))
     write_held_out(tmp_path, 0, row("a", 0, 0.0))
     (tmp_path / "completions" / "held_out_00001.parquet").write_bytes(b"PAR1 damaged")
-    evidence = read_evidence(tmp_path)
+    evidence = evidence_in(tmp_path)
     assert evidence.held_out == {} and evidence.lacks[0].startswith(
         "The completions of two evaluations cannot be read ("
     )
@@ -91,7 +91,7 @@ def test_old_runs_get_the_figures_of_groups_from_their_completions(tmp_path: Pat
         "reward_best_of_group", "completions/distinct_answers", "completions/num_groups", "frac_reward_faults",
         "sampling/iteration",
     )  # fmt: skip
-    assert [tuple(map(line.get, names)) for line in read_evidence(tmp_path, decisive="exact").lines] == [
+    assert [tuple(map(line.get, names)) for line in evidence_in(tmp_path, decisive="exact").lines] == [
         (None, None, None, None, None), (0.75, 2.0, 2, 0.2, None), (None, None, None, None, 1),
         (0.25, 1.0, 1, 0.0, None), (None, None, None, None, 1),
     ]  # fmt: skip
@@ -101,7 +101,7 @@ def test_lines_of_an_older_start_are_filled_beside_newer_ones(tmp_path: Path):
     write_lines(tmp_path, {"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5, "reward_best_of_group": 1.0})
     write_rows(tmp_path / "completions" / "completions_00000.parquet", [row("a", 0, 0.25, "x")])
     write_rows(tmp_path / "completions" / "completions_00001.parquet", [{**row("b", 0, 0.5, "x"), "step": 1}])
-    evidence = read_evidence(tmp_path)
+    evidence = evidence_in(tmp_path)
     assert [line["reward_best_of_group"] for line in evidence.lines] == [0.25, 1.0]
     assert evidence.lacks == ["There are no held-out data. Training data are judged."]
 
@@ -122,4 +122,4 @@ def test_lines_of_an_older_start_are_filled_beside_newer_ones(tmp_path: Path):
 )
 def test_missing_figures_of_groups_are_named(tmp_path: Path, line: dict[str, Any], lack: str):
     write_lines(tmp_path, line)
-    assert read_evidence(tmp_path).lacks[0].startswith(lack)
+    assert evidence_in(tmp_path).lacks[0].startswith(lack)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_vlm.run.evidence import read_evidence
 from rl_vlm.run.verdict import Outcome, judge
+from tests.helpers.run_directory import evidence_in
 from tests.helpers.verdict_runs import RECORDS, RUNS
 
 GROUP_METRICS = (
@@ -21,7 +21,7 @@ NUM_GENERATIONS = 16
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_is_called_by_its_name(name: str):
-    assert judge(read_evidence(RECORDS / name, num_generations=NUM_GENERATIONS)).outcome == RUNS[name].outcome
+    assert judge(evidence_in(RECORDS / name, num_generations=NUM_GENERATIONS)).outcome == RUNS[name].outcome
 
 
 def test_the_records_are_of_every_kind_and_small():
@@ -41,7 +41,7 @@ def test_an_older_run_is_judged_by_its_completions(name: str, tmp_path: Path):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     older = [{key: value for key, value in line.items() if key not in GROUP_METRICS} for line in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
-    old, new = (judge(read_evidence(path, decisive="exact_match")) for path in (folder, RECORDS / name))
+    old, new = (judge(evidence_in(path, decisive="exact_match")) for path in (folder, RECORDS / name))
     assert (old.outcome, old.step) == (new.outcome, new.step)
     assert [change.name for change in old.changes] == [change.name for change in new.changes]
     for of_texts, of_metrics in zip(old.changes, new.changes, strict=True):

@@ -3,13 +3,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.log.completions import held_out_path, window_path, write_rows
-from rl_vlm.run.evidence import read_evidence
 from rl_vlm.run.outcome import explained, headline
 from rl_vlm.run.verdict import judge
 from rl_vlm.tools.report.build import build_page
 from rl_vlm.tools.report.read import RunResults, read_runs
 from rl_vlm.tools.report.verdict import Judged, fault_counts, verdict_of
-from tests.helpers.run_directory import completion_row, write_run
+from tests.helpers.run_directory import completion_row, evidence_in, write_run
 
 
 def judged(folder: Path) -> Judged:
@@ -37,7 +36,7 @@ def learning_run(folder: Path, settings: dict[str, Any] | None = None) -> Path:
 
 def test_the_page_has_the_verdict_of_the_terminal(tmp_path: Path):
     folder = learning_run(tmp_path / "run")
-    verdict = judge(read_evidence(folder, 20, "exact_match"))
+    verdict = judge(evidence_in(folder, result_step=20, decisive="exact_match"))
     found = judged(folder)
     assert (found.title, found.sentence) == ("Learned", explained(verdict))
     assert headline(verdict) == "learned" and (found.state, found.mark) == ("good", "↑")
@@ -137,7 +136,7 @@ def test_a_run_up_to_a_checkpoint_is_judged_by_its_first_steps(tmp_path: Path):
     early = RunResults(run.name, run.path, "training", lines=[line for line in run.lines if line["step"] <= 10])
     found = verdict_of(early)
     assert (found.moved[0].name, found.moved[0].values) == ("Training reward", "0.15 → 0.40")
-    assert "Up to step 10 there is one evaluation." in found.sentence
+    assert "There is one evaluation, after step 0." in found.sentence
 
 
 def test_an_evaluation_shows_the_scores_that_decide_first(tmp_path: Path):
