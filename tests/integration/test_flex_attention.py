@@ -87,9 +87,10 @@ def test_the_limit_of_pytorch_would_end_a_run(tmp_path: Path, monkeypatch: pytes
     policy = make_policy(checkpoint, **ADAPTERS, lora_target_modules=["q_proj", "v_proj"])
     use_flex_attention(monkeypatch)
     monkeypatch.setattr("rl_vlm.model.compilation.GRAPHS", 8)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    with pytest.raises(ModelError, match=r"on a card: Hard failure due to fullgraph=True.*heads of 24 values"):
+    failure = r"on a card: Hard failure due to fullgraph=True.*heads of 24 values"
+    # `monkeypatch` would delete the setting of later tests
+    with torch._dynamo.config.patch(recompile_limit=8), pytest.raises(ModelError, match=failure):
         for groups in rows_of("gemma3", checkpoint).values():
             without_gradients(policy, groups)
             scores(policy, groups, shared=True)
