@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -68,6 +69,15 @@ class Prompt:
     """Width and height of each image in pixels, after the processor's resizing. None if the processor makes tiles, or
     is not known (endpoints)."""
 
+    @property
+    def name(self) -> str:
+        """Return how errors name it."""
+        return f"sample {self.sample.sample_id}"
+
+    @property
+    def num_images(self) -> int:
+        return len(self.sample.images)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -117,26 +127,152 @@ class TrainerState:
     epoch: float
 
 
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What the model is shown between two turns: the environment's answer and the template's text around it.
+
+    Its tokens are never trained. Observations are compared by identity, as prompts are.
+    """
+
+    name: str
+    """Names it in errors: the sample and the turn."""
+    token_ids: Int[Tensor, " observed"]
+    """Its tokens with every image already expanded to its placeholder tokens."""
+    token_inputs: dict[str, Tensor]
+    """The processor's other per-token inputs, each of shape (observed,)."""
+    mm_inputs: dict[str, Tensor]
+    """The processor's per-image inputs; empty for text."""
+    images: tuple[bytes, ...] = ()
+    """Its images as files, in order."""
+
+    @property
+    def num_images(self) -> int:
+        return len(self.images)
+
+
+Rendered = Prompt | Observation
+"""Tokens of a row that the processor made, with their images."""
+
+
+class Path(NamedTuple):
+    """The tokens of one context after the prompt."""
+
+    token_ids: Int[Tensor, " path"]
+    sampled: Bool[Tensor, " path"]
+    """True at the tokens that are trained on."""
+    observations: dict[int, Observation]
+    """By the place of their first token, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """One linear sequence after the prompt, as the model saw it when it sampled.
+
+    Example: two turns of 3 and 2 tokens, with an observation of 4 tokens between them:
+
+        parts      (3, observation, 2)
+        sampled    1 1 1 0 0 0 0 1 1
+    """
+
+    parts: tuple[int | Observation, ...]
+    """In order, numbers of sampled tokens and observations. The last part is sampled."""
+
+    @property
+    def observations(self) -> list[Observation]:
+        return [part for part in self.parts if isinstance(part, Observation)]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(part for part in self.parts if isinstance(part, int))
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens, sampled and observed."""
+        return sum(part if isinstance(part, int) else len(part.token_ids) for part in self.parts)
+
+    def path(self, sampled: Int[Tensor, " sampled"]) -> Path:
+        """Return the context's tokens, of which `sampled` are the sampled ones."""
+        turns = iter(sampled.split([part for part in self.parts if isinstance(part, int)]))
+        tokens = [next(turns) if isinstance(part, int) else part.token_ids for part in self.parts]
+        masks = [torch.full((len(some),), isinstance(part, int)) for some, part in zip(tokens, self.parts, strict=True)]
+        starts = accumulate((len(some) for some in tokens), initial=0)
+        observations = {at: part for at, part in zip(starts, self.parts, strict=False) if isinstance(part, Observation)}
+        return Path(torch.cat(tokens), torch.cat(masks), observations)
+
+    def first_tokens(self, number: int) -> Context:
+        """Return the context up to its `number`-th sampled token, or all of it if it has fewer."""
+        parts: list[int | Observation] = []
+        for part in self.parts:
+            if number <= 0:
+                break
+            parts.append(min(part, number) if isinstance(part, int) else part)
+            number -= part if isinstance(part, int) else 0
+        return Context(tuple(parts))
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One generated completion. EOS is its last token if `finish_reason` is "stop"."""
+    """One generated completion: a turn, or a trajectory of several turns with observations between them.
 
-    token_ids: Int[Tensor, " completion_tokens"]
-    generator_logprobs: Float[Tensor, " completion_tokens"]
+    All values per token are of sampled tokens. EOS is the last one if `finish_reason` is "stop".
+    """
+
+    token_ids: Int[Tensor, " sampled"]
+    """The sampled tokens of all turns, in order."""
+    generator_logprobs: Float[Tensor, " sampled"]
     """Log-probs at the sampling temperature with placeholder tokens banned, before top-k, top-p and min-p."""
     finish_reason: FinishReason
     text: str
+    contexts: tuple[Context, ...] = ()
+    """How the sampled tokens follow each other and observations. Empty for one turn."""
 
     @property
     def is_paused(self) -> bool:
         return self.finish_reason == "paused"
+
+    @property
+    def paths(self) -> list[Path]:
+        """Return the tokens of each context. A completion of one turn has one context, of its own tokens."""
+        if not self.contexts:
+            return [Path(self.token_ids, torch.ones_like(self.token_ids, dtype=torch.bool), {})]
+        sampled = self.token_ids.split([context.num_sampled for context in self.contexts])
+        return [context.path(tokens) for context, tokens in zip(self.contexts, sampled, strict=True)]
+
+    @property
+    def observations(self) -> list[Observation]:
+        """Return the observations of all contexts, in order. One that several contexts hold is there several times."""
+        return [observation for context in self.contexts for observation in context.observations]
+
+    @property
+    def path_lengths(self) -> list[int]:
+        """Return the number of tokens of each context, sampled and observed."""
+        return [context.num_tokens for context in self.contexts] or [len(self.token_ids)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens after the prompt, sampled and observed, of all contexts."""
+        return sum(self.path_lengths)
+
+    def first_tokens(self, number: int) -> Completion:
+        """Return the completion up to its `number`-th sampled token."""
+        contexts, left = [], number
+        for context in self.contexts:
+            if left > 0:
+                contexts.append(context.first_tokens(left))
+                left -= contexts[-1].num_sampled
+        return replace(
+            self,
+            token_ids=self.token_ids[:number],
+            generator_logprobs=self.generator_logprobs[:number],
+            contexts=tuple(contexts),
+        )
 
 
 @dataclass(frozen=True)
 class ServedCompletion(Completion):
     """A completion from a server that returns text without tokens; `token_ids` is empty."""
 
-    num_tokens: int | None = None
+    reported_tokens: int | None = None
     """Number of tokens that the server reports; None if it reports none."""
 
 
@@ -245,6 +381,14 @@ class SubGroup:
     def completions(self) -> list[Completion]:
         return [self.scored.group.completions[i] for i in self.members]
 
+    @property
+    def rendered(self) -> list[Rendered]:
+        """Return the prompt and the observations of its completions, in the order of a shared row."""
+        return [
+            self.prompt,
+            *(observation for completion in self.completions for observation in completion.observations),
+        ]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -262,6 +406,11 @@ class MicroBatch:
     def completions(self) -> list[Completion]:
         """Return the N completions, in order of sub-groups."""
         return [completion for subgroup in self.subgroups for completion in subgroup.completions]
+
+    @property
+    def rendered(self) -> list[Rendered]:
+        """Return the prompts and observations, in the order of a shared row."""
+        return [each for subgroup in self.subgroups for each in subgroup.rendered]
 
 
 @dataclass(frozen=True)
@@ -333,8 +482,8 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def concatenate_images(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the image inputs of the prompts, in their order. Skip prompts without images."""
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.mm_inputs)
-    parts = {name: [p.mm_inputs[name] for p in prompts if name in p.mm_inputs] for name in names}
+def concatenate_images(some: Sequence[Rendered], device: torch.device) -> dict[str, Tensor]:
+    """Concatenate the image inputs of prompts and observations, in their order. Skip those without images."""
+    names = dict.fromkeys(name for each in some for name in each.mm_inputs)
+    parts = {name: [each.mm_inputs[name] for each in some if name in each.mm_inputs] for name in names}
     return {name: to_device(torch.cat(tensors), device) for name, tensors in parts.items()}

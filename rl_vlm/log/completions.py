@@ -135,7 +135,7 @@ def short_json(value: Any) -> str | None:
 
 
 def num_tokens(completion: Completion) -> int | None:
-    return completion.num_tokens if isinstance(completion, ServedCompletion) else len(completion.token_ids)
+    return completion.reported_tokens if isinstance(completion, ServedCompletion) else completion.num_tokens
 
 
 def number(value: float) -> float | None:

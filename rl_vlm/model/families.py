@@ -5,7 +5,7 @@ Other modules pass a model's image inputs on as a keyword dict, and do not depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from rl_vlm.errors import ModelError
-from rl_vlm.types import Prompt
+from rl_vlm.types import Observation, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,38 +25,40 @@ if TYPE_CHECKING:
 
 _positions: WeakKeyDictionary[Prompt, Tensor] = WeakKeyDictionary()
 
-
-def mrope_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 prompt_tokens"]:
-    """Compute a prompt's 3-D M-RoPE positions (time, height, width; Qwen2-VL, arXiv:2409.12191, section 2.1).
-
-    The result is cached per prompt, since rollout, old, reference and training passes all need it.
-    """
-    return _rope_index(model, prompt, image_grid_thw=prompt.mm_inputs.get("image_grid_thw"))
+Inputs = Mapping[str, Tensor]
+"""Inputs of a model by name: per token of a row, or per image."""
 
 
-def canvas_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "3 prompt_tokens"]:
+def mrope_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "3 tokens"]:
+    """Compute a row's 3-D M-RoPE positions (time, height, width; Qwen2-VL, arXiv:2409.12191, section 2.1)."""
+    return _rope_index(model, row, image_grid_thw=joined("image_grid_thw", images))
+
+
+def canvas_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "3 tokens"]:
     """Compute M-RoPE positions that place the crops of an image on one canvas (MiniCPM-V 4.7)."""
-    return _rope_index(model, prompt, target_sizes=prompt.mm_inputs.get("target_sizes"))
+    return _rope_index(model, row, target_sizes=joined("target_sizes", images))
 
 
-def _rope_index(model: PreTrainedModel, prompt: Prompt, **sizes: Tensor | None) -> Int[Tensor, "3 prompt_tokens"]:
-    """Call the model's own position function, once per prompt, and return its positions."""
-    if prompt not in _positions:
-        positions, _ = model.model.get_rope_index(
-            prompt.token_ids[None], prompt.token_inputs["mm_token_type_ids"][None], **sizes
-        )
-        _positions[prompt] = positions[:, 0]
-    return _positions[prompt]
+def _rope_index(model: PreTrainedModel, row: Inputs, **sizes: Tensor | None) -> Int[Tensor, "3 tokens"]:
+    """Call the model's own position function and return its positions."""
+    positions, _ = model.model.get_rope_index(row["input_ids"][None], row["mm_token_type_ids"][None], **sizes)
+    return positions[:, 0]
 
 
-def text_positions(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
+def joined(name: str, images: Sequence[Inputs]) -> Tensor | None:
+    """Concatenate one input of the images of a row, or return None if there is none."""
+    found = [inputs[name] for inputs in images if name in inputs]
+    return torch.cat(found) if found else None
+
+
+def text_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "1 tokens"]:
     """Return positions 0, 1, 2, …, for models whose image tokens take one position each."""
-    return torch.arange(len(prompt.token_ids))[None]
+    return torch.arange(len(row["input_ids"]))[None]
 
 
-def positions_from_one(model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "1 prompt_tokens"]:
+def positions_from_one(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "1 tokens"]:
     """Return positions 1, 2, 3, … (PaliGemma)."""
-    return text_positions(model, prompt) + 1
+    return text_positions(model, row, images) + 1
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class Family:
     vision_modules: tuple[str, ...]
     """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens, in
     this order. If only the tower is named, it contains its projector."""
-    prompt_positions: Callable[[PreTrainedModel, Prompt], Int[Tensor, "axes prompt_tokens"]] = text_positions
-    """Position ids of a prompt. Each completion continues at their maximum + 1, on every axis."""
+    row_positions: Callable[[PreTrainedModel, Inputs, Sequence[Inputs]], Int[Tensor, "axes tokens"]] = text_positions
+    """Position ids of a row with the images of prompts and observations, in order. Text continues at the maximum + 1,
+    on every axis."""
     other_placeholders: tuple[str, ...] = ("video_token_id",)
     """Config attributes with ids of further placeholder tokens. They are ignored if the config lacks them."""
     completion_inputs: Mapping[str, int] = field(default_factory=dict)
@@ -78,6 +81,8 @@ class Family:
     cross_attends: bool = False
     """Whether images enter through cross-attention layers, not as tokens of the row (Mllama). Text before an image
     attends to all images of a forward, so a forward holds one prompt."""
+    first_images_only: str | None = None
+    """Reason why images can be in the prompt alone, and not in observations after it."""
     unshardable: str | None = None
     """Reason why ranks cannot shard its weights, if different rows call different modules."""
     since: str | None = None
@@ -87,6 +92,23 @@ class Family:
     def is_available(self) -> bool:
         """Return whether the installed transformers has a correct model."""
         return self.since is None or Version(version("transformers")) >= Version(self.since)
+
+    def prompt_positions(self, model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "axes prompt_tokens"]:
+        """Return the positions of a prompt. They are cached, since rollouts and all passes need them."""
+        if prompt not in _positions:
+            row = {"input_ids": prompt.token_ids, **prompt.token_inputs}
+            _positions[prompt] = self.row_positions(model, row, [prompt.mm_inputs])
+        return _positions[prompt]
+
+    def later_positions(
+        self, model: PreTrainedModel, prompt: Prompt, row: Inputs, observations: Sequence[Observation]
+    ) -> Int[Tensor, "axes later_tokens"]:
+        """Return the positions of the tokens that follow a prompt in a row, with the images of `observations`."""
+        start, first = len(prompt.token_ids), self.prompt_positions(model, prompt)
+        if not any(observation.mm_inputs for observation in observations):
+            return (first.max() + 1 + torch.arange(len(row["input_ids"]) - start)).expand(len(first), -1)
+        images = [each.mm_inputs for each in (prompt, *observations)]
+        return self.row_positions(model, row, images)[:, start:]
 
     @property
     def vision_prefixes(self) -> tuple[str, ...]:
@@ -121,7 +143,7 @@ PROJECTORS_WITHIN = ("merger", "deepstack_merger_list")
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
 PROJECTOR_PER_IMAGE = "its projector runs once per image"
-MROPE: dict[str, Any] = {"prompt_positions": mrope_positions, "joins_images": True}
+MROPE: dict[str, Any] = {"row_positions": mrope_positions, "joins_images": True}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -151,17 +173,18 @@ FAMILIES: dict[str, Family] = {
             other_placeholders=("video_token_id", "audio_token_id"),
         ),
         Family(
-            "paligemma", TOWER, joins_images=True, prompt_positions=positions_from_one,
-            completion_inputs={"token_type_ids": 1},
+            "paligemma", TOWER, joins_images=True, row_positions=positions_from_one,
+            completion_inputs={"token_type_ids": 1}, first_images_only="its prompts have no turns",
         ),
         Family("aya_vision", TOWER, joins_images=True),
         Family("cohere2_vision", TOWER, joins_images=True),
         Family("deepseek_vl", ("model.vision_model", "model.aligner"), joins_images=True),
         Family("kimi_k25", ("model.vision_tower", "model.mm_projector"), joins_images=True),
-        Family("got_ocr2", TOWER, joins_images=True),
+        Family("got_ocr2", TOWER, joins_images=True, first_images_only="its prompts have no turns"),
         Family("perception_lm", TOWER),
         Family(
             "mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True,
+            first_images_only="text before an image attends to it through cross-attention",
             unshardable="rows without images skip its cross-attention layers",
             since="5.19",  # 5.17 needs cross-attention masks of all tokens
         ),
@@ -174,7 +197,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "minicpmv4_7", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
-            prompt_positions=canvas_positions, since="5.19",
+            row_positions=canvas_positions, since="5.19",
         ),
     )
 }  # fmt: skip

@@ -3,8 +3,9 @@
     shared   one packed row     [prompt 1][completion]…[completion][prompt 2][completion]…      each prompt once
     dense    one row each       [prompt 1][completion] …, right-padded                          each prompt repeated
 
-In both, `predictor_index` is the index of the hidden state that predicts each completion token. The prompt's last
-hidden state predicts the first token of a completion.
+In both, `predictor_index` is the index of the hidden state that predicts each sampled token. The prompt's last hidden
+state predicts the first token of a completion. A completion of several turns has observations between its sampled
+tokens. Each of its contexts takes the place of a completion.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.functional import pad
 from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
 from rl_vlm.model.shared_prefix import RowLayout
-from rl_vlm.types import MicroBatch, Prompt, to_device
+from rl_vlm.types import MicroBatch, Path, Prompt, Rendered, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,16 +35,22 @@ class ForwardInputs:
     kwargs: dict[str, Tensor]
     predictor_index: Int[Tensor, " scored"]
     """Indices into the flattened (rows x tokens) hidden states."""
-    prompts: list[Prompt]
-    """The prompts in order of their placeholders in the rows."""
+    rendered: list[Rendered]
+    """The prompts and observations in order of their placeholders in the rows."""
+    num_prefix_tokens: int
+    """Sum over the rows' prompts."""
     layout: RowLayout | None = None
 
 
-def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
-    """Raise ModelError if a completion is empty, or contains a placeholder token: there is no image for it."""
+def check_completions(batch: MicroBatch, family: Family, placeholders: Sequence[int]) -> None:
+    """Raise ModelError if a completion is empty, or if images are not where the model can have them.
+
+    A sampled token must not be a placeholder, since there is no image for it.
+    """
     completions = batch.completions
     token_ids = torch.cat([completion.token_ids for completion in completions])
     has_placeholder = torch.isin(token_ids, torch.tensor(list(placeholders), dtype=torch.int64)).any()
+    check_observations(batch, family)
     if all(len(completion.token_ids) for completion in completions) and not has_placeholder:
         return
     for subgroup in batch.subgroups:
@@ -57,66 +64,91 @@ def check_completions(batch: MicroBatch, placeholders: Sequence[int]) -> None:
                 )
 
 
+def check_observations(batch: MicroBatch, family: Family) -> None:
+    """Raise ModelError if an observation has images, and the family has images in prompts alone."""
+    if family.first_images_only is None:
+        return
+    for completion in batch.completions:
+        for observation in completion.observations:
+            if observation.mm_inputs:
+                raise ModelError(
+                    f"The observation {observation.name} has images, and {family.model_type} takes them in the prompt "
+                    f"alone: {family.first_images_only}."
+                )
+
+
 def shared_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> ForwardInputs:
     """Build one packed row of prompts, each followed by its completions. The last token of each is left out."""
     prompts = [subgroup.prompt for subgroup in batch.subgroups]
-    bodies = [[c.token_ids[:-1] for c in subgroup.completions] for subgroup in batch.subgroups]
+    paths = [[path for c in subgroup.completions for path in c.paths] for subgroup in batch.subgroups]
     layout = RowLayout.build(
-        [len(p.token_ids) for p in prompts], [[len(body) for body in some] for some in bodies], model.device
+        [len(p.token_ids) for p in prompts],
+        [[len(path.token_ids) - 1 for path in some] for some in paths],
+        model.device,
+        [path.sampled for some in paths for path in some],
     )
-    names = token_input_names(prompts)
+    bodies = [[path._replace(token_ids=path.token_ids[:-1]) for path in some] for some in paths]
+    names = token_input_names(batch.rendered)
     sections = [token_inputs(p, some, names, family, model) for p, some in zip(prompts, bodies, strict=True)]
     kwargs = {name: torch.cat([section[name] for section in sections], dim=-1) for name in sections[0]}
-    return ForwardInputs(collate_rows([kwargs], model.device), layout.predictor_index, prompts, layout)
+    return ForwardInputs(
+        collate_rows([kwargs], model.device), layout.predictor_index, batch.rendered, layout.num_prefix_tokens, layout
+    )
 
 
 def dense_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> ForwardInputs:
-    """Build one right-padded row `[prompt][completion]` per completion."""
-    pairs = [(s.prompt, completion.token_ids) for s in batch.subgroups for completion in s.completions]
-    prompts = [prompt for prompt, _ in pairs]
-    names = token_input_names(prompts)
-    rows = [token_inputs(prompt, [token_ids], names, family, model) for prompt, token_ids in pairs]
+    """Build one right-padded row `[prompt][completion]` for each context of a completion."""
+    pairs = [(s.prompt, path) for s in batch.subgroups for completion in s.completions for path in completion.paths]
+    rendered = [each for prompt, path in pairs for each in (prompt, *path.observations.values())]
+    names = token_input_names(rendered)
+    rows = [token_inputs(prompt, [path], names, family, model) for prompt, path in pairs]
     width = max(row["input_ids"].shape[-1] for row in rows)
     predictor_index = [
-        n * width + len(prompt.token_ids) - 1 + torch.arange(len(token_ids))
-        for n, (prompt, token_ids) in enumerate(pairs)
+        n * width + len(prompt.token_ids) - 1 + path.sampled.nonzero()[:, 0] for n, (prompt, path) in enumerate(pairs)
     ]
     index = to_device(torch.cat(predictor_index), model.device)
-    return ForwardInputs(collate_rows(rows, model.device), index, prompts)
+    num_prefix_tokens = sum(len(prompt.token_ids) for prompt, _ in pairs)
+    return ForwardInputs(collate_rows(rows, model.device), index, rendered, num_prefix_tokens)
 
 
-def token_input_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the names of all per-token inputs of the prompts."""
-    return list(dict.fromkeys(name for prompt in prompts for name in prompt.token_inputs))
+def token_input_names(rendered: Sequence[Rendered]) -> list[str]:
+    """Return the names of all per-token inputs of prompts and observations."""
+    return list(dict.fromkeys(name for each in rendered for name in each.token_inputs))
 
 
 def token_inputs(
-    prompt: Prompt, continuations: Sequence[Tensor], names: Sequence[str], family: Family, model: PreTrainedModel
+    prompt: Prompt, paths: Sequence[Path], names: Sequence[str], family: Family, model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """Build the per-token inputs (..., tokens) of a prompt and of token sequences that each continue it."""
-    positions = family.prompt_positions(model, prompt)  # (axes, prompt tokens)
-    start = positions.max() + 1
-    behind = start + torch.cat([torch.arange(len(tokens)) for tokens in [[], *continuations]])
-    token_ids = torch.cat([prompt.token_ids, *continuations])
-    extra = {
-        name: torch.cat(
-            [
-                prompt.token_inputs.get(name, torch.zeros_like(prompt.token_ids)),
-                torch.full_like(behind, family.completion_inputs.get(name, 0)),
-            ]
-        )
-        for name in names
-    }
+    """Build the per-token inputs (..., tokens) of a prompt and of paths that each continue it."""
+    first = {name: prompt.token_inputs.get(name, torch.zeros_like(prompt.token_ids)) for name in names}
+    first = {"input_ids": prompt.token_ids, **first}
+    later = [{name: path_values(path, name, family) for name in first} for path in paths]
+    positions = [family.prompt_positions(model, prompt)]  # (axes, tokens) each
+    for path, values in zip(paths, later, strict=True):
+        row = {name: torch.cat([first[name], values[name]]) for name in first}
+        positions.append(family.later_positions(model, prompt, row, list(path.observations.values())))
+    values = {name: torch.cat([first[name], *(each[name] for each in later)]) for name in first}
     if "cross_attention_mask" in prompt.mm_inputs:
         # (1, tokens, images, tiles); completions attend to the same images as the prompt's last token
         mask = prompt.mm_inputs["cross_attention_mask"][0].movedim(0, -1)
-        extra["cross_attention_mask"] = torch.cat([mask, mask[..., -1:].expand(*mask.shape[:2], len(behind))], dim=-1)
+        further = len(values["input_ids"]) - len(prompt.token_ids)
+        values["cross_attention_mask"] = torch.cat([mask, mask[..., -1:].expand(*mask.shape[:2], further)], dim=-1)
     return {
-        "input_ids": token_ids,
-        "attention_mask": torch.ones_like(token_ids),
-        "position_ids": torch.cat([positions, behind.expand(len(positions), -1)], dim=-1),
-        **extra,
+        "attention_mask": torch.ones_like(values["input_ids"]),
+        "position_ids": torch.cat(positions, dim=-1),
+        **values,
     }
+
+
+def path_values(path: Path, name: str, family: Family) -> Int[Tensor, " path"]:
+    """Return one per-token input of a path: the processor's values at observations, the family's elsewhere."""
+    if name == "input_ids":
+        return path.token_ids
+    values = torch.full_like(path.token_ids, family.completion_inputs.get(name, 0))
+    for start, observation in path.observations.items():
+        if name in observation.token_inputs:
+            values[start : start + len(observation.token_ids)] = observation.token_inputs[name]
+    return values
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]], device: torch.device, pad_left: bool = False) -> dict[str, Tensor]:

@@ -136,11 +136,11 @@ class Policy(nn.Module):
         match.
         """
         batch = work.batch
-        check_completions(batch, self.banned_token_ids)
+        check_completions(batch, self.family, self.banned_token_ids)
         with self.autocast(keeps_casts=False), self.offloading():
             # Idle runs of the vision tower come first, like real ones: ranks gather sharded weights in one order.
             self.vision.keep(batch, work.before)
-            num_idle = work.within - len(self.vision.calls([subgroup.prompt for subgroup in batch.subgroups]))
+            num_idle = work.within - len(self.vision.calls(batch.rendered))
             idle = self.vision.idle(num_idle)
             hidden = self.hidden_of_rows(batch) + idle
         self.count(batch)
@@ -152,12 +152,12 @@ class Policy(nn.Module):
     def hidden_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
         """Run one forward and return the hidden states that predict completion tokens."""
         rows = (shared_inputs if batch.shared else dense_inputs)(batch, self.family, self.transformer)
-        features = self.vision.encode(rows.prompts)
-        images = [features[prompt] for prompt in rows.prompts if prompt in features]
+        features = self.vision.encode(rows.rendered)
+        images = [features[each] for each in rows.rendered if each in features]
         with attention_layout(rows.layout), self.vision.given(images) as image_inputs:
             output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
         self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
-        self.counters["prefix_tokens"] += sum(len(prompt.token_ids) for prompt in rows.prompts)
+        self.counters["prefix_tokens"] += rows.num_prefix_tokens
         return output.last_hidden_state.flatten(0, 1)[rows.predictor_index]
 
     def logprobs(
@@ -177,9 +177,10 @@ class Policy(nn.Module):
 
     def count(self, batch: MicroBatch) -> None:
         """Count the forward, and the tokens that the language model would compute with and without sharing."""
-        completions = sum(len(c.token_ids) for c in batch.completions)
+        completions = sum(completion.num_tokens for completion in batch.completions)
         unique = sum(len(subgroup.prompt.token_ids) for subgroup in batch.subgroups) + completions
-        dense = sum(len(s.prompt.token_ids) * len(s.members) for s in batch.subgroups) + completions
+        rows = [sum(len(completion.path_lengths) for completion in s.completions) for s in batch.subgroups]
+        dense = completions + sum(len(s.prompt.token_ids) * num for s, num in zip(batch.subgroups, rows, strict=True))
         self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
         if batch.dense_reason:
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1

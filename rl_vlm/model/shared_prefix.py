@@ -138,9 +138,16 @@ class RowLayout(AttentionLayout):
 
     @staticmethod
     def build(
-        prefix_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+        prefix_lengths: Sequence[int],
+        completion_lengths: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        predicted: Sequence[Tensor] | None = None,
     ) -> RowLayout:
-        """Lay out B prefixes, each followed by its completions."""
+        """Lay out B prefixes, each followed by its completions.
+
+        `predicted` holds a mask for each completion, with a value for its prefix's last token and for each of its own:
+        whether the token that follows is scored. By default all are.
+        """
         sections = [[prefix, *lengths] for prefix, lengths in zip(prefix_lengths, completion_lengths, strict=True)]
         lengths = torch.tensor([length for section in sections for length in section])
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
@@ -156,7 +163,10 @@ class RowLayout(AttentionLayout):
         places = torch.cat([prefix_valid.flatten(), completion_valid.flatten()]).nonzero()[:, 0]
         output_index = torch.empty_like(row_index).scatter_(0, row_index, places)
         predictors = torch.cat([prefix_ends[:, None] - 1, completion_index], dim=1)
-        predictor_index = predictors[F.pad(completion_valid, (1, 0), value=True)]
+        is_predictor = F.pad(completion_valid, (1, 0), value=True)
+        if predicted is not None:
+            is_predictor[is_predictor.clone()] = torch.cat(list(predicted))
+        predictor_index = predictors[is_predictor]
 
         def along_row(of_prefixes: Tensor, of_completions: Tensor) -> Tensor:
             """Arrange values of prefix tokens and completion tokens in the order of the row."""
@@ -188,9 +198,9 @@ class RowLayout(AttentionLayout):
 
         On CUDA these are masks for FlexAttention, unless `two_calls` is set.
 
-        The rule is evaluated at logical positions, where each completion directly follows its prefix. It applies within
-        a prefix, from a completion to its prefix, and within a completion. Rules may look up the kind of token (image
-        or text) at a position. The row has completion tokens of the same prompt there, so the result is right.
+        Within a prefix and within a completion, the rule is evaluated at positions of the row, so it can look up the
+        kind of a token (image or text) there. From a completion to its prefix, the query's position is the logical one,
+        where the completion directly follows its prefix. No image spans both, so the kind of the query has no effect.
         """
         if has_kernels(self.owner_N.device) and not two_calls:
             return replace(self, masks=self.block_mask(mask_function))
@@ -212,7 +222,7 @@ class RowLayout(AttentionLayout):
             return rule & keys_valid[:, None, None, :]
 
         to_prefix = allowed(self.logical_index, self.prefix_index[self.owner_N], self.prefix_valid[self.owner_N])
-        to_itself = allowed(self.logical_index, self.logical_index, self.completion_valid)
+        to_itself = allowed(self.completion_index, self.completion_index, self.completion_valid)
         # padded queries attend to something, since a softmax over nothing is NaN
         completion = torch.cat([to_prefix, to_itself], dim=-1) | ~self.completion_valid[:, None, :, None]
         if mask_function is causal_mask_function:
@@ -227,7 +237,7 @@ class RowLayout(AttentionLayout):
             lambda b, h, q, k: (
                 (owner[q] == owner[k])
                 & ((part[k] == 0) | (part[q] == part[k]))
-                & mask_function(b, h, logical[q], logical[k])
+                & mask_function(b, h, torch.where(part[q] == part[k], q, logical[q]), k)
             ),
             len(owner), owner.device,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Image features. A prompt's images go through the vision tower once for all completions.
+"""Image features. The images of a prompt, or of an observation, go through the vision tower once for all completions.
 
 Features of a frozen tower are cached for one optimizer step. Rollout, old and reference log-probs and training share
 them. A trained tower runs in the micro-batch of a group, and gradients flow through it. If a group is cut, the tower
 runs apart from its micro-batches (`model/features.py`).
 
-    prompts ─ encode ─► ImageFeatures of each prompt ─ given ─► the model's forward, which uses them instead
-                                                               of calling the vision tower
+    prompts, observations ─ encode ─► ImageFeatures of each ─ given ─► the model's forward, which uses them instead
+                                                                      of calling the vision tower
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model.families import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
 from rl_vlm.model.recomputation import recomputes_vision
-from rl_vlm.types import MicroBatch, Prompt, Sample, concatenate_images, to_device, to_host
+from rl_vlm.types import MicroBatch, Prompt, Rendered, Sample, concatenate_images, to_device, to_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,13 +36,13 @@ DEFAULT_PATCH_SIZE = 14
 """Patch size if the tower's config has none."""
 
 
-FeatureCache = WeakKeyDictionary[Prompt, ImageFeatures]
+FeatureCache = WeakKeyDictionary[Rendered, ImageFeatures]
 """Features of a frozen tower in this optimizer step. Policy and reference share them, since their towers are equal."""
 
 
 @dataclass
 class VisionEncoder:
-    """The vision tower of a model. If it is frozen, it caches the features of prompts."""
+    """The vision tower of a model. If it is frozen, it caches the features of prompts and observations."""
 
     model: PreTrainedModel
     family: Family
@@ -50,7 +50,7 @@ class VisionEncoder:
     idle_prompt: Prompt | None = None
     """A prompt with an image, for idle runs."""
     features: FeatureCache = field(default_factory=WeakKeyDictionary)
-    kept: dict[Prompt, KeptFeatures] = field(default_factory=dict)
+    kept: dict[Rendered, KeptFeatures] = field(default_factory=dict)
     """Features of a trained tower that several micro-batches use."""
 
     @cached_property
@@ -70,28 +70,28 @@ class VisionEncoder:
         """Return the number of pixels in the tower's input for a prompt's images."""
         return num_pixels(self.model.config, prompt)
 
-    def encode(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
-        """Return the features of every prompt that has images.
+    def encode(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
+        """Return the features of every prompt and observation that has images.
 
         Raises ModelError if features and placeholder tokens do not correspond.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
-            found = {p: features for call in self.calls(prompts) for p, features in self.run(call).items()}
+            found = {r: features for call in self.calls(rendered) for r, features in self.run(call).items()}
         if self.is_frozen:
             # They are in host memory, since an optimizer step may have any number of prompts.
-            self.features.update({p: features.map(to_host) for p, features in found.items()})
-        found |= {p: self.kept[p].features() for p in prompts if p in self.kept}
-        cached = {p: self.features[p] for p in prompts if p in self.features and p not in found}
-        return found | {p: features.map(lambda t: to_device(t, self.model.device)) for p, features in cached.items()}
+            self.features.update({r: features.map(to_host) for r, features in found.items()})
+        found |= {r: self.kept[r].features() for r in rendered if r in self.kept}
+        cached = {r: self.features[r] for r in rendered if r in self.features and r not in found}
+        return found | {r: features.map(lambda t: to_device(t, self.model.device)) for r, features in cached.items()}
 
-    def calls(self, prompts: Sequence[Prompt], known: Container[Prompt] = ()) -> list[list[Prompt]]:
-        """Return the prompts of each run of the tower: one run for all if inputs can be concatenated, else one each."""
+    def calls(self, rendered: Sequence[Rendered], known: Container[Rendered] = ()) -> list[list[Rendered]]:
+        """Return what each run of the tower encodes: all in one run if inputs can be concatenated, else one each."""
         new = [
-            prompt
-            for prompt in dict.fromkeys(prompts)
-            if prompt.mm_inputs and not any(prompt in owner for owner in (self.features, self.kept, known))
+            each
+            for each in dict.fromkeys(rendered)
+            if each.mm_inputs and not any(each in owner for owner in (self.features, self.kept, known))
         ]
-        return [new] if new and self.family.joins_images else [[prompt] for prompt in new]
+        return [new] if new and self.family.joins_images else [[each] for each in new]
 
     def apart(self, batch: MicroBatch) -> list[Prompt]:
         """Return the prompts for which a trained tower runs apart from the micro-batch."""
@@ -115,18 +115,18 @@ class VisionEncoder:
             return self.idle(1)
         return self.kept.pop(prompt).loss(self.run([prompt])[prompt])
 
-    def run(self, prompts: Sequence[Prompt]) -> dict[Prompt, ImageFeatures]:
-        """Run the tower once on the images of all prompts."""
-        inputs = concatenate_images(prompts, self.model.device)
+    def run(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
+        """Run the tower once on the images of prompts and observations."""
+        inputs = concatenate_images(rendered, self.model.device)
         self.counters["vision_forwards"] += 1
         if torch.is_grad_enabled() and self.is_recomputed:
             self.counters["vision_recomputations"] += 1
-        self.counters["vision_patches"] += sum(num_patches(self.model.config, prompt) for prompt in prompts)
+        self.counters["vision_patches"] += sum(num_patches(self.model.config, each) for each in rendered)
         if self.family.cross_attends:
-            return {prompts[0]: cross_attention_features(self.model, inputs)}
+            return {rendered[0]: cross_attention_features(self.model, inputs)}
         model: Any = self.model.base_model
         output = model.get_image_features(**inputs, return_dict=True)
-        return dict(zip(prompts, split_features(output, prompts, self.placeholders(prompts)), strict=True))
+        return dict(zip(rendered, split_features(output, rendered, self.placeholders(rendered)), strict=True))
 
     @contextmanager
     def given(self, features: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
@@ -156,9 +156,9 @@ class VisionEncoder:
             runs = [self.run([self.idle_prompt])[self.idle_prompt] for _ in range(num_calls)]
         return 0.0 * torch.stack([part.sum() for run in runs for part in (run.embeddings, *run.deepstack)]).sum()
 
-    def placeholders(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Count the placeholder tokens of each prompt."""
-        return [int((prompt.token_ids == self.model.config.image_token_id).sum()) for prompt in prompts]
+    def placeholders(self, rendered: Sequence[Rendered]) -> list[int]:
+        """Count the placeholder tokens of each prompt or observation."""
+        return [int((each.token_ids == self.model.config.image_token_id).sum()) for each in rendered]
 
 
 class LinearPatches(nn.Conv3d):
@@ -189,19 +189,19 @@ def idle_sample() -> Sample:
     return Sample("idle", messages, [Image.new("RGB", (64, 64), "gray")], {}, messages)
 
 
-def num_patches(config: PreTrainedConfig, prompt: Prompt) -> int:
-    """Return the number of patches that the vision tower computes for a prompt's images, padding included."""
+def num_patches(config: PreTrainedConfig, rendered: Rendered) -> int:
+    """Return the number of patches that the vision tower computes for images, padding included."""
     patch_size = getattr(config.vision_config, "patch_size", DEFAULT_PATCH_SIZE)
     side = patch_size if isinstance(patch_size, int) else patch_size[0]
-    return num_pixels(config, prompt) // side**2
+    return num_pixels(config, rendered) // side**2
 
 
-def num_pixels(config: PreTrainedConfig, prompt: Prompt) -> int:
-    """Return the number of pixels in the vision tower's input for a prompt's images, padding included."""
-    if not prompt.mm_inputs:
+def num_pixels(config: PreTrainedConfig, rendered: Rendered) -> int:
+    """Return the number of pixels in the vision tower's input for images, padding included."""
+    if not rendered.mm_inputs:
         return 0
     values_per_pixel = 3 * getattr(config.vision_config, "temporal_patch_size", 1)
-    return prompt.mm_inputs["pixel_values"].numel() // values_per_pixel
+    return rendered.mm_inputs["pixel_values"].numel() // values_per_pixel
 
 
 def patch_cost(config: PreTrainedConfig) -> float:
@@ -216,19 +216,19 @@ def patch_cost(config: PreTrainedConfig) -> float:
     return depth * width / (text.num_hidden_layers * text.hidden_size) if depth and width else 1.0
 
 
-def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequence[int]) -> list[ImageFeatures]:
-    """Split the model's output for the images of several prompts by prompt.
+def split_features(output: Any, rendered: Sequence[Rendered], placeholders: Sequence[int]) -> list[ImageFeatures]:
+    """Split the model's output for the images of several prompts and observations.
 
-    Raises ModelError, naming both counts, if a prompt does not have one feature per placeholder token.
+    Raises ModelError, naming both counts, if one does not have a feature per placeholder token.
     """
     layers = [_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()]
     embeddings = _joined(output.pooler_output)
-    check_counts(output.pooler_output, prompts, placeholders)
+    check_counts(output.pooler_output, rendered, placeholders)
     tile = embeddings.shape[1] if embeddings.ndim == 3 else 1
-    for prompt, num in zip(prompts, placeholders, strict=True):
+    for each, num in zip(rendered, placeholders, strict=True):
         if num % tile:
             raise ModelError(
-                f"The tokens of sample {prompt.sample.sample_id} have {num} image placeholders, which is "
+                f"The tokens of {each.name} have {num} image placeholders, which is "
                 f"no multiple of the {tile} features per tile."
             )
     parts = embeddings.split([num // tile for num in placeholders])
@@ -243,15 +243,17 @@ def split_features(output: Any, prompts: Sequence[Prompt], placeholders: Sequenc
     return [ImageFeatures(part, tuple(deep), indicators, lists) for part, deep in zip(parts, deepstack, strict=True)]
 
 
-def check_counts(embeddings: Tensor | Sequence[Tensor], prompts: Sequence[Prompt], placeholders: Sequence[int]) -> None:
-    """Raise ModelError if features and placeholders differ in number, per prompt if features are per image."""
-    owners = [f"sample {prompt.sample.sample_id}" for prompt in prompts]
-    if len(prompts) > 1 and not isinstance(embeddings, Tensor):
+def check_counts(
+    embeddings: Tensor | Sequence[Tensor], rendered: Sequence[Rendered], placeholders: Sequence[int]
+) -> None:
+    """Raise ModelError if features and placeholders differ in number, for each owner if features are per image."""
+    owners = [each.name for each in rendered]
+    if len(rendered) > 1 and not isinstance(embeddings, Tensor):
         images = iter(embeddings)
-        found = [sum(_num_rows(next(images)) for _ in prompt.sample.images) for prompt in prompts]
+        found = [sum(_num_rows(next(images)) for _ in range(each.num_images)) for each in rendered]
         counts = zip(owners, placeholders, found, strict=True)
     else:
-        owner = owners[0] if len(prompts) == 1 else "all prompts"
+        owner = owners[0] if len(rendered) == 1 else "all prompts"
         counts = [(owner, sum(placeholders), sum(_num_rows(e) for e in embeddings))]
     for owner, num, num_features in counts:
         if num != num_features:

@@ -21,7 +21,7 @@ from rl_vlm.passes.calibration import MEASURED_STEPS, MeasuredPeaks, MicroBatchP
 from rl_vlm.passes.changes import BudgetChange, BudgetReason, BudgetSetting
 from rl_vlm.passes.micro_batches import batch_tokens
 from rl_vlm.stages import Stage
-from rl_vlm.types import MicroBatch, Progress, Prompt
+from rl_vlm.types import MicroBatch, Progress, Rendered
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +81,12 @@ class TokenBudget:
         self.has_run_out = False
         """Whether this process has lowered the budget itself. Replayed changes do not count."""
 
-    def price(self, prompt: Prompt) -> int:
-        """Return the cost of a prompt's images in a micro-batch, in language tokens; 0 if the tower is frozen."""
+    def price(self, rendered: Rendered) -> int:
+        """Return the cost of images in a micro-batch, in language tokens; 0 if the tower is frozen."""
         if self.vision.is_frozen:
             return 0
         config = self.vision.model.config
-        return math.ceil((self.patch_price or patch_cost(config)) * num_patches(config, prompt))
+        return math.ceil((self.patch_price or patch_cost(config)) * num_patches(config, rendered))
 
     def tokens_of(self, batch: MicroBatch) -> int:
         """Return the tokens of a micro-batch."""

@@ -9,27 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rl_vlm.types import MicroBatch, Prompt, ScoredGroup, Sharing, SubGroup
+from rl_vlm.types import Completion, MicroBatch, Rendered, ScoredGroup, Sharing, SubGroup
 
 SHARING_PAYS = 1.1
 """Minimum ratio of dense to shared tokens, k(P + R) / (P + kR), at which a packed row is worth its overhead."""
 
 
-VisionTokens = Callable[[Prompt], int]
-"""Cost of a prompt's images in the vision tower, in language tokens."""
+VisionTokens = Callable[[Rendered], int]
+"""Cost of the images of a prompt or an observation in the vision tower, in language tokens."""
+
+
+def no_vision(rendered: Rendered) -> int:
+    """Return 0, for counts of language tokens alone."""
+    return 0
 
 
 def make_micro_batches(
     groups: Sequence[ScoredGroup],
     budget: int,
     sharing: Sharing,
-    vision_tokens: VisionTokens = lambda prompt: 0,
+    vision_tokens: VisionTokens = no_vision,
     mixes_prompts: bool = True,
 ) -> list[MicroBatch]:
     """Split groups into micro-batches of at most `budget` tokens, which together hold every valid completion once.
 
-    The budget counts the language model's tokens, with padding, plus the `vision_tokens` of the prompts. A completion
-    that exceeds it gets its own micro-batch. Prompts that leave no room for a completion are refused before
+    The budget counts the language model's tokens, with padding, plus the `vision_tokens` of images. A completion that
+    exceeds it gets its own micro-batch. Prompts that leave no room for a completion are refused before
     (`passes/large_prompts.py`). If `mixes_prompts` is False, every micro-batch holds one prompt.
     """
     by_reason: dict[str | None, list[ScoredGroup]] = {None: []}
@@ -45,7 +50,7 @@ def make_micro_batches(
 
 def training_tokens(group: ScoredGroup, sharing: Sharing, vision_tokens: VisionTokens) -> int:
     """Return the tokens that training on a whole group computes. At least one of its completions must be valid."""
-    size = Size.of(group, valid_members(group), vision_tokens(group.group.prompt))
+    size = Size.of(group, valid_members(group), vision_tokens)
     return size.tokens(shared=why_dense(group, sharing) is None)
 
 
@@ -58,7 +63,10 @@ def why_dense(group: ScoredGroup, sharing: Sharing) -> str | None:
 
 @dataclass(frozen=True)
 class Size:
-    """Cost of sub-groups in a forward. Sizes of disjoint sub-groups add up."""
+    """Cost of sub-groups in a forward. Sizes of disjoint sub-groups add up.
+
+    Each context of a completion is a row.
+    """
 
     unique_tokens: int = 0
     num_rows: int = 0
@@ -66,10 +74,22 @@ class Size:
     vision_tokens: int = 0
 
     @staticmethod
-    def of(group: ScoredGroup, members: Sequence[int], vision_tokens: int = 0) -> Size:
-        prefix = len(group.group.prompt.token_ids)
-        lengths = [len(group.group.completions[i].token_ids) for i in members]
-        return Size(prefix + sum(lengths), len(lengths), prefix + max(lengths, default=0), vision_tokens)
+    def of(
+        group: ScoredGroup, members: Sequence[int], vision_tokens: VisionTokens = no_vision, vision_apart: bool = False
+    ) -> Size:
+        """Return the cost of completions with their prompt, whose images cost nothing if `vision_apart`."""
+        prompt = group.group.prompt
+        added = Size.added([group.group.completions[i] for i in members], len(prompt.token_ids), vision_tokens)
+        return added + Size(len(prompt.token_ids), vision_tokens=0 if vision_apart else vision_tokens(prompt))
+
+    @staticmethod
+    def added(completions: Sequence[Completion], prefix: int, vision_tokens: VisionTokens) -> Size:
+        """Return what completions add to a sub-group whose prompt has `prefix` tokens."""
+        lengths = [length for completion in completions for length in completion.path_lengths]
+        images = sum(
+            vision_tokens(each) for completion in completions for each in dict.fromkeys(completion.observations)
+        )
+        return Size(sum(lengths), len(lengths), prefix + max(lengths, default=0), images)
 
     def __add__(self, other: Size) -> Size:
         return Size(
@@ -86,8 +106,7 @@ class Size:
 
 def batch_tokens(batch: MicroBatch, vision_tokens: VisionTokens) -> int:
     """Return the tokens of a micro-batch, as the budget counts them."""
-    images = [0 if subgroup.vision_apart else vision_tokens(subgroup.prompt) for subgroup in batch.subgroups]
-    sizes = [Size.of(s.scored, s.members, tokens) for s, tokens in zip(batch.subgroups, images, strict=True)]
+    sizes = [Size.of(s.scored, s.members, vision_tokens, s.vision_apart) for s in batch.subgroups]
     return sum(sizes, Size()).tokens(batch.shared)
 
 
@@ -140,8 +159,7 @@ class Packer:
         pieces: list[list[int]] = [[]]
         size = prompt_alone
         for member in members:
-            length = len(completions[member].token_ids)
-            row = Size(length, 1, prefix + length)
+            row = Size.added([completions[member]], prefix, self.vision_tokens)
             if pieces[-1] and not self.fits(size + row):
                 pieces.append([])
                 size = prompt_alone
@@ -150,7 +168,7 @@ class Packer:
         return [SubGroup(group, piece, apart) for piece in pieces]
 
     def size(self, group: ScoredGroup, members: Sequence[int], vision_apart: bool = False) -> Size:
-        return Size.of(group, members, 0 if vision_apart else self.vision_tokens(group.group.prompt))
+        return Size.of(group, members, self.vision_tokens, vision_apart)
 
     def fits(self, size: Size) -> bool:
         return size.tokens(self.shared) <= self.budget

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.model.vision import VisionEncoder
-from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, SubGroup, TowerBackward
+from rl_vlm.types import Forward, MicroBatch, Prompt, Rendered, ScoredGroup, SubGroup, TowerBackward
 
 T = TypeVar("T")
 
@@ -76,17 +76,18 @@ def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Rou
     """
     apart = [vision.apart(batch) for batch in batches]
     last = {prompt: i for i, prompts in enumerate(apart) for prompt in prompts}
-    rounds, kept, cached = [], set(), set()
+    rounds: list[Round] = []
+    kept: set[Rendered] = set()
+    cached: set[Rendered] = set()
     for i, batch in enumerate(batches):
-        prompts = [subgroup.prompt for subgroup in batch.subgroups]
         before = sum(prompt not in kept for prompt in apart[i])
         kept.update(apart[i])
         done = [prompt for prompt in apart[i] if last[prompt] == i]
-        forward = Forward(batch, before, within=len(vision.calls(prompts, kept | cached)))
+        forward = Forward(batch, before, within=len(vision.calls(batch.rendered, kept | cached)))
         rounds.append(Round(forward, tuple(map(TowerBackward, done))))
         kept.difference_update(done)
         if vision.is_frozen:
-            cached.update(prompts)
+            cached.update(batch.rendered)
     return rounds
 
 

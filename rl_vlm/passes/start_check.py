@@ -139,10 +139,7 @@ class StartCheck:
 
 def shortened(scored: ScoredGroup) -> ScoredGroup:
     """Return a new group of the first completions and their first tokens. All of them are valid."""
-    completions = [
-        replace(c, token_ids=c.token_ids[:MAX_TOKENS], generator_logprobs=c.generator_logprobs[:MAX_TOKENS])
-        for c in scored.group.completions[:NUM_COMPLETIONS]
-    ]
+    completions = [completion.first_tokens(MAX_TOKENS) for completion in scored.group.completions[:NUM_COMPLETIONS]]
     num = len(completions)
     return ScoredGroup(
         replace(scored.group, completions=completions), scored.scores_GF[:num], scored.rewards_G[:num],

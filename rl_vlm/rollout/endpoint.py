@@ -157,4 +157,4 @@ def read_completion(answer: Any) -> ServedCompletion:
     except (LookupError, TypeError, AttributeError) as error:
         raise RolloutError(f"the endpoint's answer is no chat completion: {shorten(json.dumps(answer))}") from error
     reason = "length" if choice.get("finish_reason") == "length" else "stop"
-    return ServedCompletion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), reason, text, num_tokens)
+    return ServedCompletion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), reason, text, reported_tokens=num_tokens)

@@ -1,7 +1,9 @@
 """What the integration tests build: tiny policies, prompts with images, groups; and how gradients are compared."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
+from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup, SubGroup
 from tests.tiny.build import build_tiny
 
 QUESTION = "Which digit is this?"
@@ -96,6 +98,27 @@ def make_group(prompt: Prompt, lengths: Sequence[int], seed: int = 0) -> ScoredG
         valid_G=torch.ones(num, dtype=torch.bool),
         has_variance=True,
     )
+
+
+def make_observation(checkpoint: Path, images: Sequence[Image.Image], text: str) -> Observation:
+    """An observation with the tokens of a prompt of its own, which the model reads as any others."""
+    prompt = make_prompt(checkpoint, images, text)
+    files = tuple(png(image) for image in images)
+    return Observation(text, prompt.token_ids, prompt.token_inputs, prompt.mm_inputs, files)
+
+
+def png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+def make_trajectories(prompt: Prompt, some: Sequence[Sequence[Context]], seed: int = 0) -> ScoredGroup:
+    """A group of random completions, each with these contexts."""
+    group = make_group(prompt, [sum(context.num_sampled for context in contexts) for contexts in some], seed)
+    pairs = zip(group.group.completions, some, strict=True)
+    completions = [replace(completion, contexts=tuple(contexts)) for completion, contexts in pairs]
+    return replace(group, group=replace(group.group, completions=completions))
 
 
 def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], Sequence[int]]]) -> list[ScoredGroup]:

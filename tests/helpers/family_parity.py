@@ -19,12 +19,17 @@ from PIL import Image
 from torch import Tensor
 
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import Forward, MicroBatch, ScoredGroup
+from rl_vlm.types import Context, Forward, MicroBatch, Observation, ScoredGroup
 from tests.helpers.builders import (
+    BYTE_TOKENS,
     gradient_error,
     make_groups,
+    make_observation,
     make_policy,
+    make_prompt,
+    make_trajectories,
     noise_image,
+    processor_of,
     sharp_checkpoint,
     take_gradients,
     whole,
@@ -112,10 +117,15 @@ CASES: dict[str, list[tuple[list[Image.Image], list[int]]]] = {
 }
 """Images and completion lengths of each group of a micro-batch."""
 
+TEXT_TURNS, IMAGE_TURNS = "turns of text", "turns with images"
+"""Cases of trajectories: the observations between turns are text, or have images too."""
+
 NEED_AN_IMAGE = {"paligemma", "paligemma2", "got_ocr2"}
 NOT_THIS = {
     **{(family, case): "its processor takes no prompt without an image"
        for family in NEED_AN_IMAGE for case in ("no image", "with and without images")},
+    **{(family, IMAGE_TURNS): "its prompts have no turns" for family in NEED_AN_IMAGE},
+    ("mllama", IMAGE_TURNS): "text before an image attends to it through cross-attention",
     ("perception_lm", "two images"): "its processor takes images of equal tile counts only",
     ("mllama", "several prompts"): "text before an image attends to all images of a forward: one prompt each",
     ("mllama", "with and without images"): "text before an image attends to all images of a forward: one prompt each",
@@ -124,15 +134,47 @@ NOT_THIS = {
 
 
 def case_groups(checkpoint: Path, case: str, dtype: torch.dtype = torch.float32) -> list[ScoredGroup]:
-    groups = make_groups(checkpoint, CASES[case])
-    for group in groups:
-        inputs = group.group.prompt.mm_inputs
+    groups = make_groups(checkpoint, CASES[case]) if case in CASES else trajectories(checkpoint, case == IMAGE_TURNS)
+    rendered = [each for group in groups for each in whole([group], shared=True).rendered]
+    for inputs in (each.mm_inputs for each in rendered):
         inputs |= {name: value.to(dtype) for name, value in inputs.items() if value.is_floating_point()}
     return groups
 
 
+def trajectories(checkpoint: Path, with_images: bool) -> list[ScoredGroup]:
+    """Groups whose completions have one turn, several turns, and several contexts.
+
+    The second context of one holds the first's image again, and its first turn as text.
+    """
+    first = make_prompt(checkpoint, ONE_IMAGE)
+    text = observed_text(6, seed=7)
+    if not with_images:
+        two = [Context((2, text, 3))], [Context((4, observed_text(1, seed=8), 1, observed_text(3, seed=9), 2))]
+        edited = [Context((3, text, 2)), Context((observed_text(9, seed=6), 4))]
+        return [make_trajectories(first, [[Context((5,))], *two, edited])]
+    other = (24, 32) if needs_equal_tile_counts(checkpoint) else (24, 48)
+    same_size = make_observation(checkpoint, [noise_image(32, 24, seed=5)], "Look.")
+    other_size = make_observation(checkpoint, [noise_image(*other, seed=6)], "And here.")
+    one_turn, seen = [Context((5,))], [Context((3, same_size, 4))]
+    edited = [Context((2, same_size, 3)), Context((observed_text(4, seed=9), same_size, text, 2))]
+    groups = [make_trajectories(first, [one_turn, seen, [Context((4, text, 1, other_size, 2))], edited])]
+    second = make_prompt(checkpoint, [noise_image(*other, seed=8)], "Which one?")
+    return [*groups, make_trajectories(second, [[Context((1, other_size, 3))], one_turn], seed=1)]
+
+
+def needs_equal_tile_counts(checkpoint: Path) -> bool:
+    """Whether the inputs of several images can be joined only if they have equally many tiles."""
+    return type(processor_of(checkpoint)).__name__ in ("PerceptionLMProcessor", "LlavaOnevisionProcessor")
+
+
+def observed_text(length: int, seed: int) -> Observation:
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(BYTE_TOKENS.start, BYTE_TOKENS.stop, (length,), generator=generator)
+    return Observation(f"text {seed}", token_ids, {}, {})
+
+
 def cases(family: str) -> list[str]:
-    return [case for case in CASES if (family, case) not in NOT_THIS]
+    return [case for case in (*CASES, TEXT_TURNS, IMAGE_TURNS) if (family, case) not in NOT_THIS]
 
 
 @contextmanager

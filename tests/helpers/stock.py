@@ -3,13 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import getsource
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from rl_vlm.model.families import Family
-from rl_vlm.types import Completion, Prompt
+from rl_vlm.types import Completion, Context, Observation, Prompt
+from tests.helpers.builders import make_prompt
 
 
 def model_inputs(prompt: Prompt) -> dict[str, Tensor]:
@@ -63,20 +67,69 @@ def stock_logprobs(
     model: Any, family: Family, prompt: Prompt, completion: Completion, *,
     banned: Sequence[int] = (), temperature: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Log-probs of a completion without the banned tokens, from one forward without a cache."""
-    width = len(completion.token_ids)
-    extra = {
-        name: torch.cat([ids, torch.full((width,), family.completion_inputs.get(name, 0))])[None]
-        for name, ids in prompt.token_inputs.items()
-    }
-    token_ids = torch.cat([prompt.token_ids, completion.token_ids])[None]
-    mm_inputs = dict(prompt.mm_inputs)
+    """Log-probs of sampled tokens without the banned ones, from one forward per context without a cache."""
+    contexts = completion.contexts or (Context((len(completion.token_ids),)),)
+    left, found = completion.token_ids, []
+    for context in contexts:
+        parts: list[Tensor | Observation] = []
+        for part in context.parts:
+            if isinstance(part, int):
+                parts.append(left[:part])
+                left = left[part:]
+            else:
+                parts.append(part)
+        found.append(logprobs_of_parts(model, family, prompt, parts, banned, temperature))
+    return torch.cat(found)
+
+
+def logprobs_of_parts(
+    model: Any,
+    family: Family,
+    prompt: Prompt,
+    parts: Sequence[Tensor | Observation],
+    banned: Sequence[int],
+    temperature: float,
+) -> Tensor:
+    """Log-probs of the parts of a conversation that are sampled tokens; the others are observations."""
+    observations = [part for part in parts if isinstance(part, Observation)]
+    names = dict.fromkeys(name for each in (prompt, *observations) for name in each.token_inputs)
+    rows = {"input_ids": [prompt.token_ids]}
+    rows |= {name: [prompt.token_inputs.get(name, torch.zeros_like(prompt.token_ids))] for name in names}
+    for part in parts:
+        token_ids = part if isinstance(part, Tensor) else part.token_ids
+        given = {} if isinstance(part, Tensor) else part.token_inputs
+        rows["input_ids"].append(token_ids)
+        for name in names:
+            default = torch.full((len(token_ids),), family.completion_inputs.get(name, 0))
+            rows[name].append(given.get(name, default))
+    inputs = {name: torch.cat(some)[None] for name, some in rows.items()}
+    width = inputs["input_ids"].shape[1] - len(prompt.token_ids)
+    mm_inputs = images_together(model, prompt, observations)
     if "cross_attention_mask" in mm_inputs:  # as `generate` extends it
         mask = mm_inputs["cross_attention_mask"]
         mm_inputs["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, width, -1, -1)], dim=1)
     if hasattr(model.base_model, "rope_deltas"):
         model.base_model.rope_deltas = None
-    found = own_logits(model, input_ids=token_ids, attention_mask=torch.ones_like(token_ids), **extra, **mm_inputs)
+    found = own_logits(model, attention_mask=torch.ones_like(inputs["input_ids"]), **inputs, **mm_inputs)
     logits = found[0, -width - 1 : -1] / temperature
     logits[:, list(banned)] = -torch.inf
-    return logits.log_softmax(-1).gather(-1, completion.token_ids[:, None])[:, 0]
+    logprobs = logits.log_softmax(-1).gather(-1, inputs["input_ids"][0, -width:, None])[:, 0]
+    lengths = [len(part) if isinstance(part, Tensor) else len(part.token_ids) for part in parts]
+    pieces = zip(logprobs.split(lengths), parts, strict=True)
+    return torch.cat([piece for piece, part in pieces if isinstance(part, Tensor)])
+
+
+def images_together(model: Any, prompt: Prompt, observations: Sequence[Observation]) -> dict[str, Tensor]:
+    """The inputs of all images of a conversation, as the processor makes them in one call.
+
+    LLaVA-OneVision's makes no tiles if a call has several images, so inputs of several calls are joined.
+    """
+    if not any(observation.images for observation in observations):
+        return dict(prompt.mm_inputs)
+    if "batch_num_images" in prompt.mm_inputs:
+        owners = [prompt.mm_inputs, *(observation.mm_inputs for observation in observations if observation.images)]
+        return {name: torch.cat([inputs[name] for inputs in owners]) for name in prompt.mm_inputs}
+    files = [file for observation in observations for file in observation.images]
+    images = [*prompt.sample.images, *(Image.open(BytesIO(file)) for file in files)]
+    inputs = make_prompt(Path(model.name_or_path), images).mm_inputs
+    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}

@@ -32,9 +32,9 @@ def another_image(rows: ForwardInputs) -> ForwardInputs:
 
     Its values are normal, not another noise image's: that moves the log-probs of Gemma 4 by less than 0.01.
     """
-    (prompt,) = rows.prompts
+    (prompt,) = rows.rendered
     pixels = torch.randn(prompt.mm_inputs["pixel_values"].shape, generator=torch.Generator().manual_seed(0))
-    return replace(rows, prompts=[replace(prompt, mm_inputs=prompt.mm_inputs | {"pixel_values": pixels})])
+    return replace(rows, rendered=[replace(prompt, mm_inputs=prompt.mm_inputs | {"pixel_values": pixels})])
 
 
 WRONG_ROWS = [see_each_other, positions_go_on, another_image]

@@ -13,7 +13,7 @@ from rl_vlm.errors import ModelError
 from rl_vlm.model.policy import Policy
 from rl_vlm.types import Forward, ScoredGroup
 from tests.helpers.builders import make_group, make_policy, make_prompt, noise_image, sharp_checkpoint, whole
-from tests.helpers.family_parity import FP32_ROUNDING, NEED_AN_IMAGE, Parity, scores
+from tests.helpers.family_parity import FP32_ROUNDING, IMAGE_TURNS, NEED_AN_IMAGE, Parity, case_groups, cases, scores
 from tests.helpers.flex_on_cpu import captured_tensors_of_another_row, num_graphs, use_flex_attention
 from tests.helpers.tiers import OWN_CODE_PATHS, in_tiers
 from tests.tiny.build import TINY_FAMILIES
@@ -50,6 +50,8 @@ def rows_of(family: str, checkpoint: Path) -> dict[str, list[ScoredGroup]]:
         rows["short text"] = [group([], [5, 3])]
     if len(rows) == 4:
         rows["text beside an image"] = [*one_image, group([], [30, 2])]
+    if IMAGE_TURNS in cases(family):
+        rows["turns with images"] = case_groups(checkpoint, IMAGE_TURNS)
     return rows
 
 

@@ -81,8 +81,8 @@ def test_any_cut_holds_the_batch_fits_and_scores_as_dense_rows(
 
     for batch in batches:
         # The tower of a cut group runs apart from its micro-batches.
-        prices = [0 if s.vision_apart else make_budget(policy).price(s.prompt) for s in batch.subgroups]
-        sizes = [Size.of(s.scored, s.members, price) for s, price in zip(batch.subgroups, prices, strict=True)]
+        price = make_budget(policy).price
+        sizes = [Size.of(s.scored, s.members, price, s.vision_apart) for s in batch.subgroups]
         assert sum(sizes, Size()).tokens(batch.shared) <= budget or len(batch.completions) == 1
 
     if not valid:

@@ -1,6 +1,45 @@
 import torch
 
-from rl_vlm.types import pad_split
+from rl_vlm.types import Completion, Context, Observation, pad_split
+
+
+def observation(*token_ids: int) -> Observation:
+    return Observation("o", torch.tensor(token_ids), {}, {})
+
+
+def trajectory(token_ids: list[int], *contexts: Context) -> Completion:
+    return Completion(torch.tensor(token_ids), torch.tensor(token_ids) / 10, "stop", "", contexts)
+
+
+def test_observations_stand_between_sampled_tokens():
+    first, second = observation(70, 71), observation(80)
+    completion = trajectory([1, 2, 3, 4, 5, 6], Context((2, first, 1)), Context((second, first, 3)))
+    one, two = completion.paths
+    assert one.token_ids.tolist() == [1, 2, 70, 71, 3]
+    assert one.sampled.tolist() == [True, True, False, False, True]
+    assert one.observations == {2: first}
+    assert two.token_ids.tolist() == [80, 70, 71, 4, 5, 6]
+    assert two.sampled.tolist() == [False, False, False, True, True, True]
+    assert two.observations == {0: second, 1: first}
+    assert completion.path_lengths == [5, 6] and completion.num_tokens == 11
+    assert completion.observations == [first, second, first]
+
+
+def test_a_completion_of_one_turn_is_a_path_of_its_own_tokens():
+    completion = trajectory([1, 2])
+    (path,) = completion.paths
+    assert path.token_ids.tolist() == [1, 2] and path.sampled.tolist() == [True, True] and path.observations == {}
+    assert completion.path_lengths == [2] and completion.num_tokens == 2 and completion.observations == []
+
+
+def test_the_first_tokens_of_a_trajectory_end_with_a_sampled_token():
+    first, second = observation(70, 71), observation(80)
+    completion = trajectory([1, 2, 3, 4, 5, 6], Context((2, first, 1)), Context((second, 3)))
+    expected = {1: [[1]], 2: [[1, 2]], 3: [[1, 2, 70, 71, 3]], 4: [[1, 2, 70, 71, 3], [80, 4]]}
+    for number, token_ids in expected.items():
+        cut = completion.first_tokens(number)
+        assert [path.token_ids.tolist() for path in cut.paths] == token_ids
+        assert cut.token_ids.tolist() == [1, 2, 3, 4][:number] and len(cut.generator_logprobs) == number
 
 
 def test_rows_are_split_and_padded():

@@ -39,7 +39,7 @@ def make_prompt(config: Any, size: PromptSize) -> Prompt:
     token_ids = torch.cat([image, torch.full((size.text_tokens,), TEXT_TOKEN)])
     kinds = (token_ids == config.image_token_id).long()
     token_inputs = {}
-    if FAMILIES[config.model_type].prompt_positions in (mrope_positions, canvas_positions):
+    if FAMILIES[config.model_type].row_positions in (mrope_positions, canvas_positions):
         token_inputs["mm_token_type_ids"] = kinds
     if config.model_type == "gemma3":
         token_inputs["token_type_ids"] = kinds

@@ -64,8 +64,8 @@ class MemoryProfile(StagePeaks):
         """Yield the tokens and patches of a forward, and of each run of the vision tower alone."""
         assert self.policy is not None
         config, batch = self.policy.transformer.config, work.forward.batch
-        within = [subgroup.prompt for subgroup in batch.subgroups if not subgroup.vision_apart]
-        tokens = batch_tokens(batch, vision_tokens=lambda prompt: 0)
-        yield Load(tokens, sum(num_patches(config, prompt) for prompt in within))
+        within = [each for subgroup in batch.subgroups for each in subgroup.rendered[subgroup.vision_apart :]]
+        tokens = batch_tokens(batch, vision_tokens=lambda rendered: 0)
+        yield Load(tokens, sum(num_patches(config, each) for each in within))
         for tower_backward in work.tower_backwards:
             yield Load(0, num_patches(config, tower_backward.prompt))

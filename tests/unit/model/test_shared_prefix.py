@@ -73,6 +73,41 @@ def test_rules_that_look_up_the_kind_of_a_token_find_that_of_the_row(layout):
     assert masks.completion.equal(layout.with_masks(CAUSAL).masks.completion)
 
 
+def test_images_of_completions_see_themselves_in_both_directions():
+    """Row: prefix pp, completions aii and iib; the logical positions of the second are places of the first's."""
+    layout = RowLayout.build(prefix_lengths=[2], completion_lengths=[[3, 3]])
+    image = torch.tensor([0, 0, 0, 1, 1, 2, 2, 0])
+    within_image = or_masks(
+        causal_mask_function, lambda b, h, q, k: (image[q] == image[k]) & (image[q] > 0) & (image[k] > 0)
+    )
+    masks: Any = layout.with_masks(within_image).masks
+    assert masks.completion[:, 0].tolist() == [
+        # prefix itself
+        [[T, T, T, F, F], [T, T, T, T, T], [T, T, T, T, T]],
+        [[T, T, T, T, F], [T, T, T, T, F], [T, T, T, T, T]],
+    ]
+    blocks = layout.block_mask(within_image).mask_mod
+    row = torch.arange(8)
+    zero = torch.tensor(0)
+    assert blocks(zero, zero, row[:, None], row).int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0, 1, 1, 0],
+        [1, 1, 0, 0, 0, 1, 1, 0],
+        [1, 1, 0, 0, 0, 1, 1, 1],
+    ]
+
+
+def test_tokens_that_are_not_predicted_have_no_predictor():
+    """Row: prefix ppp, completion aab with the second token observed, completion c."""
+    sampled = [torch.tensor([T, F, T, T]), torch.tensor([T, T])]
+    layout = RowLayout.build(prefix_lengths=[3], completion_lengths=[[3, 1]], predicted=sampled)
+    assert layout.predictor_index.tolist() == [2, 4, 5, 2, 6]
+
+
 def test_outputs_of_both_attentions_come_back_in_the_order_of_the_row(layout):
     # places: prefixes 0 1 2 | 3 4 (5 padding), then completions 6 7 | 8 (9) | 10 (11)
     assert layout.output_index.tolist() == [0, 1, 2, 6, 7, 8, 3, 4, 10]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_vlm.passes.micro_batches import batch_tokens, make_micro_batches, sharing_ratio
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup
+from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup
 
 
 def make_group(name, prompt_tokens, lengths, valid=None):
@@ -50,6 +50,37 @@ def test_dense_rows_cost_their_padding():
     groups = [make_group("short", 10, [2, 3]), make_group("long", 20, [1, 4])]  # rows of up to 13 and 24 tokens
     assert contents(make_micro_batches(groups, 96, "dense")) == [{"long": [0, 1], "short": [0, 1]}]
     assert contents(make_micro_batches(groups, 95, "dense")) == [{"long": [0, 1]}, {"short": [0, 1]}]
+
+
+def with_turns(group, *contexts):
+    """The group, each of whose completions has these contexts."""
+    completions = [replace(completion, contexts=contexts) for completion in group.group.completions]
+    return replace(group, group=replace(group.group, completions=completions))
+
+
+def test_observed_tokens_and_images_count_as_well():
+    """A prompt of 10 tokens; each completion samples 4 tokens, and observes 6 with an image worth 20."""
+    image = torch.zeros(1)
+    seen = Observation("o", torch.zeros(6, dtype=torch.long), {}, {"pixel_values": image})
+    group = with_turns(make_group("a", 10, [4, 4]), Context((1, seen, 3)))
+
+    def price(rendered):
+        return 20 if rendered.mm_inputs else 0
+
+    (batch,) = make_micro_batches([group], 1000, "shared", price)
+    assert batch_tokens(batch, price) == 10 + 2 * (10 + 20)
+    assert sharing_ratio(group) == (20 + 20) / 30
+    assert contents(make_micro_batches([group], 70, "shared", price)) == [{"a": [0, 1]}]
+    assert contents(make_micro_batches([group], 69, "shared", price)) == [{"a": [0]}, {"a": [1]}]
+
+
+def test_each_context_is_a_row_and_an_image_in_several_of_them_is_paid_once():
+    seen = Observation("o", torch.zeros(6, dtype=torch.long), {}, {"pixel_values": torch.zeros(1)})
+    group = with_turns(make_group("a", 10, [5]), Context((1, seen, 2)), Context((seen, 2)))
+    (batch,) = make_micro_batches([group], 1000, "dense", lambda rendered: 20 if rendered.mm_inputs else 0)
+    assert batch_tokens(batch, lambda rendered: 0) == 2 * (10 + 9)
+    assert batch_tokens(batch, lambda rendered: 20 if rendered.mm_inputs else 0) == 2 * (10 + 9) + 20
+    assert sharing_ratio(group) == 38 / (10 + 9 + 8)
 
 
 def test_a_group_beyond_the_budget_is_split_between_completions():

@@ -74,10 +74,10 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 def test_answers():
     found = read_completion(answer())
-    assert (found.text, found.finish_reason, found.num_tokens, len(found.token_ids)) == ("7", "stop", 3, 0)
+    assert (found.text, found.finish_reason, found.reported_tokens, len(found.token_ids)) == ("7", "stop", 3, 0)
     assert read_completion(answer(finish_reason="length")).finish_reason == "length"
     assert read_completion(answer(message={"content": None})).text == ""
-    assert read_completion({**answer(), "usage": None}).num_tokens is None
+    assert read_completion({**answer(), "usage": None}).reported_tokens is None
 
 
 @pytest.mark.parametrize("wrong", [{"detail": "?"}, {"choices": []}, {"choices": [{"text": "7"}]}, ["7"]])
