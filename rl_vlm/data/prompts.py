@@ -88,6 +88,20 @@ def image_token_id(processor: Any) -> int | None:
     return processor.tokenizer.convert_tokens_to_ids(token) if token else getattr(processor, "image_token_id", None)
 
 
+Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
+"""Token ids (tokens,), further inputs per token, and inputs of the images."""
+
+
+def split_features(features: BatchFeature) -> Parts:
+    """Split a processor's output for one text by what its values are of."""
+    found = dict(features)
+    token_ids = found.pop("input_ids")  # (1, tokens)
+    for name in ("attention_mask", "labels"):  # PaliGemma's processor labels the prompt, for supervised training
+        found.pop(name, None)
+    token_inputs = {name: value[0] for name, value in found.items() if value.shape == token_ids.shape}
+    return token_ids[0], token_inputs, {name: value for name, value in found.items() if name not in token_inputs}
+
+
 class LongPromptError(DataError):
     """The prompt has `num_tokens` tokens, too many for the model's context."""
 
@@ -131,15 +145,18 @@ class PromptBuilder:
             features = self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise DataError(f"Sample {sample.sample_id}: the model's processor refuses it: {error}") from error
-        token_ids = features.pop("input_ids")  # (1, P)
-        for name in ("attention_mask", "labels"):  # PaliGemma's processor labels the prompt, for supervised training
-            features.pop(name, None)
-        token_inputs = {name: value[0] for name, value in features.items() if value.shape == token_ids.shape}
-        mm_inputs = {name: value for name, value in features.items() if name not in token_inputs}
-        prompt = Prompt(sample, token_ids[0], token_inputs, mm_inputs, self._image_sizes(mm_inputs))
+        token_ids, token_inputs, mm_inputs = split_features(features)
+        prompt = Prompt(sample, token_ids, token_inputs, mm_inputs, self._image_sizes(mm_inputs))
         self._check_images(prompt)
         self._check_length(prompt)
         return prompt
+
+    def part(self, text: str, images: Sequence[Image]) -> Parts:
+        """Return the model's inputs for a part of a rendered conversation, and for its images."""
+        features = self.processor(
+            text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False
+        )
+        return split_features(features)
 
     def unexpanded_ids(self, sample: Sample) -> list[int]:
         """Return the prompt's token ids with one placeholder per image, for engines that expand it themselves.
@@ -152,16 +169,20 @@ class PromptBuilder:
 
     def text(self, sample: Sample) -> str:
         """Return the sample's prompt as text, with one placeholder per image."""
-        return self._templated(sample, tokenize=False) if self.processor.chat_template else self._lines(sample)
+        return (
+            self.templated(sample.messages, sample.images, tokenize=False)
+            if self.processor.chat_template
+            else self._lines(sample)
+        )
 
     def _chat(self, sample: Sample) -> BatchFeature:
-        return self._templated(sample, tokenize=True, return_dict=True, return_tensors="pt")
+        return self.templated(sample.messages, sample.images, tokenize=True, return_dict=True, return_tensors="pt")
 
-    def _templated(self, sample: Sample, **output: Any) -> Any:
-        """Apply the chat template to the messages. `output` are arguments that set the form of the result."""
-        continues = sample.messages[-1]["role"] == "assistant"
+    def templated(self, messages: list[dict[str, Any]], images: Sequence[Image], **output: Any) -> Any:
+        """Apply the chat template to messages. `output` are arguments that set the form of the result."""
+        continues = messages[-1]["role"] == "assistant"
         return self.processor.apply_chat_template(
-            fill_images(sample.messages, sample.images),
+            fill_images(messages, images),
             add_generation_prompt=not continues,
             continue_final_message=continues,
             **output,
