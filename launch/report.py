@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from launch.help import path
 
 
+def at_least_100(text: str) -> int:
+    """Return a number of completions. Raises ArgumentTypeError if a page could not show a group with so few."""
+    if not text.isdecimal() or int(text) < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 100 or more")
+    return int(text)
+
+
 def report_parser() -> argparse.ArgumentParser:
     """Build the parser of `rl-vlm report`."""
     parser = argparse.ArgumentParser(
@@ -24,6 +31,10 @@ def report_parser() -> argparse.ArgumentParser:
         help="file to write; default: report.html in FOLDER, or, if there are several, in the current directory; "
         "index.html in a directory that holds runs",
     )  # fmt: skip
+    parser.add_argument(
+        "--completions", type=at_least_100, metavar="N",
+        help="completions on the page, equally many of each window; fewer make a smaller file; default: 10000",
+    )  # fmt: skip
     return parser
 
 
@@ -32,6 +43,7 @@ def report_command(arguments: Sequence[str]) -> int:
     options = report_parser().parse_args(arguments)
     from rl_vlm.tools.report.build import report_path, write_report
     from rl_vlm.tools.report.index import INDEX, runs_in, write_index
+    from rl_vlm.tools.report.rollouts import MOST_ROLLOUTS
 
     if len(options.folders) == 1 and (runs := runs_in(options.folders[0])):
         output = options.output or options.folders[0] / INDEX
@@ -39,6 +51,6 @@ def report_command(arguments: Sequence[str]) -> int:
         print(f"The index of {len(runs)} runs is {output}")
         return 0
     output = options.output or report_path(options.folders)
-    write_report(options.folders, output)
+    write_report(options.folders, output, most=options.completions or MOST_ROLLOUTS)
     print(f"The report is {output}")
     return 0

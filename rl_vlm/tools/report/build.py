@@ -28,7 +28,7 @@ from rl_vlm.tools.report.curves import charts_of
 from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
 from rl_vlm.tools.report.draw import chart_data, clock_of, figure_of, number
 from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_runs
-from rl_vlm.tools.report.rollouts import browser_data, faulty_rows
+from rl_vlm.tools.report.rollouts import MOST_ROLLOUTS, browser_data, faulty_rows
 from rl_vlm.tools.report.verdict import RunRow, columns_of, fault_counts, verdict_of
 
 logger = logging.getLogger(__name__)
@@ -98,13 +98,13 @@ def evaluation_report(config: RunConfig) -> Iterator[None]:
             write_folder_report(folder)
 
 
-def write_report(folders: Sequence[Path], path: Path, reloads: bool = False) -> None:
-    """Write the report of one run or evaluation, or the comparison of several.
+def write_report(folders: Sequence[Path], path: Path, reloads: bool = False, most: int = MOST_ROLLOUTS) -> None:
+    """Write the report of one run or evaluation, or the comparison of several. It shows `most` completions.
 
     A page that `reloads` loads itself again every minute. Only a run may ask for that, since it writes the page without
     that when it ends. Raises ConfigError if a folder holds neither, or if the file cannot be written.
     """
-    write_page(build_page(read_runs(folders), reloads), path)
+    write_page(build_page(read_runs(folders), reloads, most), path)
 
 
 def write_page(page: str, path: Path) -> None:
@@ -118,12 +118,12 @@ def report_path(folders: Sequence[Path]) -> Path:
     return place_of(folders[0]) / REPORT if len(folders) == 1 else Path(REPORT)
 
 
-def build_page(runs: Sequence[RunResults], reloads: bool = False) -> str:
+def build_page(runs: Sequence[RunResults], reloads: bool = False, most: int = MOST_ROLLOUTS) -> str:
     """Build the HTML page."""
     script = "\n".join((SOURCE / name).read_text() for name in SCRIPTS)
     charts, verdicts = charts_of(runs), [verdict_of(run) for run in runs]
     columns = columns_of(verdicts)
-    data = browser_data(runs) | {
+    data = browser_data(runs, most) | {
         "charts": [chart_data(chart, len(runs)) for chart in (*charts.first, *charts.internals)],
         "clocks": [clock_of(run.lines) for run in runs],
     }

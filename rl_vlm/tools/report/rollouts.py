@@ -114,9 +114,9 @@ def data_uri(path: Path) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"
 
 
-def browser_data(runs: Sequence[RunResults]) -> dict[str, Any]:
-    """Return all data of the browser, ready for JSON. page.js reads these short keys."""
-    shown = [one for i, run in enumerate(runs) for one in shown_groups(i, run, MOST_ROLLOUTS // len(runs))]
+def browser_data(runs: Sequence[RunResults], most: int = MOST_ROLLOUTS) -> dict[str, Any]:
+    """Return all data of the browser, with `most` completions, ready for JSON. page.js reads these short keys."""
+    shown = [one for i, run in enumerate(runs) for one in shown_groups(i, run, most // len(runs))]
     rows = [row for one in shown for row in one.group]
     prompts = list(dict.fromkeys(one.group[0]["prompt"] for one in shown))
     prompt_limit = length_limit(list(map(num_bytes, prompts)), PROMPT_BYTES)

@@ -123,6 +123,21 @@ def test_boxes_are_in_pixels_of_the_original_image(tmp_path: Path):
     assert group["rows"][0]["regions"] == [{"at": [10.0, 5.0, 30.0, 15.0], "label": None}]
 
 
+def test_a_page_can_show_fewer_completions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, small = write_run(tmp_path / "run"), tmp_path / "small.html"
+    data = browser_data(read_runs([folder]))
+    fewer = browser_data(read_runs([folder]), most=4)
+    assert (data["numShown"], fewer["numShown"]) == (8, 4)
+    write_report([folder], small, most=4)
+    assert '"numShown":4,' in small.read_text()
+    with mock.patch("rl_vlm.tools.report.build.write_report") as write:
+        assert cli.main(["report", str(folder), "--completions", "100"]) == 0
+    assert write.call_args.kwargs == {"most": 100}
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(folder), "--completions", "5"])
+    assert "'5' is no whole number of 100 or more" in capsys.readouterr().err
+
+
 def test_each_image_is_on_the_page_once(tmp_path: Path):
     data = browser_data(read_runs([write_run(tmp_path / "run")]))
     assert len(data["images"]) == 2
