@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.pages import PAGES
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rl_vlm", "rewards", "launch", "examples", "benchmarks")
 NO_VERBS = set(
@@ -25,12 +27,6 @@ INVERTING = re.compile(r"\b(what|that of|those of|beside|behind|of its own)\b", 
 """Words that often mark an inverted sentence."""
 LINES_PER_WORD = 60
 SENTENCES_PER_WORD = 12
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "examples").rglob("*.md")),
-]
 OLD = ROOT / "docs/LOG.md"
 """Entries of the log are not written again, so its words are not counted."""
 WORDS_PER_SENTENCE = 20
