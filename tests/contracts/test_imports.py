@@ -131,7 +131,7 @@ def test_modules_import_lower_layers_only():
 
 def test_the_layers_are_those_that_contributors_read():
     guide = (ROOT / "CONTRIBUTING.md").read_text()
-    block = guide.partition(f"  ```\n  {LAYERS[0]}\n")[2].partition("  ```\n")[0]
+    block = guide.partition(f"    ```\n    {LAYERS[0]}\n")[2].partition("    ```\n")[0]
     assert [LAYERS[0], *(line.strip() for line in block.splitlines())] == LAYERS
 
 

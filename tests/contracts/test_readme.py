@@ -1,160 +1,81 @@
-"""What the README shows works as it is written."""
+"""What the README shows works as it is written, and its figures are those of the pages that it links to."""
 
 import json
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
-import datasets
 import pytest
-import torch
-from PIL import Image
 
-from launch import cli
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.config.schema import RewardsConfig
-from rl_vlm.data.samples import load_rows
-from rl_vlm.distributed.shardings import UNSHARDED
-from rl_vlm.functions import live
-from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.plan.build import inspect_model, plan_memory
-from rl_vlm.plan.hardware import Hardware, parse_card
 from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.types import Completion, Group, Prompt, Sample, TrainerState
-from tests.tiny.build import TINY_FAMILIES
+from rl_vlm.types import TrainerState
+from tests.helpers.builders import answered_group
+from tests.helpers.pages import README, ROOT, block
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+TEXT = README.read_text()
 MESSAGES = [{"role": "user", "content": "Which digit is this?"}]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 
-EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings of a page, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def block(language: str, opening: str) -> str:
-    """The code block of a language that starts with `opening`."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    return next(text for text in blocks if text.startswith(opening))
-
-
-def group(prompt: str | list, texts: list[str]) -> Group:
-    sample = Sample("s0", MESSAGES, [], {"solution": "7"}, prompt)
-    completions = [Completion(torch.tensor([1]), torch.zeros(1), "stop", text) for text in texts]
-    return Group("g0", Prompt(sample, torch.tensor([1]), {}, {}), completions, policy_version=0)
+def test_it_is_a_page_of_120_lines():
+    assert len(TEXT.splitlines()) <= 120
 
 
 @pytest.mark.parametrize("prompt", ["Which digit is this?", MESSAGES], ids=["text", "messages"])
 def test_the_custom_reward(prompt: str | list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = block("python", "# my_reward.py")
+    source = block(TEXT, "python", "# my_reward.py")
     assert len(source.splitlines()) <= 10
     (tmp_path / "my_reward.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    override = re.search(r"rewards\.reward_funcs='([^']+)'", README)
+    override = re.search(r"rewards\.reward_funcs='([^']+)'", TEXT)
     assert override
     config = load_config(ROOT / "configs/digits.yaml", [f"rewards.reward_funcs={override[1]}"])
 
     texts = ["<answer>7</answer>", "It is a <answer>1</answer>.", "x" * 40]
     with RewardSuite(RewardsConfig(reward_funcs=config.rewards.reward_funcs)) as suite:
-        table = suite.score([group(prompt, texts)], TrainerState(0, 1, 0.0))
+        table = suite.score([answered_group(prompt, texts)], TrainerState(0, 1, 0.0))
     assert table.fault_messages == []
     assert table.names == ["exact_match", "short_answer"]
     assert table.scores_PGF.tolist() == [[[1.0, 1.0], [0.0, 0.5], [0.0, 0.0]]]
     assert table.metrics == {"characters": [pytest.approx((18 + 27 + 40) / 3)]}
 
 
-def test_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    row = re.search(r'`(\{"image": .*?\})`', README)
-    assert row
-    (tmp_path / "my_run.yaml").write_text(block("yaml", "# my_run.yaml"))
-    (tmp_path / "data/images").mkdir(parents=True)
-    (tmp_path / "data/train.jsonl").write_text(row[1] + "\n")
-    Image.new("RGB", (4, 3)).save(tmp_path / "data" / json.loads(row[1])["image"])
+def test_the_run_of_your_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_run.yaml").write_text(block(TEXT, "yaml", "# my_run.yaml"))
     monkeypatch.chdir(tmp_path)
-
     config = load_config("my_run.yaml")
     check_trainable(config)
     assert batch_sizes(config, world_size=1).completions_per_step == 128
-    sample = load_rows(config.data, "train")[0]
-    assert sample.prompt == "How many cups are there? Put the number in <answer> tags."
-    assert [image.size for image in sample.images] == [(4, 3)]
     with RewardSuite(config.rewards) as suite:
-        suite.check_columns(sample.columns)
+        suite.check_columns({"image", "question", "solution"})
 
 
-def test_commands_for_several_machines_fit_the_larger_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A run whose prompts cannot be shared equally among these processes would be refused, with status 2."""
-    pages = README + (ROOT / "docs/distributed.md").read_text()
-    commands = [shlex.split(found) for found in re.findall(r"rl-vlm (launch my_run\.yaml[^`#>\n]*)", pages)]
-    assert len(commands) == 5
-    (tmp_path / "my_run.yaml").write_text(block("yaml", "# my_run.yaml"))
-    monkeypatch.chdir(tmp_path)
-    assert [command for command in commands if cli.main(command) != 0] == []
+def figures(measurement: str) -> list[float]:
+    """Return the numbers in the result of a row of the README's table of measurements."""
+    result = re.search(rf"^\| \[{measurement}\].*\| (.*) \|$", TEXT, re.MULTILINE)
+    assert result
+    return [float(number) for number in re.findall(r"\b\d+\.?\d*(?:e-\d+)?\b", result[1])]
 
 
-@pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
-    """The trainer of the README's run from Python, which is not started."""
-    rows = datasets.Dataset.from_list([{"prompt": "How many?", "solution": "3"}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: rows)
-    monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: {"optimizer_steps": 0})
-    names: dict[str, Any] = {}
-    exec(block("python", "from datasets import load_dataset"), names)
-    return names["trainer"]
+def test_the_figures_against_trl_are_those_of_the_benchmarks():
+    by_eight, by_sixteen = (json.loads((BENCHMARKS / f"{name}.json").read_text()) for name in ("1-trl-8", "2-trl-16"))
+    speed_ups = [run["speedup_vs_peer"] for run in (by_eight, by_sixteen)]
+    memory = [run["peak_memory_vs_peer"] for run in (by_eight, by_sixteen)]
+    assert figures("training pass") == [round(speed_ups[0], 1), 8, round(speed_ups[1], 1), 16]
+    assert figures("memory") == [round(memory[0], 2), 8, round(memory[1], 2), 16]
 
 
-def test_the_run_from_python(trainer: GRPOTrainer):
-    config = trainer.config
-    check_trainable(config)
-    assert batch_sizes(config, world_size=1).completions_per_step == 128
-    with live(trainer.objects), RewardSuite(config.rewards) as suite:
-        table = suite.score([group("How many?", ["<answer>7</answer>", "7"])], TrainerState(0, 1, 0.0))
-        suite.check_columns(load_rows(config.data, "train")[0].columns)
-    assert [round(brevity, 3) for _, brevity in table.scores_PGF[0].tolist()] == [-0.018, -0.001]
+def test_the_figures_of_exactness_are_those_of_the_table_of_families():
+    page = (ROOT / "docs/families.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (\S+) / \S+ \| (\S+) / ", page.split("<!-- table: begin -->")[1], re.MULTILINE)
+    count = re.search(r"shared prompts, (\d+) tiny models", TEXT)
+    assert count and int(count[1]) == len(rows)
+    assert figures("exactness") == [max(float(row[1]) for row in rows), max(float(row[2]) for row in rows)]
 
 
-@pytest.mark.ci
-def test_the_run_from_python_fits_the_card_that_is_named(trainer: GRPOTrainer):
-    size = re.search(r"By the memory plan, it fits one card of (\d+) GB", README)
-    assert size
-    hardware = Hardware(parse_card(f"{size[1]}GB"), 1, 1, UNSHARDED)
-    assert plan_memory(trainer.config, hardware, inspect_model(trainer.config)).fits
-
-
-def test_the_page_of_families_names_each_and_its_table_holds_what_is_built():
-    page = (ROOT / "docs" / "families.md").read_text()
-    assert [family for family in FAMILIES if f"`{family}`" not in page] == []
-    assert [name for name in TINY_FAMILIES if f"| {name} |" not in page] == []
-
-
-def test_the_page_about_the_code_names_every_module():
-    page = (ROOT / "docs/code.md").read_text()
-    modules = {path.name for path in (ROOT / "rl_vlm").glob("*.py")} - {"__init__.py"}
-    folders = {f"{path.parent.name}/" for path in (ROOT / "rl_vlm").glob("*/__init__.py")}
-    assert [name for name in sorted(modules | folders) if name not in page] == []
-
-
-def test_links_of_pages_lead_somewhere():
-    """Links to files, and to headings of pages."""
-    missing = []
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *EXAMPLES]:
-        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-            name, _, anchor = link.partition("#")
-            target = page.parent / name if name else page
-            if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
-                missing.append(f"{page.relative_to(ROOT)}: {link}")
-    assert missing == []
-
-
-def test_every_page_is_reached():
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-    linked = {Path(link).name for link in re.findall(r"\]\(([^)#\s]+\.md)", pages)}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - linked == set()
+def test_the_number_of_families_is_that_of_the_table():
+    count = re.search(r"\[(\d+) model families\]", TEXT)
+    assert count and int(count[1]) == len(FAMILIES)

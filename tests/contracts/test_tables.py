@@ -124,7 +124,8 @@ def test_pages_have_the_rows_of_the_tables():
         line for line in (ROOT / "docs/memory.md").read_text().splitlines() if "| `--sharding NAME` |" in line
     )
     assert set(re.findall(r"`(\w+)`", option)) == {*SHARDINGS}
-    layout = next(line for line in (ROOT / "docs/code.md").read_text().splitlines() if "`rl_vlm/rollout/`" in line)
+    guide = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    layout = next(line for line in guide if line.startswith("| `rl_vlm/rollout/`"))
     assert re.findall(r"`(\w+)`", layout) == [*ENGINES]
 
 

@@ -129,6 +129,14 @@ def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], 
     ]
 
 
+def answered_group(prompt: str | list[dict[str, Any]], texts: Sequence[str], solution: str = "7") -> Group:
+    """Build a group whose completions are texts, for reward functions."""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    sample = Sample("s0", messages, [], {"solution": solution}, prompt)
+    completions = [Completion(torch.tensor([1]), torch.zeros(1), "stop", text) for text in texts]
+    return Group("g0", Prompt(sample, torch.tensor([1]), {}, {}), completions, policy_version=0)
+
+
 def whole(groups: Sequence[ScoredGroup], shared: bool) -> MicroBatch:
     """All groups in one micro-batch."""
     return MicroBatch([SubGroup(group, list(range(len(group.group.completions)))) for group in groups], shared)
