@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check gpu lock check-lock
+.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check site gpu lock check-lock
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
@@ -40,6 +40,9 @@ check: $(INSTALLED)  ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+site: $(INSTALLED)  ## Build the site of the documentation into build/site, with strict links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 gpu: .venv-gpu/.installed  ## Set up .venv-gpu for GPUs, with vLLM and DeepSpeed
 
