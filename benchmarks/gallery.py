@@ -114,7 +114,8 @@ def draw(rows: Sequence[dict[str, Any]], curves: Sequence[Curve], function: str,
     if not rows:
         draw_curves(figure.subplots(), curves, function)
     else:
-        left, right = figure.subfigures(1, 2, width_ratios=(1.1, 1))
+        parts: Any = figure.subfigures(1, 2, width_ratios=(1.1, 1))
+        left, right = parts
         for axes, row in zip(left.subplots(2, NUM_IMAGES // 2).flat, rows, strict=True):
             axes.imshow(Image.open(row["image"]).convert("L"), cmap="gray")
             axes.set(xticks=[], yticks=[])

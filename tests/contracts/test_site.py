@@ -41,7 +41,7 @@ class Addresses(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="needs mkdocs-material, of the extra `dev`")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -59,7 +59,7 @@ def test_files_of_the_repository_are_copies_in_the_site(site: Path):
     folder = site / "repository"
     assert "Apache License" in (folder / "LICENSE.html").read_text()
     assert "Where the code is" in (folder / "CONTRIBUTING.html").read_text()
-    assert "boxes of random places" in (folder / "examples/grounding/README.html").read_text()
+    assert "boxes of random places" in (folder / "examples/grounding/index.html").read_text()
     assert not list(site.rglob("site.py*"))
 
 
