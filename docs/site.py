@@ -61,12 +61,16 @@ def without_code(markdown: str) -> str:
 
 
 def target_of(source: str, link: str) -> str | None:
-    """Return the file of the repository that a link of a page leads to. None: it leads to an anchor or elsewhere."""
+    """Return the file of the repository that a link of a page leads to.
+
+    None: it leads to an anchor, elsewhere, or nowhere, which mkdocs reports.
+    """
     name = link.partition("#")[0]
     if not name or "://" in name or name.startswith("mailto:"):
         return None
     target = os.path.normpath(PurePosixPath(source).parent / name)
-    return f"{target}/README.md" if (ROOT / target).is_dir() else target
+    target = f"{target}/README.md" if (ROOT / target).is_dir() else target
+    return target if (ROOT / target).is_file() else None
 
 
 def place(source: str) -> str:
