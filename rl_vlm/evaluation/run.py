@@ -40,7 +40,8 @@ from rl_vlm.evaluation.options import (
     checkpoint_names,
     kept_range,
 )
-from rl_vlm.log.directory import COMPARISON, CONFIG, DROPPED, EVALUATED, REPORT, SUMMARY
+from rl_vlm.evaluation.paired import paired_changes
+from rl_vlm.log.directory import COMPARISON, CONFIG, DIFFERENCES, DROPPED, EVALUATED, REPORT, SUMMARY
 from rl_vlm.log.files import disk_errors, lock_directory, unwritable, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.log.starts import append_start
@@ -121,11 +122,20 @@ def evaluate_in(
             gc.collect()  # free memory before the next model is loaded
     if ranks.is_main:
         if len(summaries) > 1:
+            summaries = with_differences(summaries, folders)
             with disk_errors(root):
                 write_file(root / COMPARISON, (json.dumps(summaries, indent=2) + "\n").encode())
         for directory in directories.values():
             directory.delete_unfinished()
     return summaries
+
+
+def with_differences(summaries: Mapping[str, Summary], folders: Mapping[str, Path]) -> dict[str, Summary]:
+    """Add to each summary but the first the changes of its scores from the first model, paired by row."""
+    first, *others = summaries
+    changes = {name: paired_changes(folders[first] / EVALUATED, folders[name] / EVALUATED) for name in others}
+    compared = {name: summaries[name] | {DIFFERENCES: [asdict(change) for change in changes[name]]} for name in others}
+    return {first: summaries[first], **compared}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl_vlm.log.metrics import function_name, is_score
+from rl_vlm.log.metrics import function_name, is_number, is_score
 
 MOST_POINTS = 240
 """Largest number of drawn points in a series. In longer ones, consecutive points are averaged."""
@@ -93,10 +92,6 @@ def metric_points(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point
         for line in lines
         if is_number(line.get(metric))
     ]
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

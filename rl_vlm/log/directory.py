@@ -46,6 +46,8 @@ CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 EVALUATED, COMPARISON = "completions.parquet", "comparison.json"
 """Results of one evaluation, and of several."""
+DIFFERENCES = "differences"
+"""Key of a summary in `comparison.json`: the changes of its scores from the first model."""
 REPORT = "report.html"
 DROPPED = "dropped_prompts.jsonl"
 MEMORY_PROFILE = ("memory_profile.json", "memory_profile.png")

@@ -207,6 +207,11 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     metrics.add_sum("step_tokens", lengths.double().sum().item() + num_prompt_tokens)
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a logged value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def is_score(metric: str) -> bool:
     """Return whether a metric is the mean score of a reward function, in training or on held-out rows."""
     return metric.startswith(("rewards/", "eval_rewards/")) and metric.endswith("/mean")

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.checkpoint.store import complete
-from rl_vlm.log.directory import REPORT
+from rl_vlm.log.changes import Change, interval
+from rl_vlm.log.directory import DIFFERENCES, REPORT
 from rl_vlm.log.metrics import function_name, is_score, reward_faults
+
+DIGITS = 4
+"""Decimals of a score."""
 
 
 def report_lines(directory: Path) -> list[str]:
@@ -47,9 +51,9 @@ def evaluation_outcome(summary: dict[str, Any], output_dir: str) -> str:
 
 
 def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) -> str:
-    """Describe the scores in a row per checkpoint, and where the files are."""
+    """Describe the scores in a row per checkpoint, the differences from the first, and where the files are."""
     directory = Path(output_dir) / "evaluation"
-    lines = [scores_table("checkpoint", summaries)]
+    lines = [scores_table("checkpoint", summaries), *difference_lines(summaries)]
     lines += [f"{name}: {line}" for name, summary in summaries.items() for line in fault_lines(reward_faults(summary))]
     for name, summary in summaries.items():
         for column, by_value in summary.get("by", {}).items():
@@ -57,7 +61,7 @@ def comparison_outcome(summaries: dict[str, dict[str, Any]], output_dir: str) ->
         if "kept" in summary:
             lines.append(f"{name}: {kept_line(summary['kept'], directory / name / 'kept.parquet')}")
     lines.append(
-        f"The table is in {directory / 'comparison.json'}, completions are in a folder per checkpoint beside it."
+        f"Both tables are in {directory / 'comparison.json'}, completions are in a folder per checkpoint beside it."
     )
     return "\n".join([*lines, *report_lines(directory)])
 
@@ -69,7 +73,7 @@ def functions(metrics: dict[str, Any]) -> list[str]:
 
 def mean_and_interval(metrics: dict[str, Any], name: str) -> str:
     mean, low, high = (metrics[f"rewards/{name}/{figure}"] for figure in ("mean", "ci_low", "ci_high"))
-    return f"{mean:.4f} (95% interval {low:.3f} to {high:.3f})"
+    return f"{mean:.{DIGITS}f} (95% interval {low:.3f} to {high:.3f})"
 
 
 def best_of(metrics: dict[str, Any], name: str) -> list[str]:
@@ -118,6 +122,16 @@ def scores_table(title: str, rows: dict[str, dict[str, Any]]) -> str:
     return f"\n{aligned(cells)}"
 
 
+def difference_lines(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table with the changes of scores from the first checkpoint, if there are any. They are paired by row."""
+    cells = [[f"compared with {next(iter(summaries))}", "score", "difference", "95% interval", "rows"]]
+    for name, summary in summaries.items():
+        for change in (Change(**values) for values in summary.get(DIFFERENCES, [])):
+            difference = f"{change.after - change.before:+.{DIGITS}f}"
+            cells.append([name, change.name, difference, interval(change, DIGITS), str(change.num)])
+    return [f"\n{aligned(cells)}"] if len(cells) > 1 else []
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of equal length as columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -129,4 +143,4 @@ def mean_and_half_width(metrics: dict[str, Any], name: str) -> str:
     if f"rewards/{name}/mean" not in metrics:
         return "-"
     half_width = (metrics[f"rewards/{name}/ci_high"] - metrics[f"rewards/{name}/ci_low"]) / 2
-    return f"{metrics[f'rewards/{name}/mean']:.4f} ± {half_width:.3f}"
+    return f"{metrics[f'rewards/{name}/mean']:.{DIGITS}f} ± {half_width:.3f}"

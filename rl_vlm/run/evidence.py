@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.errors import text_of
+from rl_vlm.evaluation.paired import Pairs, paired_values
 from rl_vlm.log.completions import (
     distinct_answers,
-    function_columns,
     held_out_path,
     step_of,
     window_paths,
     windows_of,
 )
-from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS
-from rl_vlm.run.verdict import Evidence, Line, Pairs, is_number
+from rl_vlm.log.metrics import BEST_OF_GROUP, DISTINCT_ANSWERS, FAULTED, ITERATION, NUM_GROUPS, is_number
+from rl_vlm.run.verdict import Evidence, Line
 
 MOST_WINDOWS = 500
 """Largest number of windows to read if metrics lack the figures of groups. Of more, read those at even distances."""
@@ -44,7 +44,7 @@ def read_evidence(
     if len(evaluated) > 1:
         last = result_step if result_step is not None and result_step in evaluated else evaluated[-1]
         try:
-            held_out = paired_values(folder, evaluated[0], last)
+            held_out = paired_values(held_out_path(folder, evaluated[0]), held_out_path(folder, last))
         except Exception as error:  # a verdict is needed most for runs that went wrong
             lacks.append(
                 f"The completions of two evaluations cannot be read ({text_of(error)}): training data are judged."
@@ -72,36 +72,6 @@ def lacks_of(lines: Sequence[Line]) -> list[str]:
             "that were kept, and hide a loss of spread."
         )
     return lacks
-
-
-def paired_values(folder: Path, first: int, last: int) -> dict[str, Pairs]:
-    """Return the values of each row that two evaluations scored: the reward, and the scores of several functions.
-
-    Raises an error of pyarrow or of the file system if a file is missing or damaged.
-    """
-    from pyarrow.parquet import ParquetFile
-
-    files = [ParquetFile(held_out_path(folder, step)) for step in (first, last)]
-    functions = function_columns(files[-1].schema_arrow.names)
-    names = ["reward", *(functions if len(functions) > 1 else [])]
-    before, after = (file.read(columns=["sample_id", *names]).to_pylist() for file in files)
-    pairs = {name: shared(mean_values(before, name), mean_values(after, name)) for name in names}
-    return {name: both for name, both in pairs.items() if both[0]}
-
-
-def mean_values(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    """Return the mean of a column for each sample, without completions that have no value."""
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        if is_number(row.get(name)):
-            values.setdefault(row["sample_id"], []).append(row[name])
-    return {sample: float(np.mean(found)) for sample, found in values.items()}
-
-
-def shared(before: Mapping[str, float], after: Mapping[str, float]) -> Pairs:
-    """Return the values of the samples that both have."""
-    both = [sample for sample in before if sample in after]
-    return [before[sample] for sample in both], [after[sample] for sample in both]
 
 
 def with_groups(folder: Path, lines: Sequence[Line], decisive: str | None) -> list[dict[str, Any]]:

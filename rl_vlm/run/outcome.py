@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.log.changes import Change, interval, text_of
 from rl_vlm.log.metrics import reward_faults
 from rl_vlm.log.outcome import aligned, fault_lines, report_lines, skipped_lines
-from rl_vlm.run.verdict import SPREAD, Change, CollapseWatch, Evidence, Line, Outcome, Verdict, training_steps
+from rl_vlm.run.verdict import SPREAD, CollapseWatch, Evidence, Line, Outcome, Verdict, training_steps
 
 logger = logging.getLogger(__name__)
 
@@ -50,28 +50,6 @@ def explained(verdict: Verdict) -> str:
     of_change = "" if main.low is None or main.has_few else f" (95% interval of the change: {interval(main)})"
     meaning = MEANINGS[verdict.outcome].format(name=main.name, before=before, after=after, interval=of_change)
     return " ".join([meaning, *verdict.lacks])
-
-
-def text_of(change: Change) -> tuple[str, str]:
-    """Return both means with two digits of the larger one, at least two decimals."""
-    digits = digits_of(change.before, change.after)
-    return f"{change.before:.{digits}f}", f"{change.after:.{digits}f}"
-
-
-def interval(change: Change) -> str:
-    """Return the interval of a change, or why there is none, or nothing."""
-    if change.low is None or change.high is None:
-        return ""
-    if change.has_few:
-        return f"too few values ({change.num})"
-    digits = digits_of(change.before, change.after)
-    return f"{change.low:+.{digits}f} to {change.high:+.{digits}f}"
-
-
-def digits_of(*values: float) -> int:
-    """Return how many decimals show two digits of the largest value, at least 2."""
-    size = max(map(abs, values))
-    return 2 if size == 0 else max(2, 1 - math.floor(math.log10(size)))
 
 
 def changes_table(changes: Sequence[Change]) -> str:

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from rl_vlm.evaluation.figures import bootstrap_interval
+from rl_vlm.evaluation.paired import Pairs, paired_change
+from rl_vlm.log.changes import Change
 from rl_vlm.log.metrics import (
     BEST_OF_GROUP,
     DISTINCT_ANSWERS,
@@ -31,11 +33,11 @@ from rl_vlm.log.metrics import (
     NUM_GROUPS,
     WITHOUT_VARIANCE,
     function_name,
+    is_number,
     is_score,
 )
 
 Line = Mapping[str, Any]
-Pairs = tuple[Sequence[float], Sequence[float]]
 
 MOST_FAULTED = 0.05
 """Completions without a score are left out of training. This many of them are a fault to mend, and not an accident."""
@@ -43,8 +45,8 @@ FEWEST_STEPS = 10
 """With fewer steps, a change says nothing of the settings. One in twenty intervals lies above or below 0 by chance."""
 SHARE = 0.1
 """Share of a run's steps with new groups at each of the two ends that are compared. Their mean reward is one value."""
-ENOUGH, FEWEST = 16, 8
-"""An end has at least `ENOUGH` values, if both can. With fewer than `FEWEST`, an interval would be too narrow."""
+ENOUGH = 16
+"""An end has at least so many values, if both can."""
 
 FIRST_GROUPS, FIRST_STEPS = 32, 1
 """Groups, and steps with new groups, that show which answers the starting model can find."""
@@ -81,24 +83,6 @@ class Outcome(StrEnum):
     CONSTANT = "rewards constant"
     FAULTY = "rewards faulty"
     SHORT = "too short to tell"
-
-
-@dataclass(frozen=True)
-class Change:
-    """The means of values before and after, with a 95% interval of their difference."""
-
-    name: str
-    before: float
-    after: float
-    low: float | None = None
-    high: float | None = None
-    num: int | None = None
-    """Number of values: of pairs, or of values at the end that has fewer of them."""
-
-    @property
-    def has_few(self) -> bool:
-        """Whether its interval is of so few values that it would be too narrow."""
-        return self.num is not None and self.num < FEWEST
 
 
 @dataclass(frozen=True)
@@ -202,20 +186,10 @@ def num_groups(line: Line) -> int:
     return int(line.get(NUM_GROUPS, FIRST_GROUPS))
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def mean_of(lines: Iterable[Line], metric: str) -> float:
     """Return the mean of a metric over the lines that have it, or NaN if none has."""
     values = [line[metric] for line in lines if is_number(line.get(metric))]
     return float(np.mean(values)) if values else math.nan
-
-
-def paired_change(name: str, before: Sequence[float], after: Sequence[float]) -> Change:
-    """Return the change of values that are paired, with the bootstrap interval of its mean over pairs."""
-    low, high = bootstrap_interval([new - old for old, new in zip(before, after, strict=True)])
-    return Change(name, float(np.mean(before)), float(np.mean(after)), low, high, len(before))
 
 
 def training_changes(steps: Sequence[Line]) -> list[Change]:

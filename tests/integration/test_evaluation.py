@@ -263,13 +263,17 @@ def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
     evaluation = tmp_path / "eval" / "evaluation"
     compared = json.loads((evaluation / "comparison.json").read_text())
     lines = metric_lines(tmp_path / "run")
-    assert compared["checkpoint-2"] == {k: lines[-1][f"eval_{k}"] for k in compared["checkpoint-2"]}
     assert compared["checkpoint-1"]["reward"] != compared["checkpoint-2"]["reward"]
     for name in compared:
+        differences = compared[name].pop("differences", [])
         assert json.loads((evaluation / name / "summary.json").read_text()) == compared[name]
+        assert [(change["name"], change["num"]) for change in differences] == (
+            [("reward", 5)] if name == "checkpoint-2" else []
+        )
         (image,) = {row["images"][0] for row in pyarrow.parquet.read_table(
             evaluation / name / "completions.parquet").to_pylist() if row["row"] == 0}  # fmt: skip
         assert (evaluation / name / image).resolve().parent == evaluation / "images"
+    assert compared["checkpoint-2"] == {k: lines[-1][f"eval_{k}"] for k in compared["checkpoint-2"]}
     page = build_page(read_runs([tmp_path / "eval"]))
     differ = page.partition("Settings that differ")[2].partition("</table>")[0]
     assert all(flag.partition("=")[2] in differ for flag in flags)
@@ -277,6 +281,11 @@ def test_several_checkpoints_are_compared(tiny_checkpoint, tmp_path, capsys):
     assert [line.split()[:2] for line in printed[1:4]] == [
         ["checkpoint", "samples"], ["checkpoint-1", "5"], ["checkpoint-2", "5"],
     ]  # fmt: skip
+    gain = compared["checkpoint-2"]["reward"] - compared["checkpoint-1"]["reward"]
+    assert [line.split() for line in printed[5:7]] == [
+        ["compared", "with", "checkpoint-1", "score", "difference", "95%", "interval", "rows"],
+        ["checkpoint-2", "reward", f"{gain:+.4f}", "too", "few", "values", "(5)", "5"],
+    ]
     assert cli.main(["eval", str(tmp_path / "run.yaml"), f"output_dir={tmp_path / 'eval'}"]) == 0
     assert not (evaluation / "comparison.json").exists()  # or the report would show it again
 

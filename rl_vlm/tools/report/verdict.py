@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_vlm.log.changes import Change, digits_of, interval, text_of
 from rl_vlm.log.metrics import function_name, is_score, named_with, reward_faults, seconds_of, totals
 from rl_vlm.reward.suite import NOT_APPLICABLE
 from rl_vlm.run.evidence import read_evidence
-from rl_vlm.run.outcome import digits_of, explained, headline, interval, text_of
-from rl_vlm.run.verdict import Change, Evidence, Outcome, judge
+from rl_vlm.run.outcome import explained, headline
+from rl_vlm.run.verdict import Evidence, Outcome, judge
 from rl_vlm.stages import Stage
 from rl_vlm.tools.report.draw import Spark
 from rl_vlm.tools.report.read import RunResults

@@ -54,7 +54,26 @@ def test_several_checkpoints_are_rows_of_a_table():
         "checkpoint-2  5        0.2500 ± 0.150",
         "b             5        0.5000 ± 0.150",
         "b: Completions without a score because a reward function failed: exact/nan 1.",
-        "The table is in runs/a/evaluation/comparison.json, completions are in a folder per checkpoint beside it.",
+        "Both tables are in runs/a/evaluation/comparison.json, completions are in a folder per checkpoint beside it.",
+    ]
+
+
+def test_differences_from_the_first_checkpoint_are_a_second_table():
+    def changed(name: str, before: float, after: float, low: float, high: float, num: int) -> dict[str, Any]:
+        return {"name": name, "before": before, "after": after, "low": low, "high": high, "num": num}
+
+    later = [changed("reward", 0.25, 0.5625, 0.125, 0.4999, 16), changed("exact", 0.5, 0.375, -0.3, 0.05, 16)]
+    summaries = {
+        "base": summary(0.25),
+        "checkpoint-8": summary(0.5, differences=later),
+        "last": summary(0.5, differences=[changed("reward", 0.25, 0.5, 0.25, 0.25, 7)]),
+    }
+    assert comparison_outcome(summaries, "runs/a").splitlines()[5:10] == [
+        "",
+        "compared with base  score   difference  95% interval        rows",
+        "checkpoint-8        reward  +0.3125     +0.1250 to +0.4999  16",
+        "checkpoint-8        exact   -0.1250     -0.3000 to +0.0500  16",
+        "last                reward  +0.2500     too few values (7)  7",
     ]
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from rl_vlm.log.changes import Change
 from rl_vlm.run.outcome import Summary, training_outcome
-from rl_vlm.run.verdict import Change, Outcome, Verdict
+from rl_vlm.run.verdict import Outcome, Verdict
 
 RUN: dict[str, Any] = {
     "eval_before": None,

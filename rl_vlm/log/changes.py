@@ -1,0 +1,49 @@
+"""A change of a score between two models or two ends of a run, and its text for the user."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FEWEST = 8
+"""With fewer values, an interval would be too narrow."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The means of values before and after, with a 95% interval of their difference."""
+
+    name: str
+    before: float
+    after: float
+    low: float | None = None
+    high: float | None = None
+    num: int | None = None
+    """Number of values: of pairs, or of values at the end that has fewer of them."""
+
+    @property
+    def has_few(self) -> bool:
+        """Whether its interval is of so few values that it would be too narrow."""
+        return self.num is not None and self.num < FEWEST
+
+
+def text_of(change: Change) -> tuple[str, str]:
+    """Return both means with two digits of the larger one, at least two decimals."""
+    digits = digits_of(change.before, change.after)
+    return f"{change.before:.{digits}f}", f"{change.after:.{digits}f}"
+
+
+def interval(change: Change, digits: int | None = None) -> str:
+    """Return the interval of a change, or why there is none, or nothing. By default it has the digits of `text_of`."""
+    if change.low is None or change.high is None:
+        return ""
+    if change.has_few:
+        return f"too few values ({change.num})"
+    digits = digits_of(change.before, change.after) if digits is None else digits
+    return f"{change.low:+.{digits}f} to {change.high:+.{digits}f}"
+
+
+def digits_of(*values: float) -> int:
+    """Return how many decimals show two digits of the largest value, at least 2."""
+    size = max(map(abs, values))
+    return 2 if size == 0 else max(2, 1 - math.floor(math.log10(size)))
