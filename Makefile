@@ -9,7 +9,9 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+INSTALLED := .venv/.quickstart
+# The tests' packages are added to the quickstart's.
+INSTALLED_DEV := .venv/.dev
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
 help:  ## Show this list
@@ -21,22 +23,22 @@ quickstart: $(INSTALLED)  ## Set up and teach a small model to read digits, on a
 grounding: $(INSTALLED)  ## Set up and teach a small model to find objects, on a CPU
 	$(BIN)/rl-vlm train configs/grounding.yaml
 
-test: $(INSTALLED)  ## Set up and run the tests that take minutes (TESTS=path, WORKERS=n)
+test: $(INSTALLED_DEV)  ## Set up and run the tests that take minutes (TESTS=path, WORKERS=n)
 	$(PYTEST) -m "not ci and not slow" $(TESTS)
 
-test-ci: $(INSTALLED)  ## Run the longer ones: whole runs, several processes, vLLM, every family
+test-ci: $(INSTALLED_DEV)  ## Run the longer ones: whole runs, several processes, vLLM, every family
 	$(PYTEST) -m "ci and not slow" $(TESTS)
 
-test-all: $(INSTALLED)  ## Run all tests
+test-all: $(INSTALLED_DEV)  ## Run all tests
 	$(PYTEST) $(TESTS)
 
-fuzz: $(INSTALLED)  ## Fuzz the reward functions for up to 50 minutes; run it again to go on
+fuzz: $(INSTALLED_DEV)  ## Fuzz the reward functions for up to 50 minutes; run it again to go on
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.campaign
 
-chaos: $(INSTALLED)  ## Kill, stop and resume runs on two processes for up to 50 minutes; run it again to go on
+chaos: $(INSTALLED_DEV)  ## Kill, stop and resume runs on two processes for up to 50 minutes; run it again to go on
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.campaign
 
-check: $(INSTALLED)  ## Lint, formatting and types
+check: $(INSTALLED_DEV)  ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -47,26 +49,36 @@ site: $(INSTALLED)  ## Build the site of the documentation into build/site, with
 gpu: .venv-gpu/.installed  ## Set up .venv-gpu for GPUs, with vLLM and DeepSpeed
 
 COMPILE := uv pip compile --quiet --universal --python-version 3.11 --custom-compile-command "make lock" \
-	pyproject.toml --extra bitsandbytes --extra rewards --extra trl --extra quickstart
-COMPILE_DEV := $(COMPILE) --extra dev --override requirements/overrides.txt requirements/dev.in
-COMPILE_GPU := $(COMPILE) --extra deepspeed --extra vllm requirements/gpu.in
+	pyproject.toml --extra quickstart --extra rewards --extra trl
+# A later file is compiled with the versions of an earlier one, so that the environments agree.
+COMPILE_DEV := $(COMPILE) --extra bitsandbytes --extra dev --override requirements/overrides.txt requirements/dev.in
+COMPILE_QUICKSTART := $(COMPILE) --constraint requirements/dev.txt requirements/quickstart.in
+COMPILE_GPU := $(COMPILE) --extra bitsandbytes --extra deepspeed --extra vllm --constraint requirements/quickstart.txt \
+	requirements/gpu.in
 
-lock: $(INSTALLED)  ## Recompile requirements/dev.txt and requirements/gpu.txt
+lock: $(INSTALLED)  ## Recompile the requirements: quickstart.txt, dev.txt and gpu.txt
 	$(BIN)/$(COMPILE_DEV) --output-file requirements/dev.txt
+	$(BIN)/$(COMPILE_QUICKSTART) --output-file requirements/quickstart.txt
 	$(BIN)/$(COMPILE_GPU) --output-file requirements/gpu.txt
 
-check-lock: $(INSTALLED)  ## Fail if the compiled requirements do not fit pyproject.toml and the .in files
-	mkdir -p build && cp requirements/dev.txt requirements/gpu.txt build
-	$(BIN)/$(COMPILE_DEV) --output-file build/dev.txt
-	$(BIN)/$(COMPILE_GPU) --output-file build/gpu.txt
-	diff requirements/dev.txt build/dev.txt
-	diff requirements/gpu.txt build/gpu.txt
+LOCKED := dev.txt quickstart.txt gpu.txt
 
-$(INSTALLED): requirements/dev.txt requirements/overrides.txt pyproject.toml
+check-lock: $(INSTALLED)  ## Fail if the compiled requirements do not fit pyproject.toml and the .in files
+	mkdir -p build && cp $(LOCKED:%=requirements/%) build
+	$(BIN)/$(COMPILE_DEV) --output-file build/dev.txt
+	$(BIN)/$(COMPILE_QUICKSTART) --output-file build/quickstart.txt
+	$(BIN)/$(COMPILE_GPU) --output-file build/gpu.txt
+	for name in $(LOCKED); do diff requirements/$$name build/$$name || exit 1; done
+
+$(INSTALLED): requirements/quickstart.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv==0.13.9
-	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt --requirement requirements/dev.txt
+	$(BIN)/uv pip install --python $(BIN)/python --requirement requirements/quickstart.txt
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --editable .
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED) requirements/dev.txt requirements/overrides.txt
+	$(BIN)/uv pip install --python $(BIN)/python --override requirements/overrides.txt --requirement requirements/dev.txt
 	touch $@
 
 .venv-gpu/.installed: requirements/gpu.txt pyproject.toml
