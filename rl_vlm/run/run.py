@@ -154,7 +154,8 @@ class Run:
             asked = any(self.ranks.gather([any(instrument.asks_to_stop() for instrument in self.parts.instruments)]))
         if not asked or step == last:
             return False
-        logger.warning("the run was asked to stop, and ends after step %d of %d", step, last)
+        if self.ranks.is_main:
+            logger.warning("the run was asked to stop, and ends after step %d of %d", step, last)
         self.save()
         return True
 

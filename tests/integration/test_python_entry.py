@@ -390,3 +390,32 @@ def test_a_script_on_two_processes_takes_the_steps_of_one(tiny_checkpoint, tmp_p
         assert [line[name] for line in two[1:]] == pytest.approx([line[name] for line in one[1:]], rel=1e-4, abs=1e-6)
     evaluated = json.loads((tmp_path / "two" / "evaluation" / "summary.json").read_text())
     assert evaluated["rewards/<lambda>/mean"] == pytest.approx(made.evaluate()["rewards/<lambda>/mean"], rel=1e-6)
+
+
+@pytest.mark.ci
+def test_callbacks_saving_and_pushing_on_two_processes(tiny_checkpoint, tmp_path):
+    """Rank 1 alone asks to stop after step 2 of 5. As in transformers, each rank calls its callbacks."""
+    program = Path(__file__).with_name("calls_on_ranks.py")
+    with hub_server() as hub:
+        arguments = (str(program), str(tiny_checkpoint), str(tmp_path / "run"))
+        options = ("--config_file", str(CPU), "--num_processes", "2")
+        result = launch(*options, *arguments, timeout=200, environment={"HF_ENDPOINT": hub.url})
+    assert result.returncode == 0, result.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    events = [
+        ("begin", 0), ("evaluate", 0), ("log", 0), ("log", 1), ("step", 1), ("evaluate", 2), ("log", 2), ("step", 2),
+        ("save", 2), ("end", 2),
+    ]  # fmt: skip
+    assert first["events"] == [[*event, True] for event in events]
+    assert second["events"] == [[*event, False] for event in events]
+    assert [(found["steps"], found["checkpoint"], found["directory"]) for found in (first, second)] == [
+        (2, str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / "model"))
+    ] * 2
+    assert (first["address"], second["address"]) == (f"{hub.url}/owner/mine", None)
+    assert [message for _, message, _ in hub.commits] == ["End of training", "By the call"]  # once each, of two ranks
+    assert result.stderr.count("the run was asked to stop, and ends after step 2 of 5") == 1
+    trained = tiny_run.model_weights(tmp_path / "run" / "checkpoint-2")
+    for name in ("model", "of_rank_0"):
+        saved = tiny_run.model_weights(tmp_path / name)
+        assert saved.keys() == trained.keys() and all((saved[key] == trained[key]).all() for key in trained)
+    assert first["score"] == second["score"]
