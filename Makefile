@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check site gpu lock check-lock
+.PHONY: help quickstart grounding test test-ci test-all fuzz chaos check site gpu lock check-lock dist
 
 PYTHON ?= python3
 # Test processes, with one torch thread each: the models of the tests are too small to gain from more threads.
@@ -69,6 +69,11 @@ check-lock: $(INSTALLED)  ## Fail if the compiled requirements do not fit pyproj
 	$(BIN)/$(COMPILE_QUICKSTART) --output-file build/quickstart.txt
 	$(BIN)/$(COMPILE_GPU) --output-file build/gpu.txt
 	for name in $(LOCKED); do diff requirements/$$name build/$$name || exit 1; done
+
+dist: $(INSTALLED)  ## Build the release in dist/: the source distribution, and the wheel from it
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	ls -sh dist
 
 $(INSTALLED): requirements/quickstart.txt pyproject.toml
 	$(PYTHON) -m venv .venv
