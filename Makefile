@@ -43,7 +43,7 @@ check: $(INSTALLED_DEV)  ## Lint, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-site: $(INSTALLED)  ## Build the site of the documentation into build/site, with strict links
+site: $(INSTALLED_DEV)  ## Build the site of the documentation into build/site, with strict links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 gpu: .venv-gpu/.installed  ## Set up .venv-gpu for GPUs, with vLLM and DeepSpeed
