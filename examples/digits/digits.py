@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rl_vlm.config.schema import DataConfig
 from rl_vlm.tiny.cached import cached_model
-
-if TYPE_CHECKING:
-    from rl_vlm.types import Forward, Prompt
+from rl_vlm.tiny.warm_up import random_answers, warm_up
 
 QUESTION = "Which digit is this?"
-WARM_UP_STEPS = 60
-WARM_UP_IMAGES = 64
+ANSWERS = [f"<answer>{digit}</answer>" for digit in range(10)]
 
 
 @cache
@@ -68,43 +66,5 @@ def starting_model(directory: Path, seed: int) -> None:
 
 def teach_format(directory: Path, seed: int) -> None:
     """Train on images with random labels, and overwrite the checkpoint's weights."""
-    import torch
-
-    from rl_vlm.config.schema import DataConfig, ModelConfig, RunConfig
-    from rl_vlm.data.prompts import PromptBuilder, load_processor
-    from rl_vlm.data.samples import load_rows
-    from rl_vlm.model.loading import load_policy
-
     data = DataConfig(dataset_name=f"{__name__}:train_rows", min_pixels=256)
-    config = RunConfig(model=ModelConfig(model_name_or_path=str(directory)), data=data)
-    policy = load_policy(config, str(directory))
-    processor = load_processor(str(directory), config.model, config.data)
-    builder, rows = PromptBuilder(processor, config.data), load_rows(config.data, "train")
-    tokenizer = processor.tokenizer
-    answers = [tokenizer.encode(f"<answer>{digit}</answer>{tokenizer.eos_token}") for digit in range(10)]
-
-    images = [builder.build(rows[row]) for row in range(WARM_UP_IMAGES)]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(WARM_UP_STEPS):
-        labels = torch.randint(10, (WARM_UP_IMAGES,), generator=generator).tolist()
-        examples = [(image, answers[label]) for image, label in zip(images, labels, strict=True)]
-        optimizer.zero_grad()
-        (-policy(supervised_batch(examples)).logprobs_NT.sum() / len(examples)).backward()
-        optimizer.step()
-    policy.transformer.save_pretrained(directory)
-
-
-def supervised_batch(examples: list[tuple[Prompt, list[int]]]) -> Forward:
-    """Build the forward of prompts with one given completion each."""
-    import torch
-
-    from rl_vlm.types import Completion, Forward, Group, MicroBatch, ScoredGroup, SubGroup
-
-    one = torch.zeros(1)
-    groups = [
-        Group("", prompt, [Completion(torch.tensor(ids), torch.zeros(len(ids)), "stop", "")], policy_version=0)
-        for prompt, ids in examples
-    ]
-    scored = [ScoredGroup(group, one[:, None], one, one, valid_G=one == 0, has_variance=True) for group in groups]
-    return Forward(MicroBatch([SubGroup(group, [0]) for group in scored], shared=False))
+    warm_up(directory, data, random_answers(ANSWERS, seed))

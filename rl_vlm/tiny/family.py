@@ -11,16 +11,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Resolution:
+    """How a tiny model sees an image: resized to a square, as a square of tokens.
+
+    Example: with `Resolution(32, 2)` an image of any size is resized to 32 x 32 pixels, and becomes 2 x 2 tokens.
+    Families that keep the ratio of the sides have about as many pixels and tokens.
+    """
+
+    side: int
+    tokens_per_side: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image."""
+        return self.tokens_per_side**2
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The size of an image, as image processors read it."""
+        return {"height": self.side, "width": self.side}
+
+    def patch_size(self, merged: int = 1) -> int:
+        """Return the side of a patch in pixels, if squares of `merged` x `merged` patches become one token."""
+        return self.side // (self.tokens_per_side * merged)
+
+
+@dataclass(frozen=True)
 class TinyFamily:
     """One family: its special tokens, and functions that build its config (from tokenizer and width) and processor."""
 
     special_tokens: tuple[str, ...]
-    config: Callable[[Any, int], PreTrainedConfig]
-    processor: Callable[[Any], ProcessorMixin]
+    config: Callable[..., PreTrainedConfig]
+    processor: Callable[..., ProcessorMixin]
     token_names: dict[str, str] = field(default_factory=dict)
     """The tokenizer's own names of special tokens, such as `{"image_token": "<image>"}`."""
     after_init: Callable[[PreTrainedModel], None] | None = None
     """Sets weights to random values if they are zero at initialisation, which would hide the image."""
+    is_resizable: bool = False
+    """Whether config and processor take `resolution`, too."""
 
 
 def layer_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, layer_sizes, mrope
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, layer_sizes, mrope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -33,19 +33,28 @@ def _text_sizes(tokenizer: Any, hidden_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _qwen2_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def patch_size(resolution: Resolution | None) -> int:
+    """Return the side of a patch. 2 x 2 patches become one token."""
+    return resolution.patch_size(merged=2) if resolution else 4
+
+
+def _qwen2_vl_config(tokenizer: Any, hidden_size: int, resolution: Resolution | None = None) -> PreTrainedConfig:
     from transformers import Qwen2VLConfig
 
-    vision = {"depth": 2, "embed_dim": 64, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2, "hidden_size": hidden_size}
+    vision = {
+        "depth": 2, "embed_dim": 64, "num_heads": 4, "patch_size": patch_size(resolution), "mlp_ratio": 2,
+        "hidden_size": hidden_size,
+    }  # fmt: skip
     return Qwen2VLConfig(text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer))
 
 
-def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int, resolution: Resolution | None = None) -> PreTrainedConfig:
     from transformers import Qwen2_5_VLConfig
 
+    patch = patch_size(resolution)
     vision = {
-        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4, "window_size": 32,
-        "out_hidden_size": hidden_size, "fullatt_block_indexes": [1],
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": patch,
+        "window_size": 8 * patch, "out_hidden_size": hidden_size, "fullatt_block_indexes": [1],
     }  # fmt: skip
     return Qwen2_5_VLConfig(
         text_config=_text_sizes(tokenizer, hidden_size), vision_config=vision, **token_ids(tokenizer)
@@ -57,40 +66,45 @@ def _qwen3_text_sizes(tokenizer: Any, hidden_size: int, num_deepstack: int) -> d
     return _text_sizes(tokenizer, hidden_size) | {"head_dim": 32, "num_hidden_layers": max(2, num_deepstack)}
 
 
-def _qwen3_vision(hidden_size: int, num_deepstack: int) -> dict[str, Any]:
+def _qwen3_vision(hidden_size: int, num_deepstack: int, resolution: Resolution | None) -> dict[str, Any]:
     return {
-        "depth": num_deepstack + 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 4,
-        "out_hidden_size": hidden_size, "num_position_embeddings": 64,
+        "depth": num_deepstack + 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+        "patch_size": patch_size(resolution), "out_hidden_size": hidden_size, "num_position_embeddings": 64,
         "deepstack_visual_indexes": list(range(num_deepstack)),
     }  # fmt: skip
 
 
-def _qwen3_vl_config(tokenizer: Any, hidden_size: int, num_deepstack: int) -> PreTrainedConfig:
+def _qwen3_vl_config(
+    tokenizer: Any, hidden_size: int, num_deepstack: int, resolution: Resolution | None = None
+) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
 
     text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack)
-    vision = _qwen3_vision(hidden_size, num_deepstack)
+    vision = _qwen3_vision(hidden_size, num_deepstack, resolution)
     return Qwen3VLConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
 
 
-def _qwen3_vl_moe_config(tokenizer: Any, hidden_size: int, num_deepstack: int) -> PreTrainedConfig:
+def _qwen3_vl_moe_config(
+    tokenizer: Any, hidden_size: int, num_deepstack: int, resolution: Resolution | None = None
+) -> PreTrainedConfig:
     from transformers import Qwen3VLMoeConfig
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack) | experts
-    vision = _qwen3_vision(hidden_size, num_deepstack)
+    vision = _qwen3_vision(hidden_size, num_deepstack, resolution)
     return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
 
 
-def qwen_processor(processor_class: str, video_class: str) -> Callable[[Any], ProcessorMixin]:
-    def build(tokenizer: Any) -> ProcessorMixin:
+def qwen_processor(processor_class: str, video_class: str) -> Callable[..., ProcessorMixin]:
+    def build(tokenizer: Any, resolution: Resolution | None = None) -> ProcessorMixin:
         import transformers
 
-        sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "min_pixels": 8 * 8, "max_pixels": 64 * 64}
+        smallest, largest = (resolution.side, resolution.side) if resolution else (8, 64)
+        sizes: dict[str, Any] = {"patch_size": patch_size(resolution), "merge_size": 2}
         return getattr(transformers, processor_class)(
-            image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+            image_processor=transformers.Qwen2VLImageProcessor(**sizes, min_pixels=smallest**2, max_pixels=largest**2),
             tokenizer=tokenizer,
-            video_processor=getattr(transformers, video_class)(patch_size=4, merge_size=2),
+            video_processor=getattr(transformers, video_class)(**sizes),
             chat_template=chat_template("<|vision_start|><|image_pad|><|vision_end|>"),
         )
 
@@ -102,17 +116,18 @@ def qwen3_vl(num_deepstack: int) -> dict[str, TinyFamily]:
     processor = qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
     configs = {"qwen3_vl": _qwen3_vl_config, "qwen3_vl_moe": _qwen3_vl_moe_config}
     return {
-        name: TinyFamily(SPECIAL_TOKENS, partial(config, num_deepstack=num_deepstack), processor)
+        name: TinyFamily(SPECIAL_TOKENS, partial(config, num_deepstack=num_deepstack), processor, is_resizable=True)
         for name, config in configs.items()
     }
 
 
+def _qwen2(config: Callable[..., PreTrainedConfig], processor_class: str) -> TinyFamily:
+    processor = qwen_processor(processor_class, "Qwen2VLVideoProcessor")
+    return TinyFamily(SPECIAL_TOKENS, config, processor, is_resizable=True)
+
+
 QWEN: dict[str, TinyFamily] = {
-    "qwen2_vl": TinyFamily(
-        SPECIAL_TOKENS, _qwen2_vl_config, qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")
-    ),
-    "qwen2_5_vl": TinyFamily(
-        SPECIAL_TOKENS, _qwen2_5_vl_config, qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")
-    ),
+    "qwen2_vl": _qwen2(_qwen2_vl_config, "Qwen2VLProcessor"),
+    "qwen2_5_vl": _qwen2(_qwen2_5_vl_config, "Qwen2_5_VLProcessor"),
     **qwen3_vl(num_deepstack=1),
 }

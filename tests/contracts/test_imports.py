@@ -16,12 +16,12 @@ MATHS = ROOT / "rl_vlm" / "algorithm"
 OURS = ("rl_vlm", "rewards", "launch")
 
 LAYERS = [
-    "errors types stages tiny",
+    "errors types stages",
     "config",
     "functions distributed",
     "data model algorithm reward checkpoint",
     "log",
-    "passes",
+    "passes tiny",
     "rollout",
     "evaluation trainer",
     "plan",

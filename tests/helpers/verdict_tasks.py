@@ -11,10 +11,11 @@ from typing import Any
 from PIL import Image
 
 from examples.digits import digits
+from rl_vlm.config.schema import DataConfig
 from rl_vlm.tiny.cached import cached_model
+from rl_vlm.tiny.warm_up import random_answers, warm_up
 from tests.tiny import build
 
-WARM_UP_STEPS, WARM_UP_IMAGES = 60, 64
 SIDE = 16
 """Pixels of a picture's side in the tasks about places."""
 PLACES = ("one", "two", "three", "four")
@@ -114,37 +115,11 @@ def maker(family: str, answers: tuple[str, ...]) -> Callable[[Path, int], None]:
     def make(directory: Path, seed: int) -> None:
         options = {"whole_tokens": ("<answer>", "</answer>"), "initializer_range": 0.1, "seed": seed}
         build.build_tiny(family, directory, **options)
-        teach_format(directory, answers, 256 if family in SIZED else None, seed)
+        data = DataConfig(dataset_name=f"{__name__}:train_rows", min_pixels=256 if family in SIZED else None)
+        warm_up(directory, data, random_answers([f"<answer>{answer}</answer>" for answer in answers], seed))
 
     make.__qualname__ = f"{family} {answers}"
     return cached_model(digits, build)(make)
 
 
 MAKERS = {(family, answers): maker(family, answers) for family in build.TINY_FAMILIES for _, answers in TASKS.values()}
-
-
-def teach_format(directory: Path, answers: Sequence[str], min_pixels: int | None, seed: int) -> None:
-    """Train on images with random answers, and overwrite the checkpoint's weights."""
-    import torch
-
-    from rl_vlm.config.schema import DataConfig, ModelConfig, RunConfig
-    from rl_vlm.data.prompts import PromptBuilder, load_processor
-    from rl_vlm.data.samples import load_rows
-    from rl_vlm.model.loading import load_policy
-
-    data = DataConfig(dataset_name=f"{__name__}:train_rows", min_pixels=min_pixels)
-    config = RunConfig(model=ModelConfig(model_name_or_path=str(directory)), data=data)
-    policy = load_policy(config, str(directory))
-    processor = load_processor(str(directory), config.model, config.data)
-    builder, rows, tokenizer = PromptBuilder(processor, data), load_rows(data, "train"), processor.tokenizer
-    ids = [tokenizer.encode(f"<answer>{answer}</answer>{tokenizer.eos_token}") for answer in answers]
-    images = [builder.build(rows[row]) for row in range(WARM_UP_IMAGES)]
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(WARM_UP_STEPS):
-        labels = torch.randint(len(answers), (WARM_UP_IMAGES,), generator=generator).tolist()
-        examples = [(image, ids[label]) for image, label in zip(images, labels, strict=True)]
-        optimizer.zero_grad()
-        (-policy(digits.supervised_batch(examples)).logprobs_NT.sum() / len(examples)).backward()
-        optimizer.step()
-    policy.transformer.save_pretrained(directory)

@@ -14,7 +14,7 @@ from PIL import Image
 from examples.digits.digits import held_out_rows, teach_format, train_rows
 from launch import cli
 from rl_vlm.tiny.build import build_tiny
-from tests.tiny.hybrid import HYBRID
+from rl_vlm.tiny.hybrid import HYBRID
 
 pytestmark = pytest.mark.ci
 

@@ -9,25 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.model.families import FAMILIES
-from rl_vlm.tiny import build
+from rl_vlm.tiny import build, families
 from rl_vlm.tiny.family import TinyFamily
-from rl_vlm.tiny.qwen import QWEN, qwen3_vl
+from rl_vlm.tiny.qwen import qwen3_vl
 from tests.tiny.cache import CACHE
-from tests.tiny.cohere import COHERE
-from tests.tiny.deepseek import DEEPSEEK
-from tests.tiny.gemma import GEMMA
-from tests.tiny.glm import GLM
-from tests.tiny.hybrid import HYBRID
-from tests.tiny.llava import LLAVA
-from tests.tiny.mllama import MLLAMA
-from tests.tiny.ocr import OCR
-from tests.tiny.tiles import TILES
 
 NUM_DEEPSTACK = 3
 """Of Qwen3-VL: the order of fewer would not show."""
-ALL_FAMILIES: dict[str, TinyFamily] = {
-    **QWEN, **qwen3_vl(NUM_DEEPSTACK), **GLM, **LLAVA, **TILES, **GEMMA, **COHERE, **DEEPSEEK, **OCR, **MLLAMA, **HYBRID
-}  # fmt: skip
+ALL_FAMILIES: dict[str, TinyFamily] = families.TINY_FAMILIES | qwen3_vl(NUM_DEEPSTACK)
 TINY_FAMILIES = {
     name: family for name, family in ALL_FAMILIES.items() if name not in FAMILIES or FAMILIES[name].is_available
 }

@@ -13,7 +13,7 @@ _PERCEPTION_TOKENS = {"image_token": "<|image|>", "video_token": "<|video|>"}
 
 
 def _got_ocr2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    """The processor counts 256 tokens an image whatever its size, hence 64 x 64 patches."""
+    """Use 64 x 64 patches, since the processor counts 256 tokens an image whatever its size."""
     from transformers import GotOcr2Config
 
     vision = {
@@ -29,7 +29,7 @@ def _got_ocr2_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
 
 
 def _got_ocr2_processor(tokenizer: Any) -> ProcessorMixin:
-    """As published, without a chat template."""
+    """Build the processor as published, without a chat template."""
     from transformers import GotOcr2ImageProcessor, GotOcr2Processor
 
     image_processor = GotOcr2ImageProcessor(size={"height": 128, "width": 128})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 SLIDING_WINDOW = 8
 """Shorter than an image, so that the sliding layers' mask shows."""
 
+_GEMMA3_RESOLUTION, _PALIGEMMA_RESOLUTION = Resolution(32, 4), Resolution(16, 4)
 SIGLIP = vision_sizes(patch_size=4, image_size=16, num_layers=1) | {"vision_use_head": False}
 """SigLIP without the pooling head, which no family uses."""
 
 
 def sliding_sizes(tokenizer: Any, hidden_size: int, model_type: str, num_layers: int = 2) -> dict[str, Any]:
-    """Layers with a sliding window and with full attention, in turn."""
+    """Return sizes of layers with a sliding window and with full attention, in turn."""
     return text_sizes(tokenizer, hidden_size, model_type) | {
         "num_hidden_layers": num_layers,
         "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
@@ -27,33 +28,34 @@ def sliding_sizes(tokenizer: Any, hidden_size: int, model_type: str, num_layers:
 
 
 def capped_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
-    """The same, with soft caps so low that they show."""
+    """Return `sliding_sizes` with soft caps so low that they show."""
     return sliding_sizes(tokenizer, hidden_size, model_type) | {
         "attn_logit_softcapping": 0.5,
         "final_logit_softcapping": 0.5,
     }
 
 
-def _gemma3_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def _gemma3_config(tokenizer: Any, hidden_size: int, resolution: Resolution = _GEMMA3_RESOLUTION) -> PreTrainedConfig:
     from transformers import Gemma3Config
 
+    vision = {"image_size": resolution.side, "patch_size": resolution.patch_size(merged=2)}
     return Gemma3Config(
         text_config=sliding_sizes(tokenizer, hidden_size, "gemma3_text") | {"query_pre_attn_scalar": hidden_size // 4},
-        vision_config=SIGLIP | {"image_size": 32},
-        mm_tokens_per_image=16,
+        vision_config=SIGLIP | vision,
+        mm_tokens_per_image=resolution.num_tokens,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
     )
 
 
-def _gemma3_processor(tokenizer: Any) -> ProcessorMixin:
+def _gemma3_processor(tokenizer: Any, resolution: Resolution = _GEMMA3_RESOLUTION) -> ProcessorMixin:
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     return Gemma3Processor(
-        image_processor=Gemma3ImageProcessor(size={"height": 32, "width": 32}),
+        image_processor=Gemma3ImageProcessor(size=resolution.size),
         tokenizer=tokenizer,
-        image_seq_length=16,
+        image_seq_length=resolution.num_tokens,
         chat_template=chat_template("<start_of_image>"),
     )
 
@@ -64,14 +66,14 @@ def _random_projector(model: PreTrainedModel) -> None:
 
 def _paligemma_config(
     text_model: str, sizes: Callable[[Any, int, str], dict[str, Any]]
-) -> Callable[[Any, int], PreTrainedConfig]:
-    def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+) -> Callable[..., PreTrainedConfig]:
+    def build(tokenizer: Any, hidden_size: int, resolution: Resolution = _PALIGEMMA_RESOLUTION) -> PreTrainedConfig:
         from transformers import PaliGemmaConfig
 
         _paligemma_processor(tokenizer)  # adds a thousand tokens for locations and segments
         return PaliGemmaConfig(
             text_config=sizes(tokenizer, hidden_size, text_model),
-            vision_config=SIGLIP,
+            vision_config=SIGLIP | {"image_size": resolution.side, "patch_size": resolution.patch_size()},
             image_token_index=tokenizer.image_token_id,
             projection_dim=hidden_size,
             hidden_size=hidden_size,
@@ -80,11 +82,11 @@ def _paligemma_config(
     return build
 
 
-def _paligemma_processor(tokenizer: Any) -> ProcessorMixin:
-    """As published, without a chat template."""
+def _paligemma_processor(tokenizer: Any, resolution: Resolution = _PALIGEMMA_RESOLUTION) -> ProcessorMixin:
+    """Build the processor as published, without a chat template."""
     from transformers import PaliGemmaProcessor, SiglipImageProcessor
 
-    image_processor = SiglipImageProcessor(size={"height": 16, "width": 16}, image_seq_length=16)
+    image_processor = SiglipImageProcessor(size=resolution.size, image_seq_length=resolution.num_tokens)
     return PaliGemmaProcessor(image_processor=image_processor, tokenizer=tokenizer)
 
 
@@ -150,12 +152,15 @@ def _gemma4(num_layers: int, **text: Any) -> TinyFamily:
 
 def _paligemma(text_model: str, sizes: Callable[[Any, int, str], dict[str, Any]]) -> TinyFamily:
     config = _paligemma_config(text_model, sizes)
-    return TinyFamily(tuple(_PALIGEMMA_TOKENS.values()), config, _paligemma_processor, _PALIGEMMA_TOKENS)
+    return TinyFamily(
+        tuple(_PALIGEMMA_TOKENS.values()), config, _paligemma_processor, _PALIGEMMA_TOKENS, is_resizable=True
+    )
 
 
 GEMMA: dict[str, TinyFamily] = {
     "gemma3": TinyFamily(
-        tuple(_GEMMA3_TOKENS.values()), _gemma3_config, _gemma3_processor, _GEMMA3_TOKENS, _random_projector
+        tuple(_GEMMA3_TOKENS.values()), _gemma3_config, _gemma3_processor, _GEMMA3_TOKENS, _random_projector,
+        is_resizable=True,
     ),
     "paligemma": _paligemma("gemma", text_sizes),
     "paligemma2": _paligemma("gemma2", capped_sizes),

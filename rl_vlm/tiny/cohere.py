@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template
-from tests.tiny.gemma import SIGLIP, sliding_sizes
+from rl_vlm.tiny.gemma import SIGLIP, sliding_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -52,7 +52,7 @@ def _cohere2_vision_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig
 
 
 def _cohere2_vision_processor(tokenizer: Any) -> ProcessorMixin:
-    """A tile has `patch_size` squared tokens, as the processor counts them, if its side is twice that number."""
+    """Use tiles of twice `patch_size`: they have `patch_size` squared tokens, as the processor counts them."""
     from transformers import Cohere2VisionImageProcessor, Cohere2VisionProcessor
 
     sizes: dict[str, Any] = {"size": {"height": 32, "width": 32}, "patch_size": 4, "max_patches": 3}

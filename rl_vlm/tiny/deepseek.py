@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
-from tests.tiny.gemma import SIGLIP
+from rl_vlm.tiny.gemma import SIGLIP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_vlm.tiny import qwen
 from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes
-from tests.tiny.gemma import SIGLIP
+from rl_vlm.tiny.gemma import SIGLIP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -26,7 +24,7 @@ _MINICPM_TOKENS = {
 
 
 def _gated_delta_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
-    """One gated-delta layer and one of attention; half of each attention head's width is rotated."""
+    """Return sizes of a gated-delta layer and one of attention; half of each attention head's width is rotated."""
     frequencies = hidden_size // 16
     height_width = frequencies // 3
     rope = {
@@ -83,7 +81,10 @@ def _lfm2_vl_processor(tokenizer: Any) -> ProcessorMixin:
 
 
 def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreTrainedConfig]:
-    """`marks`: the config holds the ids of the marks around crops, from which positions are made."""
+    """Return a function that builds the config.
+
+    With `marks` the config holds the ids of the marks around crops, from which positions are made.
+    """
 
     def build(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
         import transformers
@@ -129,6 +130,8 @@ def _slow_decay(model: PreTrainedModel) -> None:
     With the usual initial decay of up to exp(-21) per token, a completion's state hardly depends on its prompt.
     Gradients of the decay are then sums that cancel, which rounding in fp32 moves by up to 4e-5.
     """
+    import torch
+
     for name, parameter in model.named_parameters():
         if name.endswith(".A_log"):
             parameter.data = torch.linspace(0.01, 0.3, len(parameter)).log()

@@ -13,7 +13,7 @@ _IMAGE_TOKEN = "<|image|>"
 
 
 def _mllama_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
-    """As published, the image token has an embedding and no logit: its id is one past the vocabulary."""
+    """Build the config as published: the image token has no logit, so its id is one past the vocabulary."""
     from transformers import MllamaConfig
 
     tokenizer.add_tokens([_IMAGE_TOKEN], special_tokens=True)

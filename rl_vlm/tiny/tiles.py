@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
-from tests.tiny.llava import TILE
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.llava import TILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
@@ -18,29 +18,33 @@ IDEFICS3_TOKENS = (
     "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
 )  # fmt: skip
-TOKENS_PER_TILE = 4
-"""A tile of 16 x 16 pixels in patches of 4 x 4, of which each 2 x 2 become one token."""
+ONE_TILE = Resolution(16, 2)
+"""A tile has patches of 4 x 4 pixels, of which each 2 x 2 become one token."""
+TOKENS_PER_TILE = ONE_TILE.num_tokens
 
 
-def _internvl_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def _internvl_config(tokenizer: Any, hidden_size: int, resolution: Resolution = ONE_TILE) -> PreTrainedConfig:
     from transformers import InternVLConfig
 
     return InternVLConfig(
         text_config=text_sizes(tokenizer, hidden_size, "qwen2"),
-        vision_config=vision_sizes(patch_size=4, image_size=16, num_layers=1),
+        vision_config=vision_sizes(resolution.patch_size(merged=2), resolution.side, num_layers=1),
         image_token_id=tokenizer.context_image_token_id,
-        image_seq_length=TOKENS_PER_TILE,
+        image_seq_length=resolution.num_tokens,
     )
 
 
-def _internvl_processor(tokenizer: Any) -> ProcessorMixin:
+def _internvl_processor(tokenizer: Any, resolution: Resolution | None = None) -> ProcessorMixin:
+    """Build a processor that cuts images into up to four tiles, or into one of a given resolution."""
     from transformers import GotOcr2ImageProcessor, InternVLProcessor, InternVLVideoProcessor
 
+    tile = resolution or ONE_TILE
+    cropping: dict[str, Any] = {"crop_to_patches": resolution is None, "max_patches": 1 if resolution else 4}
     return InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=TILE, crop_to_patches=True, max_patches=4),
+        image_processor=GotOcr2ImageProcessor(size=tile.size, **cropping),
         tokenizer=tokenizer,
-        video_processor=InternVLVideoProcessor(size=TILE),
-        image_seq_length=TOKENS_PER_TILE,
+        video_processor=InternVLVideoProcessor(size=tile.size),
+        image_seq_length=tile.num_tokens,
         chat_template=chat_template("<IMG_CONTEXT>"),
     )
 
@@ -126,6 +130,7 @@ TILES: dict[str, TinyFamily] = {
             "end_image_token": "</img>",
             "video_token": "<video>",
         },
+        is_resizable=True,
     ),
     "ovis2": TinyFamily(OVIS2_TOKENS, _ovis2_config, _ovis2_processor),
     "idefics3": TinyFamily(IDEFICS3_TOKENS, _idefics3_config, _idefics3_processor),

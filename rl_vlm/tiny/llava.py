@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_vlm.tiny.family import TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
 IMAGE_TOKEN = "<image>"
 PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_RESOLUTION = Resolution(16, 4)
 TILE = {"height": 16, "width": 16}
 GRIDS = [[16, 32], [32, 16], [32, 32]]
 """Heights and widths to which an image may be enlarged; it is cut into tiles."""
 
 
-def _llava_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+def _llava_config(tokenizer: Any, hidden_size: int, resolution: Resolution = _RESOLUTION) -> PreTrainedConfig:
     from transformers import LlavaConfig
 
+    vision = vision_sizes(resolution.patch_size(), resolution.side) | {"model_type": "clip_vision_model"}
     return LlavaConfig(
         text_config=text_sizes(tokenizer, hidden_size, "llama"),
-        vision_config=vision_sizes(patch_size=4, image_size=16) | {"model_type": "clip_vision_model"},
+        vision_config=vision,
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
-        image_seq_length=16,
+        image_seq_length=resolution.num_tokens,
     )
 
 
-def _llava_processor(tokenizer: Any) -> ProcessorMixin:
+def _llava_processor(tokenizer: Any, resolution: Resolution = _RESOLUTION) -> ProcessorMixin:
     from transformers import CLIPImageProcessor, LlavaProcessor
 
     return LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=TILE),
+        image_processor=CLIPImageProcessor(size={"shortest_edge": resolution.side}, crop_size=resolution.size),
         tokenizer=tokenizer,
-        patch_size=4,
+        patch_size=resolution.patch_size(),
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,  # the class token, which "default" then leaves out
         chat_template=chat_template(IMAGE_TOKEN),
@@ -128,7 +130,7 @@ def _pixtral_processor(tokenizer: Any, patch_size: int, merge_size: int) -> Proc
 
 
 LLAVA: dict[str, TinyFamily] = {
-    "llava": TinyFamily((IMAGE_TOKEN,), _llava_config, _llava_processor),
+    "llava": TinyFamily((IMAGE_TOKEN,), _llava_config, _llava_processor, is_resizable=True),
     "llava_next": TinyFamily((IMAGE_TOKEN,), _llava_next_config, _llava_next_processor),
     "llava_onevision": TinyFamily((IMAGE_TOKEN, "<video>"), _llava_onevision_config, _llava_onevision_processor),
     "llava_pixtral": TinyFamily(
