@@ -157,6 +157,7 @@ COMMANDS: dict[str, Callable[[RunConfig, argparse.Namespace], int | None]] = {
 }
 """A command returns its exit status, or None for 0."""
 OTHERS = {
+    "new": "Write a project of your own: rows, a reward, settings that learn and a tiny model.",
     "rewards": "List, show and check reward functions: `rl-vlm rewards list | show | check`.",
     "report": "Write the report of a run or an evaluation again, or compare several.",
     "export": "Write the model of a run as a directory that transformers, peft and vLLM load.",
@@ -164,16 +165,18 @@ OTHERS = {
     "chat": "Serve a checkpoint with OpenAI's chat completions, for benchmarks.",
 }
 """Commands that read their own arguments, with their help."""
-FIRST_COMMANDS = ("train", "eval", "doctor", "plan", "report")
+FIRST_COMMANDS = ("new", "train", "eval", "doctor", "plan", "report")
 """The commands to know first."""
 GREETING = """\
 rl-vlm trains vision-language models with GRPO. The commands to know:
 
 {commands}
 
-Example, which takes about a minute on a CPU:
+Begin with a project of your own, which learns within minutes on a CPU:
 
-  rl-vlm train configs/digits.yaml
+  rl-vlm new my_task
+  cd my_task
+  rl-vlm train run.yaml
 
 `rl-vlm --help` lists all commands, and `rl-vlm train --help` the most used settings.
 """
@@ -346,12 +349,13 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
     from launch.chat import chat_command
     from launch.export import export_command
     from launch.migrate import migrate_command
+    from launch.new import new_command
     from launch.report import report_command
     from launch.rewards import rewards_command
 
     commands = {
         "rewards": rewards_command, "report": report_command, "export": export_command, "chat": chat_command,
-        "migrate": migrate_command,
+        "migrate": migrate_command, "new": new_command,
     }  # fmt: skip
     try:
         check_numbers()

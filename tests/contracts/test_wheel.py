@@ -1,5 +1,6 @@
 """What an installed copy holds."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,21 @@ def test_the_wheel_holds_every_module_and_the_launch_files(wheel: zipfile.ZipFil
     data += [path for ending in ("json", "jinja", "css", "js") for path in (ROOT / "rl_vlm").rglob(f"*.{ending}")]
     expected = {str(path.relative_to(ROOT)) for path in [*modules, *data]}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_an_installed_copy_writes_a_project_that_is_ready_to_run(wheel: zipfile.ZipFile, tmp_path: Path):
+    """Without the checkout: nothing of tests/, examples/ or configs/ is there."""
+    wheel.extractall(tmp_path / "site")
+    program = "import launch.cli, sys; print(launch.cli.__file__, flush=True); sys.exit(launch.cli.main(sys.argv[1:]))"
+    for folder, words in ((tmp_path, ["new", "mine"]), (tmp_path / "mine", ["train", "run.yaml", "--dry-run"])):
+        command, environment = (
+            [sys.executable, "-c", program, *words],
+            os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        )
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.splitlines()[0] == str(tmp_path / "site/launch/cli.py")
+    assert "# Checked: model: the function model.py:starting_model loads." in result.stdout
 
 
 def test_the_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile):

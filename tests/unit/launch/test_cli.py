@@ -351,10 +351,10 @@ def test_without_a_command_there_are_the_commands_to_know(capsys):
     assert cli.main([]) == 0
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.startswith("  ")] == [
-        "train", "eval", "doctor", "plan", "report", "rl-vlm",
+        "new", "train", "eval", "doctor", "plan", "report", "rl-vlm", "cd", "rl-vlm",
     ]  # fmt: skip
     assert "  train   Train a model with GRPO.\n" in printed
-    assert "\n  rl-vlm train configs/digits.yaml\n" in printed
+    assert "\n  rl-vlm new my_task\n" in printed
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cosine_similarity
@@ -28,7 +29,7 @@ def test_numbers_that_are_near_have_similar_vectors(tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer.encode('{"bbox_2d": [100, 250, 500, 1000]}')) == 5
     order_numbers(tmp_path, seed=0)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
         at = {number: table[tokenizer.convert_tokens_to_ids(f"{number}, ")] for number in (350, 400, 900)}
         near, far = (cosine_similarity(at[350], at[other], dim=0) for other in (400, 900))

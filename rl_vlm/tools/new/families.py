@@ -1,0 +1,36 @@
+"""Families of new projects: a real model of each, and the settings with which its tiny model learns a kind of task.
+
+Processors of these families need no package beyond the dependencies of rl-vlm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ANSWER: dict[str, Any] = {"max_steps": 160, "learning_rate": "1.0e-3", "eval_steps": 40, "tokens_per_side": 2}
+BOX: dict[str, Any] = {"max_steps": 200, "learning_rate": "2.0e-3", "eval_steps": 50, "tokens_per_side": 1}
+
+
+@dataclass(frozen=True)
+class NewFamily:
+    """One family."""
+
+    model: str
+    """Name of a real model on the hub."""
+    settings: dict[str, dict[str, Any]]
+    """Values of `run.yaml` for each kind of task that its tiny model learns."""
+
+
+BOTH = {"answer": ANSWER, "box": BOX}
+FAMILIES: dict[str, NewFamily] = {
+    "qwen2_5_vl": NewFamily("Qwen/Qwen2.5-VL-3B-Instruct", BOTH),
+    "qwen2_vl": NewFamily("Qwen/Qwen2-VL-2B-Instruct", BOTH),
+    "qwen3_vl": NewFamily("Qwen/Qwen3-VL-4B-Instruct", BOTH),
+    "internvl": NewFamily("OpenGVLab/InternVL3-2B-hf", BOTH),
+    "llava": NewFamily(
+        "llava-hf/llava-1.5-7b-hf", {"answer": ANSWER | {"max_steps": 200, "tokens_per_side": 4}, "box": BOX}
+    ),
+    "gemma3": NewFamily("google/gemma-3-4b-it", {"answer": ANSWER | {"max_steps": 200}, "box": BOX}),
+    "paligemma": NewFamily("google/paligemma-3b-mix-224", BOTH),
+}
