@@ -104,6 +104,7 @@ def test_the_reward_of_answers(projects: Path):
     ]  # fmt: skip
     right = reward(projects, "answer", "right")
     assert right(texts, ["3"] * 6, id=["x"] * 6) == [1, 1, 0, 0, 0, 0]
+    assert right(["<answer>1</answer>", "<answer>3</answer>"], ["1", "3"]) == [1, 1]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     assert right(messages, ["3"] * 6) == [1, 1, 0, 0, 0, 0]
 
