@@ -6,6 +6,8 @@ unexpected tensor is an error. Otherwise some weights would be random, and the r
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import logging
 import shutil
@@ -296,22 +298,37 @@ def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
 
 
 def make_initial_model(name: str, seed: int, directory: Path) -> None:
-    """Call the function `name` to write a model, unless the directory holds its model from the same seed."""
+    """Call the function `name` to write a model, unless the directory holds its model from the same seed and file.
+
+    If the function cannot be loaded any more, its model from the same seed is kept.
+    """
     origin, maker = directory / "made_by.json", {"function": name, "seed": seed}
-    if origin.is_file() and json.loads(origin.read_text()) == maker:
+    made = json.loads(origin.read_text()) if origin.is_file() else {}
+    try:
+        function = load_function(name)
+    except LoadError as error:
+        if maker.items() <= made.items():
+            return
+        raise ModelError(f"model.model_name_or_path {name!r}: {error}") from error
+    maker["source"] = source_digest(function)
+    if made == maker:
         return
     unfinished = directory.with_name("unfinished-initial_model")
     for leftover in (unfinished, directory):
         shutil.rmtree(leftover, ignore_errors=True)
-    try:
-        function = load_function(name)
-    except LoadError as error:
-        raise ModelError(f"model.model_name_or_path {name!r}: {error}") from error
     logger.info("making the model %s", name)
     with chdir("."):  # the function may change the working directory
         function(unfinished, seed)
     (unfinished / origin.name).write_text(json.dumps(maker))
     unfinished.rename(directory)
+
+
+def source_digest(function: Any) -> str | None:
+    """Return a hash of the file that defines a function, or None if there is no such file."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(inspect.unwrap(function))).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return None
 
 
 @torch.no_grad()

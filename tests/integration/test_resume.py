@@ -331,6 +331,21 @@ def test_an_initial_model_is_made_again_for_another_seed(tmp_path, caplog):
     assert caplog.messages == [f"making the model {__name__}:counted_checkpoint"] * 2
 
 
+def test_an_initial_model_is_made_again_if_its_file_changes(tmp_path):
+    """A process loads a file once, so a link leads to another file."""
+    source = "def make(directory, seed):\n    directory.mkdir()\n    (directory / 'answers.txt').write_text('{}')\n"
+    for folder, answers in (("a", "1 to 6"), ("b", "1 to 9")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.py").write_text(source.format(answers))
+    made = []
+    for folder in ("a", "a", "b", "none"):
+        (tmp_path / "task").unlink(missing_ok=True)
+        (tmp_path / "task").symlink_to(tmp_path / folder)
+        make_initial_model(f"{tmp_path}/task/model.py:make", 0, tmp_path / "initial_model")
+        made.append((tmp_path / "initial_model/answers.txt").read_text())
+    assert made == ["1 to 6", "1 to 6", "1 to 9", "1 to 9"]
+
+
 CALLS: list[int] = []
 
 
