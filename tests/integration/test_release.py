@@ -164,7 +164,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_installed_wheel_trains_evaluates_and_exports(clean: Path, project: Path):
+def test_the_installed_wheel_trains_and_exports(clean: Path, project: Path):
     program = "import rl_vlm, rewards, launch; print(rl_vlm.__file__, rewards.__file__, launch.__file__)"
     site = next(clean.parent.glob("lib/python*/site-packages"))
     assert run(clean, project, "python", "-c", program).split() == [f"{site}/{name}/__init__.py" for name in PACKAGES]
@@ -172,8 +172,5 @@ def test_the_installed_wheel_trains_evaluates_and_exports(clean: Path, project: 
     assert "2 optimizer steps took" in run(clean, project, "rl-vlm", "train", "run.yaml", "disable_tqdm=true")
     summary = json.loads((project / "runs/mine/summary.json").read_text())
     assert summary["optimizer_steps"] == 2 and (project / "runs/mine/report.html").is_file()
-    trained = f"--checkpoint={summary['checkpoint']}"
-    compared = run(clean, project, "rl-vlm", "eval", "run.yaml", "--checkpoint=mine.py:model", trained)
-    assert "\ncheckpoint-2  " in compared
     run(clean, project, "rl-vlm", "export", "runs/mine", "--to", "model")
     assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (project / "model").iterdir()}
