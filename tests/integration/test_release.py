@@ -143,34 +143,17 @@ def run(clean: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project of a user: rows, a reward and a tiny model, with a file of settings."""
-    rows = [{"prompt": f"Say {word}.", "solution": word} for word in ("one", "two", "three", "four")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.py").write_text(
-        "from rl_vlm.tiny.build import build_tiny\n\n\n"
-        "def model(directory, seed):\n    build_tiny('qwen2_5_vl', directory, seed=seed)\n\n\n"
-        "def has_letters(completions, **_):\n"
-        "    return [sum(map(str.isalpha, text)) / (len(text) + 1) for text in completions]\n"
-    )
-    (tmp_path / "run.yaml").write_text(
-        "model: {model_name_or_path: 'mine.py:model', dtype: float32}\n"
-        "data: {dataset_name: rows.jsonl, eval_dataset_name: rows.jsonl, text_only: true}\n"
-        "rewards: {reward_funcs: ['mine.py:has_letters']}\n"
-        "rollout: {num_generations: 4, max_completion_length: 8}\n"
-        "train: {output_dir: runs/mine, prompts_per_step: 2, max_steps: 2}\n"
-    )
-    return tmp_path
-
-
-def test_the_installed_wheel_trains_and_exports(clean: Path, project: Path):
+def test_the_installed_wheel_runs_a_new_project(clean: Path, tmp_path: Path):
+    """Train and export without the checkout."""
     program = "import rl_vlm, rewards, launch; print(rl_vlm.__file__, rewards.__file__, launch.__file__)"
     site = next(clean.parent.glob("lib/python*/site-packages"))
-    assert run(clean, project, "python", "-c", program).split() == [f"{site}/{name}/__init__.py" for name in PACKAGES]
+    assert run(clean, tmp_path, "python", "-c", program).split() == [f"{site}/{name}/__init__.py" for name in PACKAGES]
 
-    assert "2 optimizer steps took" in run(clean, project, "rl-vlm", "train", "run.yaml", "disable_tqdm=true")
-    summary = json.loads((project / "runs/mine/summary.json").read_text())
-    assert summary["optimizer_steps"] == 2 and (project / "runs/mine/report.html").is_file()
-    run(clean, project, "rl-vlm", "export", "runs/mine", "--to", "model")
+    run(clean, tmp_path, "rl-vlm", "new", "mine")
+    project = tmp_path / "mine"
+    short = ("max_steps=2", "eval_steps=0", "disable_tqdm=true")
+    assert "2 optimizer steps took" in run(clean, project, "rl-vlm", "train", "run.yaml", *short)
+    summary = json.loads((project / "runs/first/summary.json").read_text())
+    assert summary["optimizer_steps"] == 2 and (project / "runs/first/report.html").is_file()
+    run(clean, project, "rl-vlm", "export", "runs/first", "--to", "model")
     assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (project / "model").iterdir()}
