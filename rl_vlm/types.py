@@ -129,9 +129,9 @@ class TrainerState:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What the model is shown between two turns: the environment's answer and the template's text around it.
+    """Tokens between two turns: the environment's answer, and the template's text around it.
 
-    Its tokens are never trained. Observations are compared by identity, as prompts are.
+    They are never trained. Observations are compared by identity, as prompts are.
     """
 
     name: str
@@ -175,7 +175,14 @@ class Context:
     """
 
     parts: tuple[int | Observation, ...]
-    """In order, numbers of sampled tokens and observations. The last part is sampled."""
+    """Numbers of sampled tokens and observations, in order. The last part is sampled."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the last part is not sampled, or if a turn has no token."""
+        if not self.parts or isinstance(self.parts[-1], Observation):
+            raise ValueError("a context must end with sampled tokens")
+        if any(isinstance(part, int) and part < 1 for part in self.parts):
+            raise ValueError("a turn must have at least one token")
 
     @property
     def observations(self) -> list[Observation]:
@@ -200,14 +207,19 @@ class Context:
         return Path(torch.cat(tokens), torch.cat(masks), observations)
 
     def first_tokens(self, number: int) -> Context:
-        """Return the context up to its `number`-th sampled token, or all of it if it has fewer."""
+        """Return the context up to its `number`-th token, or up to the last sampled one before.
+
+        It has at least one sampled token, even if an observation before it is longer.
+        """
         parts: list[int | Observation] = []
+        left, last = number, 0
         for part in self.parts:
-            if number <= 0:
+            if left <= 0 and last:
                 break
-            parts.append(min(part, number) if isinstance(part, int) else part)
-            number -= part if isinstance(part, int) else 0
-        return Context(tuple(parts))
+            parts.append(min(part, max(left, 1)) if isinstance(part, int) else part)
+            left -= part if isinstance(part, int) else len(part.token_ids)
+            last = len(parts) if isinstance(part, int) else last
+        return Context(tuple(parts[:last]))
 
 
 @dataclass(frozen=True)
@@ -254,17 +266,11 @@ class Completion:
         return sum(self.path_lengths)
 
     def first_tokens(self, number: int) -> Completion:
-        """Return the completion up to its `number`-th sampled token."""
-        contexts, left = [], number
-        for context in self.contexts:
-            if left > 0:
-                contexts.append(context.first_tokens(left))
-                left -= contexts[-1].num_sampled
+        """Return the completion up to its `number`-th token, in its first context."""
+        contexts = tuple(context.first_tokens(number) for context in self.contexts[:1])
+        end = contexts[0].num_sampled if contexts else number
         return replace(
-            self,
-            token_ids=self.token_ids[:number],
-            generator_logprobs=self.generator_logprobs[:number],
-            contexts=tuple(contexts),
+            self, token_ids=self.token_ids[:end], generator_logprobs=self.generator_logprobs[:end], contexts=contexts
         )
 
 
@@ -288,6 +294,11 @@ class Group:
     completions: list[Completion]
     policy_version: int
     """Version of the weights that generated the first tokens. Resumed completions continue with newer weights."""
+
+    @property
+    def rendered(self) -> list[Rendered]:
+        """Return the prompt and all observations."""
+        return [self.prompt, *(each for completion in self.completions for each in completion.observations)]
 
 
 @dataclass(frozen=True)

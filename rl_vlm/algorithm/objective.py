@@ -34,7 +34,7 @@ from rl_vlm.algorithm.losses import (
 from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.stages import Stage
-from rl_vlm.types import MicroBatch, PolicyOutput, Prompt, ScoredGroup, length_mask, pad_rows, to_device
+from rl_vlm.types import MicroBatch, PolicyOutput, Rendered, ScoredGroup, length_mask, pad_rows, to_device
 
 if TYPE_CHECKING:
     from rl_vlm.distributed.collectives import Collectives
@@ -140,14 +140,14 @@ class Objective:
         return policy_loss(inputs, algorithm, token_loss, weights_NT)
 
 
-def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Prompt], bool]) -> bool:
+def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Sequence[Rendered]], bool]) -> bool:
     """Return whether a group's loss has a gradient for a trained weight. Other groups need no training pass.
 
-    Without a KL term, a group whose rewards are all equal has no gradient. `trains_on` returns whether a forward of the
-    prompt uses a trained weight.
+    Without a KL term, a group whose rewards are all equal has no gradient. `trains_on` returns whether a forward of
+    prompts and observations uses a trained weight.
     """
     has_loss = bool(scored.valid_G.any()) and (scored.has_variance or has_kl)
-    return has_loss and trains_on(scored.group.prompt)
+    return has_loss and trains_on(scored.group.rendered)
 
 
 def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Tensor:

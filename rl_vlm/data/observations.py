@@ -1,4 +1,4 @@
-"""Renders what a conversation shows the model between two of its turns.
+"""Renders observations: messages between two turns of the model, and the template's text around them.
 
 A chat template writes text around each message. What follows an assistant's turn is taken from a short conversation in
 which a marker stands for the turn, so sampled tokens are never decoded and encoded again:
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from rl_vlm.data.prompts import PromptBuilder
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, shorten
 from rl_vlm.types import Observation
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 MARKER = "markedturn"
-"""Stands for an assistant's turn, or for an argument of its last call. Templates copy it unchanged."""
+"""Stands for an assistant's turn, or for an argument of its last call. It is before all observed text."""
 BREAK = "\u200b"
 """A zero-width space, which breaks special tokens in observed text."""
 ASKED: Message = {"role": "user", "content": [{"type": "text", "text": "."}]}
@@ -37,12 +38,13 @@ class ObservationRenderer:
     """Renders observations for one model."""
 
     def __init__(self, builder: PromptBuilder, stop_token_ids: Sequence[int]) -> None:
-        """`stop_token_ids` are the tokens that end a turn."""
+        """`stop_token_ids` are the tokens that end a turn. Raises ValueError if there are none."""
+        if not stop_token_ids:
+            raise ValueError("turns need a token that ends them")
         self.builder = builder
         tokenizer = builder.processor.tokenizer
         self.stops: list[str] = tokenizer.convert_ids_to_tokens(list(stop_token_ids))
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        tokens = added | {*tokenizer.all_special_tokens, *builder.placeholders}
+        tokens = special_tokens(builder) | set(self.stops)
         self.special = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
     def render(
@@ -62,8 +64,10 @@ class ObservationRenderer:
 
         Raises DataError if the template or the processor refuses the messages, or if it leaves something out.
         """
+        messages = [self.without_special_tokens(message) for message in messages]
         try:
-            text = self.text_after_turn(self.without_special_tokens(messages), images, calls)
+            check_images(messages, images, files)
+            text = self.text_after_turn(messages, images, calls)
             anchor = "" if text.startswith(tuple(self.stops)) else self.stops[0]
             token_ids, token_inputs, mm_inputs = self.builder.part(anchor + text, images)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
@@ -78,29 +82,50 @@ class ObservationRenderer:
     def text_after_turn(self, messages: Sequence[Message], images: Sequence[Image], calls: Sequence[str]) -> str:
         """Return the text that the template writes after a turn with these calls, with a placeholder per image.
 
-        Raises ValueError if the template does not write the turn once, or no stop token after its calls.
+        Raises ValueError if the template leaves out the turn or a text, or writes no stop token after calls.
         """
         conversation = [ASKED, marked_turn(calls), *with_call_ids(messages, calls)]
-        text = self.builder.templated(conversation, images, tokenize=False)
-        _, *after = text.split(MARKER)
-        if len(after) != 1:
-            raise ValueError(f"the chat template writes the turn before it {len(after)} times")
-        if not calls:
-            return after[0]
-        places = [at for stop in self.stops if (at := after[0].find(stop)) >= 0]
-        if not places:
-            raise ValueError(f"the chat template writes none of {', '.join(self.stops)} after a call")
-        return after[0][min(places) :]
+        _, marker, text = self.builder.templated(conversation, images, tokenize=False).partition(MARKER)
+        if not marker:
+            raise ValueError("the chat template leaves out the turn before it")
+        if calls:
+            places = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+            if not places:
+                raise ValueError(f"the chat template writes none of {', '.join(self.stops)} after a call")
+            text = text[min(places) :]
+        elif text.lstrip().startswith(tuple(self.stops)):
+            text = text.lstrip()
+        for block in (block for message in messages for block in message["content"] if block["type"] == "text"):
+            if block["text"].strip() not in text:
+                raise ValueError(f"the chat template leaves out the text {shorten(block['text'].strip())!r}")
+        return text
 
-    def without_special_tokens(self, messages: Sequence[Message]) -> list[Message]:
-        """Break the special tokens in texts, so that an observation cannot end a turn."""
+    def without_special_tokens(self, message: Message) -> Message:
+        """Join neighbouring texts, and break the special tokens in them, so that none can end a turn."""
+        content: list[Message] = []
+        for kind, blocks in groupby(message["content"], key=lambda block: block["type"]):
+            if kind != "text":
+                content += blocks
+                continue
+            text = "".join(block["text"] for block in blocks)
+            text = self.special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+            content.append({"type": "text", "text": text})
+        return message | {"content": content}
 
-        def safe(block: Message) -> Message:
-            if block["type"] != "text":
-                return block
-            return block | {"text": self.special.sub(lambda found: found[0][0] + BREAK + found[0][1:], block["text"])}
 
-        return [message | {"content": [safe(block) for block in message["content"]]} for message in messages]
+def special_tokens(builder: PromptBuilder) -> set[str]:
+    """Return the tokens with which a template writes turns and images, without added words of a vocabulary."""
+    tokenizer, template = builder.processor.tokenizer, str(builder.processor.chat_template or "")
+    added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or str(token) in template]
+    tokens = {*map(str, added), *tokenizer.all_special_tokens, *builder.placeholders}
+    return {token for token in tokens if len(token.strip()) > 1}
+
+
+def check_images(messages: Sequence[Message], images: Sequence[Image], files: Sequence[bytes]) -> None:
+    """Raise ValueError if image blocks, images and files differ in number."""
+    blocks = sum(block["type"] == "image" for message in messages for block in message["content"])
+    if not blocks == len(images) == len(files):
+        raise ValueError(f"it has {blocks} image blocks for {len(images)} images in {len(files)} files")
 
 
 def marked_turn(calls: Sequence[str]) -> Message:
@@ -116,9 +141,14 @@ def marked_turn(calls: Sequence[str]) -> Message:
 
 
 def with_call_ids(messages: Sequence[Message], calls: Sequence[str]) -> list[Message]:
-    """Name the call that each message answers. Messages that answer none stay as they are."""
+    """Name the call that each message answers. Without calls, messages stay as they are.
+
+    Raises ValueError if there are calls, and not one message for each.
+    """
     if not calls:
         return list(messages)
+    if len(calls) != len(messages):
+        raise ValueError(f"it has {len(messages)} results for {len(calls)} calls")
     return [
         message | {"name": name, "tool_call_id": call_id(i)}
         for i, (message, name) in enumerate(zip(messages, calls, strict=True))

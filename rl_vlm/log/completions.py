@@ -135,7 +135,7 @@ def short_json(value: Any) -> str | None:
 
 
 def num_tokens(completion: Completion) -> int | None:
-    return completion.reported_tokens if isinstance(completion, ServedCompletion) else completion.num_tokens
+    return completion.reported_tokens if isinstance(completion, ServedCompletion) else len(completion.token_ids)
 
 
 def number(value: float) -> float | None:

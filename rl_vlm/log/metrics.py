@@ -198,7 +198,7 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     for scores, name in zip(scores_NF.unbind(dim=1), names, strict=True):
         metrics.add_values(scores, mean=f"rewards/{name}/mean", std=f"rewards/{name}/std")
     completions = [completion for scored in groups for completion in scored.group.completions]
-    lengths = torch.tensor([float(c.num_tokens) for c in completions])
+    lengths = torch.tensor([float(len(c.token_ids)) for c in completions])  # sampled ones, as TRL counts them
     clipped = torch.tensor([c.finish_reason == "length" for c in completions])
     for kind, some in (("length", lengths), ("terminated_length", lengths[~clipped])):
         metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})

@@ -50,7 +50,7 @@ def check_completions(batch: MicroBatch, family: Family, placeholders: Sequence[
     completions = batch.completions
     token_ids = torch.cat([completion.token_ids for completion in completions])
     has_placeholder = torch.isin(token_ids, torch.tensor(list(placeholders), dtype=torch.int64)).any()
-    check_observations(batch, family)
+    check_observations(batch, family, placeholders)
     if all(len(completion.token_ids) for completion in completions) and not has_placeholder:
         return
     for subgroup in batch.subgroups:
@@ -64,17 +64,16 @@ def check_completions(batch: MicroBatch, family: Family, placeholders: Sequence[
                 )
 
 
-def check_observations(batch: MicroBatch, family: Family) -> None:
-    """Raise ModelError if an observation has images, and the family has images in prompts alone."""
-    if family.first_images_only is None:
-        return
-    for completion in batch.completions:
-        for observation in completion.observations:
-            if observation.mm_inputs:
-                raise ModelError(
-                    f"The observation {observation.name} has images, and {family.model_type} takes them in the prompt "
-                    f"alone: {family.first_images_only}."
-                )
+def check_observations(batch: MicroBatch, family: Family, placeholders: Sequence[int]) -> None:
+    """Raise ModelError if an observation has placeholders without images, or images that the family cannot have."""
+    for observation in (each for completion in batch.completions for each in completion.observations):
+        if observation.mm_inputs and family.first_images_only:
+            raise ModelError(
+                f"The observation {observation.name} has images, and {family.model_type} takes them in the prompt "
+                f"alone: {family.first_images_only}."
+            )
+        if not observation.mm_inputs and set(placeholders) & set(observation.token_ids.tolist()):
+            raise ModelError(f"The observation {observation.name} has placeholder tokens, but no images.")
 
 
 def shared_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> ForwardInputs:
@@ -87,7 +86,9 @@ def shared_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> 
         model.device,
         [path.sampled for some in paths for path in some],
     )
-    bodies = [[path._replace(token_ids=path.token_ids[:-1]) for path in some] for some in paths]
+    bodies = [
+        [path._replace(token_ids=path.token_ids[:-1], sampled=path.sampled[:-1]) for path in some] for some in paths
+    ]
     names = token_input_names(batch.rendered)
     sections = [token_inputs(p, some, names, family, model) for p, some in zip(prompts, bodies, strict=True)]
     kwargs = {name: torch.cat([section[name] for section in sections], dim=-1) for name in sections[0]}

@@ -7,7 +7,7 @@ MicroBatch ─ shared_inputs | dense_inputs, image features ─► forward of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from rl_vlm.model.offloading import ActivationOffloading
 from rl_vlm.model.shared_prefix import TWO_CALLS, attention_layout
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
-from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, TowerBackward, pad_split, to_device
+from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, Rendered, TowerBackward, pad_split, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,9 +71,9 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.transformer.device
 
-    def trains_on(self, prompt: Prompt) -> bool:
-        """Return whether a forward of the prompt uses a trained weight. Without images it does not use the tower."""
-        return bool(prompt.mm_inputs) or self.trains_text
+    def trains_on(self, rendered: Sequence[Rendered]) -> bool:
+        """Return whether a forward of these uses a trained weight. Without images it does not use the tower."""
+        return self.trains_text or any(each.mm_inputs for each in rendered)
 
     @cached_property
     def trains_text(self) -> bool:

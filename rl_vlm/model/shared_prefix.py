@@ -145,8 +145,8 @@ class RowLayout(AttentionLayout):
     ) -> RowLayout:
         """Lay out B prefixes, each followed by its completions.
 
-        `predicted` holds a mask for each completion, with a value for its prefix's last token and for each of its own:
-        whether the token that follows is scored. By default all are.
+        `predicted` has a mask for each completion, over its prefix's last token and its own tokens: True if the next
+        token is scored. By default all are.
         """
         sections = [[prefix, *lengths] for prefix, lengths in zip(prefix_lengths, completion_lengths, strict=True)]
         lengths = torch.tensor([length for section in sections for length in section])

@@ -85,7 +85,7 @@ class VisionEncoder:
         return found | {r: features.map(lambda t: to_device(t, self.model.device)) for r, features in cached.items()}
 
     def calls(self, rendered: Sequence[Rendered], known: Container[Rendered] = ()) -> list[list[Rendered]]:
-        """Return what each run of the tower encodes: all in one run if inputs can be concatenated, else one each."""
+        """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each."""
         new = [
             each
             for each in dict.fromkeys(rendered)

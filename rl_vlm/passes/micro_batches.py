@@ -84,7 +84,7 @@ class Size:
 
     @staticmethod
     def added(completions: Sequence[Completion], prefix: int, vision_tokens: VisionTokens) -> Size:
-        """Return what completions add to a sub-group whose prompt has `prefix` tokens."""
+        """Return the cost of completions without their prompt, which has `prefix` tokens."""
         lengths = [length for completion in completions for length in completion.path_lengths]
         images = sum(
             vision_tokens(each) for completion in completions for each in dict.fromkeys(completion.observations)

@@ -8,12 +8,22 @@ steps_per_window = 2, num_iterations = 2:   update   0        1        2        
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rl_vlm.data.sampler import Draw
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.types import Completion, Group, MicroBatch, PolicyOutput, Progress, Prompt, ScoredGroup
+from rl_vlm.types import (
+    Completion,
+    Context,
+    Group,
+    MicroBatch,
+    Observation,
+    PolicyOutput,
+    Progress,
+    Prompt,
+    ScoredGroup,
+)
 
 Outputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
 """Computes the policy's outputs for groups, by micro-batch. All ranks must call it."""
@@ -168,15 +178,38 @@ class GivenWindows:
 
 
 def group_state(group: Group) -> dict[str, Any]:
-    """Return the state of a group without its prompt."""
+    """Return the state of a group without its prompt.
+
+    It holds each observation once, with its images, since no row of the data has them.
+    """
+    observations = list(dict.fromkeys(each for completion in group.completions for each in completion.observations))
+    places = {observation: [i] for i, observation in enumerate(observations)}
     return {
         "group_id": group.group_id,
         "policy_version": group.policy_version,
-        "completions": [asdict(completion) for completion in group.completions],
+        "observations": [dict(vars(observation)) for observation in observations],
+        "completions": [
+            vars(completion)
+            | {
+                "contexts": [
+                    [part if isinstance(part, int) else places[part] for part in context.parts]
+                    for context in completion.contexts
+                ]
+            }
+            for completion in group.completions
+        ],
     }
 
 
 def group_from_state(state: dict[str, Any], prompt: Prompt) -> Group:
     """Restore a group from `group_state` and its prompt."""
-    completions = [Completion(**completion) for completion in state["completions"]]
+    observations = [Observation(**observation) for observation in state.get("observations", ())]
+
+    def restored(parts: list[int | list[int]]) -> Context:
+        return Context(tuple(part if isinstance(part, int) else observations[part[0]] for part in parts))
+
+    completions = [
+        Completion(**completion | {"contexts": tuple(map(restored, completion.get("contexts", ())))})
+        for completion in state["completions"]
+    ]
     return Group(state["group_id"], prompt, completions, state["policy_version"])

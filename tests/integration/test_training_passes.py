@@ -124,7 +124,7 @@ def test_text_does_not_use_layers_that_cross_attend_to_images(tmp_path: Path) ->
     crossing = make_policy(checkpoint).transformer.config.get_text_config().cross_attention_layers
     for wanted, trains_text in ((rf".*layers\.{crossing[0]}\.mlp", False), (r".*layers\.0\.mlp", True)):
         policy = make_policy(checkpoint, trainable_modules=wanted)
-        assert (policy.trains_on(image), policy.trains_on(text)) == (True, trains_text)
+        assert (policy.trains_on([text, image]), policy.trains_on([text])) == (True, trains_text)
         logprobs = policy(Forward(whole([make_group(text, [3])], shared=False))).logprobs_NT
         assert logprobs.requires_grad == trains_text
 

@@ -14,8 +14,9 @@ from rl_vlm.model import policy as policy_module
 from rl_vlm.model.layout import ForwardInputs, shared_inputs
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import RowLayout
-from rl_vlm.types import Context, Forward, Observation, ScoredGroup
+from rl_vlm.types import Completion, Context, Forward, Observation, ScoredGroup
 from tests.helpers.builders import (
+    gradient_error,
     make_observation,
     make_policy,
     make_prompt,
@@ -24,6 +25,7 @@ from tests.helpers.builders import (
     sharp_checkpoint,
     whole,
 )
+from tests.helpers.family_parity import scores
 
 FAMILIES = ["qwen2_5_vl", "gemma3"]
 """Positions in three dimensions; images that see themselves in both directions."""
@@ -48,6 +50,10 @@ def group_with(checkpoint: Path, first: int, second: int) -> ScoredGroup:
 
 def logprobs(policy: Policy, group: ScoredGroup, shared: bool = True) -> Tensor:
     return policy(Forward(whole([group], shared))).logprobs_NT.detach()
+
+
+def with_completion(group: ScoredGroup, completion: Completion) -> ScoredGroup:
+    return replace(group, group=replace(group.group, completions=[completion]))
 
 
 def positions_go_on(rows: ForwardInputs) -> ForwardInputs:
@@ -103,9 +109,9 @@ def test_an_observation_that_trains_would_show(checkpoint: Path, policy: Policy)
         logprobs(policy, replace(group, group=replace(group.group, completions=[each]))) for each in (observed, trained)
     ]
     assert rows[0].shape == (1, 6) and rows[1].shape == (1, 6 + len(text.token_ids))
-    sampled = rows[1][:, path.sampled]
-    assert (sampled - rows[0]).abs().max() <= 1e-5
-    assert (rows[1].sum() - rows[0].sum()).abs() >= 0.01
+    assert (rows[1][:, path.sampled] - rows[0]).abs().max() <= 1e-5
+    gradients = [scores(policy, [with_completion(group, each)], shared=True).gradients for each in (observed, trained)]
+    assert gradient_error(*gradients) >= 0.01
 
 
 def test_images_after_the_prompt_are_refused_where_a_model_takes_none(tmp_path: Path) -> None:
@@ -125,3 +131,19 @@ def test_placeholders_without_an_image_are_refused(checkpoint: Path, policy: Pol
     prompt = make_prompt(checkpoint, [], "Which?")
     with pytest.raises(ModelError, match="The tokens of row 3, turn 1 have"):
         logprobs(policy, make_trajectories(prompt, [[Context((1, more, 1))]]))
+
+
+def test_placeholders_of_an_observation_without_images_are_refused(checkpoint: Path, policy: Policy) -> None:
+    policy = make_policy(checkpoint)
+    policy.banned_token_ids = policy.family.banned_token_ids(policy.transformer.config)
+    seen = Observation("row 3, turn 1", torch.tensor([policy.transformer.config.image_token_id]), {}, {})
+    with pytest.raises(ModelError, match="row 3, turn 1 has placeholder tokens, but no images"):
+        logprobs(policy, make_trajectories(make_prompt(checkpoint, [], "Which?"), [[Context((1, seen, 1))]]))
+
+
+def test_images_of_observations_train_a_tower_behind_a_frozen_language_model(checkpoint: Path) -> None:
+    policy = make_policy(checkpoint, trainable_modules=["projector"])
+    group = group_with(checkpoint, 5, 6).group
+    text = make_prompt(checkpoint, [], "Which?")
+    assert policy.trains_on(replace(group, prompt=text).rendered)
+    assert not policy.trains_on(replace(group, prompt=text, completions=[]).rendered)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from rl_vlm.types import Completion, Context, Observation, pad_split
@@ -33,13 +34,33 @@ def test_a_completion_of_one_turn_is_a_path_of_its_own_tokens():
 
 
 def test_the_first_tokens_of_a_trajectory_end_with_a_sampled_token():
+    """All tokens count. An observation is whole, and stands only before a turn."""
     first, second = observation(70, 71), observation(80)
-    completion = trajectory([1, 2, 3, 4, 5, 6], Context((2, first, 1)), Context((second, 3)))
-    expected = {1: [[1]], 2: [[1, 2]], 3: [[1, 2, 70, 71, 3]], 4: [[1, 2, 70, 71, 3], [80, 4]]}
+    completion = trajectory([1, 2, 3, 4, 5, 6], Context((2, first, 2)), Context((second, 2)))
+    expected = {
+        1: [1], 2: [1, 2], 4: [1, 2], 5: [1, 2, 70, 71, 3], 6: [1, 2, 70, 71, 3, 4], 9: [1, 2, 70, 71, 3, 4],
+    }  # fmt: skip
     for number, token_ids in expected.items():
         cut = completion.first_tokens(number)
-        assert [path.token_ids.tolist() for path in cut.paths] == token_ids
-        assert cut.token_ids.tolist() == [1, 2, 3, 4][:number] and len(cut.generator_logprobs) == number
+        (path,) = cut.paths
+        assert path.token_ids.tolist() == token_ids
+        assert cut.token_ids.tolist() == [token for token in token_ids if token < 70]
+        assert len(cut.generator_logprobs) == len(cut.token_ids)
+
+
+def test_the_first_tokens_of_one_turn():
+    assert trajectory([1, 2, 3]).first_tokens(2).token_ids.tolist() == [1, 2]
+
+
+def test_the_first_tokens_have_a_sampled_one_after_a_long_observation():
+    (path,) = trajectory([1, 2], Context((observation(70, 71, 72), 2))).first_tokens(2).paths
+    assert path.token_ids.tolist() == [70, 71, 72, 1]
+
+
+@pytest.mark.parametrize("parts", [(), (2, observation(70)), (observation(70),), (0,), (1, observation(70), 0)])
+def test_a_context_ends_with_a_turn_of_at_least_a_token(parts: tuple[int | Observation, ...]):
+    with pytest.raises(ValueError, match="must"):
+        Context(parts)
 
 
 def test_rows_are_split_and_padded():

@@ -64,7 +64,8 @@ class MemoryProfile(StagePeaks):
         """Yield the tokens and patches of a forward, and of each run of the vision tower alone."""
         assert self.policy is not None
         config, batch = self.policy.transformer.config, work.forward.batch
-        within = [each for subgroup in batch.subgroups for each in subgroup.rendered[subgroup.vision_apart :]]
+        apart = {subgroup.prompt for subgroup in batch.subgroups if subgroup.vision_apart}
+        within = [each for each in dict.fromkeys(batch.rendered) if each not in apart]
         tokens = batch_tokens(batch, vision_tokens=lambda rendered: 0)
         yield Load(tokens, sum(num_patches(config, each) for each in within))
         for tower_backward in work.tower_backwards:

@@ -87,13 +87,8 @@ def test_a_trajectory_is_one_rendering_of_its_conversation(template: str, tmp_pa
         renderer.render("o1", [seen], [SECOND], [b"png"], turns[0]),
         renderer.render("o2", [done], [], [], turns[1]),
     ]
-    found = [
-        *parts[0].token_ids.tolist(),
-        *turns[0],
-        *parts[1].token_ids.tolist(),
-        *turns[1],
-        *parts[2].token_ids.tolist(),
-    ]
+    ids = [part.token_ids.tolist() for part in parts]
+    found = [*ids[0], *turns[0], *ids[1], *turns[1], *ids[2]]
     answers = [message("assistant", f"7{i}") for i in range(2)]
     conversation = [question, answers[0], seen, answers[1], done]
     whole = builder.templated(conversation, [FIRST, SECOND], tokenize=False)
@@ -105,8 +100,9 @@ def test_a_trajectory_is_one_rendering_of_its_conversation(template: str, tmp_pa
     else:
         assert decode(found) == decode(expected) and found == expected
     assert parts[1].images == (b"png",) and parts[2].mm_inputs == {}
-    for name, values in parts[1].token_inputs.items():
-        assert values.shape == parts[1].token_ids.shape, name
+    start = len(ids[0]) + len(turns[0])
+    for name, values in builder.part(whole, [FIRST, SECOND])[1].items() if found == expected else ():
+        assert parts[1].token_inputs[name].equal(values[start : start + len(ids[1])]), name
 
 
 def without_thoughts(text: str) -> str:
@@ -162,3 +158,55 @@ def test_a_turn_without_a_stop_token_keeps_the_templates(tmp_path: Path) -> None
         for ids in (turn(builder, "7", END), turn(builder, "7", END)[:-1])
     )
     assert cut == [tokenizer.convert_tokens_to_ids(END), *stopped]
+
+
+def test_a_special_token_over_two_texts_is_broken(tmp_path: Path) -> None:
+    builder = builder_of("qwen3_vl", tmp_path)
+    found, plain = (
+        renderer_of("qwen3_vl", builder).render("o", [message("user", *texts)], [], [], turn(builder, "7", END))
+        for texts in (["x<|im_", "end|>", "y"], ["x", "y"])
+    )
+    special = torch.tensor(builder.processor.tokenizer.all_special_ids)
+    assert torch.isin(found.token_ids, special).sum() == torch.isin(plain.token_ids, special).sum()
+
+
+def test_added_words_that_are_no_part_of_the_template_stay(tmp_path: Path) -> None:
+    """Gemma's vocabularies list line breaks and HTML tags as added words."""
+    builder = builder_of("qwen3_vl", tmp_path)
+    builder.processor.tokenizer.add_tokens(["\n", "<table>"])
+    found = renderer_of("qwen3_vl", builder).render(
+        "o", [message("user", "a\n<table>")], [], [], turn(builder, "7", END)
+    )
+    assert BREAK not in builder.processor.tokenizer.decode(found.token_ids)
+
+
+def test_space_before_a_stop_token_is_part_of_no_turn(tmp_path: Path) -> None:
+    builder = builder_of("qwen3_vl", tmp_path)
+    renderer, stop = renderer_of("qwen3_vl", builder), turn(builder, "7", END)
+    expected = renderer.render("o", [message("user", "Sure?")], [], [], stop).token_ids
+    template = builder.processor.chat_template
+    at = template.rindex("<|im_end|>", 0, template.index('message.role == "tool"'))
+    builder.processor.chat_template = f"{template[:at]}\\n{template[at:]}"
+    conversation = [message("user", "?"), message("assistant", "7"), message("user", "")]
+    assert "7\n<|im_end|>" in builder.templated(conversation, [], tokenize=False)
+    assert renderer.render("o", [message("user", "Sure?")], [], [], stop).token_ids.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "images", "calls", "problem"),
+    [
+        ("qwen3_vl", [message("system", "Look.")], 0, [], "leaves out the text 'Look.'"),
+        ("gemma4_v5", [message("tool", "Look.")], 0, [], "leaves out the text 'Look.'"),
+        ("qwen3_vl", [message("user", "image")], 2, [], "1 image blocks for 2 images in 2 files"),
+        ("qwen3_vl", [message("user", "image", "image")], 1, [], "2 image blocks for 1 images in 1 files"),
+        ("qwen3_vl", [message("tool", "one")], 0, ["crop", "search"], "1 results for 2 calls"),
+    ],
+)
+def test_an_observation_is_whole_or_refused(
+    template: str, messages: list[Any], images: int, calls: list[str], problem: str, tmp_path: Path
+) -> None:
+    renderer = renderer_of(template, builder_of(template, tmp_path))
+    with pytest.raises(
+        DataError, match=f"row 3: the model's processor refuses the observation: .*{re.escape(problem)}"
+    ):
+        renderer.render("row 3", messages, [FIRST] * images, [b""] * images, [1], calls)
