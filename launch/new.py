@@ -17,7 +17,7 @@ def new_parser() -> argparse.ArgumentParser:
     families = "\n".join(f"  {name:12}{', '.join(family.settings)}" for name, family in FAMILIES.items())
     parser = argparse.ArgumentParser(
         prog="rl-vlm new",
-        description="Write a project of your own: rows with pictures, a reward, a YAML file with settings that learn, "
+        description="Write a project of your own: rows with pictures, a reward, a YAML file with settings that learn,\n"
         "and a README. It runs at once, from a tiny model that needs no download and no GPU.",
         epilog=f"kinds of answers:\n{kinds}\n\nfamilies, with the kinds that their tiny models learn:\n{families}\n\n"
         "example: rl-vlm new my_task --kind box --family internvl",

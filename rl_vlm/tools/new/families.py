@@ -25,12 +25,9 @@ class NewFamily:
 BOTH = {"answer": ANSWER, "box": BOX}
 FAMILIES: dict[str, NewFamily] = {
     "qwen2_5_vl": NewFamily("Qwen/Qwen2.5-VL-3B-Instruct", BOTH),
-    "qwen2_vl": NewFamily("Qwen/Qwen2-VL-2B-Instruct", BOTH),
+    "qwen2_vl": NewFamily("Qwen/Qwen2-VL-2B-Instruct", {"answer": ANSWER}),
     "qwen3_vl": NewFamily("Qwen/Qwen3-VL-4B-Instruct", BOTH),
     "internvl": NewFamily("OpenGVLab/InternVL3-2B-hf", BOTH),
-    "llava": NewFamily(
-        "llava-hf/llava-1.5-7b-hf", {"answer": ANSWER | {"max_steps": 200, "tokens_per_side": 4}, "box": BOX}
-    ),
-    "gemma3": NewFamily("google/gemma-3-4b-it", {"answer": ANSWER | {"max_steps": 200}, "box": BOX}),
-    "paligemma": NewFamily("google/paligemma-3b-mix-224", BOTH),
+    "llava": NewFamily("llava-hf/llava-1.5-7b-hf", {"answer": ANSWER | {"max_steps": 200, "tokens_per_side": 4}}),
+    "gemma3": NewFamily("google/gemma-3-4b-it", {"answer": ANSWER | {"max_steps": 200}}),
 }

@@ -34,7 +34,7 @@ class Project:
         if self.kind not in FAMILIES[self.family].settings:
             able = [name for name, family in FAMILIES.items() if self.kind in family.settings]
             raise ConfigError(
-                f"the tiny {self.family} does not learn tasks of the kind {self.kind!r}; give one of {', '.join(able)}"
+                f"no tiny {self.family} learns tasks of the kind {self.kind!r}; give a family of {', '.join(able)}"
             )
 
 
