@@ -4,12 +4,16 @@ import logging
 import re
 from itertools import islice
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from rl_vlm.config.schema import DataConfig
 from rl_vlm.tiny.build import build_tiny
+from rl_vlm.tiny.families import TINY_FAMILIES
 from rl_vlm.tiny.warm_up import random_answers, warm_up
 from tests.helpers.tiny_run import ROWS
 
@@ -41,3 +45,20 @@ def test_the_loss_of_random_answers_falls_to_their_entropy(tmp_path: Path, caplo
 def test_fewer_rows_than_images_are_enough(tmp_path: Path):
     build_tiny("qwen2_5_vl", tmp_path, hidden_size=48)
     warm_up(tmp_path, DataConfig(dataset_name=ROWS), random_answers(ANSWERS, 0), num_steps=1, num_images=100)
+
+
+PAGE = (Path(__file__).parents[3] / "docs/warming_up.md").read_text()
+
+
+def test_the_function_on_the_page_makes_a_model(tmp_path: Path):
+    names: dict[str, Any] = {}
+    exec(PAGE.partition("```python\n")[2].partition("```")[0], names)
+    names |= {"load_config": Mock(), "warm_up": (warmed := Mock())}
+    names["starting_model"].__wrapped__(tmp_path, 0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer.encode("<answer>cat</answer>")) == 3
+    assert next(warmed.call_args[0][2]) in ("<answer>cat</answer>", "<answer>dog</answer>")
+
+
+def test_the_page_names_the_families_with_any_resolution():
+    assert [name for name, family in TINY_FAMILIES.items() if family.is_resizable and f"`{name}`" not in PAGE] == []

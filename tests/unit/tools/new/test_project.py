@@ -13,7 +13,9 @@ from launch import cli
 from rl_vlm.config.load import check_trainable, load_config
 from rl_vlm.data.samples import load_rows
 from rl_vlm.functions import load_function
+from rl_vlm.tools.new.families import FAMILIES
 
+ROOT = Path(__file__).parents[4]
 KINDS = ["answer", "box"]
 
 
@@ -154,6 +156,12 @@ def test_unknown_names_are_answered_with_those_that_there_are(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_kind_that_the_tiny_model_of_a_family_does_not_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert new(str(tmp_path / "mine"), "--kind", "box", "--family", "llava") == 2
+    message = "no tiny llava learns tasks of the kind 'box'; give a family of qwen2_5_vl, qwen3_vl, internvl"
+    assert f"{message}\n" in capsys.readouterr().err
+
+
 def test_a_name_with_a_line_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert new(str(tmp_path / "mine\nmodel: x")) == 2
     assert "is no name for a project" in capsys.readouterr().err
@@ -182,3 +190,9 @@ def test_the_help_lists_kinds_and_families(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert "  answer      a number in <answer> tags" in text
     assert [name for name in ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3") if f"\n  {name} " not in text] == []
+
+
+def test_the_page_has_a_score_of_every_family_and_kind():
+    page = (ROOT / "docs/new_project.md").read_text()
+    offered = [(name, kind) for name, family in FAMILIES.items() for kind in family.settings]
+    assert [each for each in offered if f"| `{each[0]}` | {each[1]} |" not in page] == []
