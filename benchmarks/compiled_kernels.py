@@ -90,7 +90,7 @@ class Kernel:
 
 def measure_apart(cells: Sequence[Cell]) -> dict[Cell, dict[str, Kernel]]:
     """Return `measure` of some cells of one card, in a fresh process."""
-    found = in_fresh_process("kernels.py", ["--measure", json.dumps([asdict(cell) for cell in cells])])
+    found = in_fresh_process("compiled_kernels.py", ["--measure", json.dumps([asdict(cell) for cell in cells])])
     return dict(zip(cells, map(read, found), strict=True))
 
 
