@@ -163,6 +163,10 @@ class Path(NamedTuple):
     observations: dict[int, Observation]
     """By the place of their first token, in order."""
 
+    def without_last(self) -> Path:
+        """Return the path without its last token, which predicts none."""
+        return Path(self.token_ids[:-1], self.sampled[:-1], self.observations)
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -244,7 +248,7 @@ class Completion:
 
     @property
     def paths(self) -> list[Path]:
-        """Return the tokens of each context. A completion of one turn has one context, of its own tokens."""
+        """Return the tokens of each context. A completion of one turn has a single context."""
         if not self.contexts:
             return [Path(self.token_ids, torch.ones_like(self.token_ids, dtype=torch.bool), {})]
         sampled = self.token_ids.split([context.num_sampled for context in self.contexts])
@@ -298,7 +302,7 @@ class Group:
     @property
     def rendered(self) -> list[Rendered]:
         """Return the prompt and all observations."""
-        return [self.prompt, *(each for completion in self.completions for each in completion.observations)]
+        return rendered_of(self.prompt, self.completions)
 
 
 @dataclass(frozen=True)
@@ -395,10 +399,7 @@ class SubGroup:
     @property
     def rendered(self) -> list[Rendered]:
         """Return the prompt and the observations of its completions, in the order of a shared row."""
-        return [
-            self.prompt,
-            *(observation for completion in self.completions for observation in completion.observations),
-        ]
+        return rendered_of(self.prompt, self.completions)
 
 
 @dataclass(frozen=True)
@@ -452,6 +453,11 @@ class PolicyOutput(NamedTuple):
 
     logprobs_NT: Float[Tensor, "completions tokens"]
     entropies_NT: Float[Tensor, "completions tokens"]
+
+
+def rendered_of(prompt: Prompt, completions: Sequence[Completion]) -> list[Rendered]:
+    """Return a prompt and the observations of its completions, in order."""
+    return [prompt, *(each for completion in completions for each in completion.observations)]
 
 
 def pad_rows(rows: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from rl_vlm.errors import ModelError
-from rl_vlm.types import Observation, Prompt
+from rl_vlm.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -99,16 +99,6 @@ class Family:
             row = {"input_ids": prompt.token_ids, **prompt.token_inputs}
             _positions[prompt] = self.row_positions(model, row, [prompt.mm_inputs])
         return _positions[prompt]
-
-    def later_positions(
-        self, model: PreTrainedModel, prompt: Prompt, row: Inputs, observations: Sequence[Observation]
-    ) -> Int[Tensor, "axes later_tokens"]:
-        """Return the positions of the tokens that follow a prompt in a row, with the images of `observations`."""
-        start, first = len(prompt.token_ids), self.prompt_positions(model, prompt)
-        if not any(observation.mm_inputs for observation in observations):
-            return (first.max() + 1 + torch.arange(len(row["input_ids"]) - start)).expand(len(first), -1)
-        images = [each.mm_inputs for each in (prompt, *observations)]
-        return self.row_positions(model, row, images)[:, start:]
 
     @property
     def vision_prefixes(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,9 +87,7 @@ def shared_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> 
         model.device,
         [path.sampled for some in paths for path in some],
     )
-    bodies = [
-        [path._replace(token_ids=path.token_ids[:-1], sampled=path.sampled[:-1]) for path in some] for some in paths
-    ]
+    bodies = [[path.without_last() for path in some] for some in paths]
     names = token_input_names(batch.rendered)
     sections = [token_inputs(p, some, names, family, model) for p, some in zip(prompts, bodies, strict=True)]
     kwargs = {name: torch.cat([section[name] for section in sections], dim=-1) for name in sections[0]}
@@ -120,36 +119,33 @@ def token_input_names(rendered: Sequence[Rendered]) -> list[str]:
 def token_inputs(
     prompt: Prompt, paths: Sequence[Path], names: Sequence[str], family: Family, model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """Build the per-token inputs (..., tokens) of a prompt and of paths that each continue it."""
-    first = {name: prompt.token_inputs.get(name, torch.zeros_like(prompt.token_ids)) for name in names}
-    first = {"input_ids": prompt.token_ids, **first}
-    later = [{name: path_values(path, name, family) for name in first} for path in paths]
-    positions = [family.prompt_positions(model, prompt)]  # (axes, tokens) each
-    for path, values in zip(paths, later, strict=True):
-        row = {name: torch.cat([first[name], values[name]]) for name in first}
-        positions.append(family.later_positions(model, prompt, row, list(path.observations.values())))
-    values = {name: torch.cat([first[name], *(each[name] for each in later)]) for name in first}
+    """Build the per-token inputs (..., tokens) of a prompt and of paths that each continue it.
+
+    The values of an observation are the processor's. Sampled tokens have the family's.
+    """
+    start, lengths = len(prompt.token_ids), [len(path.token_ids) for path in paths]
+    values = {"input_ids": torch.cat([prompt.token_ids, *(path.token_ids for path in paths)])}
+    for name in names:
+        first = prompt.token_inputs.get(name, torch.zeros_like(prompt.token_ids))
+        values[name] = torch.cat([first, first.new_full((sum(lengths),), family.completion_inputs.get(name, 0))])
+    positions = family.prompt_positions(model, prompt)  # (axes, prompt tokens)
+    later = positions.max() + 1 + torch.cat([torch.arange(length) for length in [0, *lengths]])
+    positions = torch.cat([positions, later.expand(len(positions), -1)], dim=-1)
+    for at, path in zip(accumulate(lengths, initial=start), paths, strict=False):
+        for place, observation in path.observations.items():
+            for name, own in observation.token_inputs.items():
+                values[name][at + place : at + place + len(own)] = own
+        if any(observation.mm_inputs for observation in path.observations.values()):
+            here = slice(at, at + len(path.token_ids))
+            row = {name: torch.cat([value[:start], value[here]]) for name, value in values.items()}
+            images = [each.mm_inputs for each in (prompt, *path.observations.values())]
+            positions[:, here] = family.row_positions(model, row, images)[:, start:]
     if "cross_attention_mask" in prompt.mm_inputs:
         # (1, tokens, images, tiles); completions attend to the same images as the prompt's last token
         mask = prompt.mm_inputs["cross_attention_mask"][0].movedim(0, -1)
-        further = len(values["input_ids"]) - len(prompt.token_ids)
-        values["cross_attention_mask"] = torch.cat([mask, mask[..., -1:].expand(*mask.shape[:2], further)], dim=-1)
-    return {
-        "attention_mask": torch.ones_like(values["input_ids"]),
-        "position_ids": torch.cat(positions, dim=-1),
-        **values,
-    }
-
-
-def path_values(path: Path, name: str, family: Family) -> Int[Tensor, " path"]:
-    """Return one per-token input of a path: the processor's values at observations, the family's elsewhere."""
-    if name == "input_ids":
-        return path.token_ids
-    values = torch.full_like(path.token_ids, family.completion_inputs.get(name, 0))
-    for start, observation in path.observations.items():
-        if name in observation.token_inputs:
-            values[start : start + len(observation.token_ids)] = observation.token_inputs[name]
-    return values
+        last = mask[..., -1:].expand(*mask.shape[:2], sum(lengths))
+        values["cross_attention_mask"] = torch.cat([mask, last], dim=-1)
+    return {"attention_mask": torch.ones_like(values["input_ids"]), "position_ids": positions, **values}
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]], device: torch.device, pad_left: bool = False) -> dict[str, Tensor]:

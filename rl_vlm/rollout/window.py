@@ -182,7 +182,7 @@ def group_state(group: Group) -> dict[str, Any]:
 
     It holds each observation once, with its images, since no row of the data has them.
     """
-    observations = list(dict.fromkeys(each for completion in group.completions for each in completion.observations))
+    observations = list(dict.fromkeys(group.rendered[1:]))
     places = {observation: [i] for i, observation in enumerate(observations)}
     return {
         "group_id": group.group_id,
