@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 Sharing = Literal["auto", "shared", "dense"]
 """How often a group's prompt is computed: once (shared), once per completion (dense), or whichever is cheaper."""
-FinishReason = Literal["stop", "length", "paused"]
-"""Why a completion ends: a stop token, the length limit, or the token limit of one partial rollout."""
+FinishReason = Literal["stop", "length", "turns", "fault", "paused"]
+"""Why a completion ends: a stop token, a length limit, the limit of turns, or an environment that failed. A paused one
+goes on later: its rollout was at its token limit, or its environment has answered."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,41 @@ class TrainerState:
     epoch: float
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, as the model wrote it."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool returned, or what the model is told about a call that failed."""
+
+    content: list[dict[str, Any]]
+    """Content blocks. `{"type": "image"}` blocks stand for `images`, in order."""
+    images: tuple[bytes, ...] = ()
+    """Images as files."""
+    error: str | None = None
+    """Why the call failed."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model, and the results of its calls."""
+
+    text: str
+    """Its text as it was sampled, without special tokens."""
+    content: str
+    """Its text without calls."""
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    """One per call, in order, as the model saw them. If a call cannot be read, there are no calls, and one result that
+    says why. Empty if the trajectory ended with this turn."""
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """Tokens between two turns: the environment's answer, and the template's text around it.
@@ -144,6 +180,8 @@ class Observation:
     """The processor's per-image inputs; empty for text."""
     images: tuple[bytes, ...] = ()
     """Its images as files, in order."""
+    unexpanded_ids: tuple[int, ...] = ()
+    """Its tokens with one placeholder per image, for engines that expand them. Empty if it has no image."""
 
     @property
     def num_images(self) -> int:
@@ -239,8 +277,21 @@ class Completion:
     """Log-probs at the sampling temperature with placeholder tokens banned, before top-k, top-p and min-p."""
     finish_reason: FinishReason
     text: str
+    """The text of the last turn."""
     contexts: tuple[Context, ...] = ()
     """How the sampled tokens follow each other and observations. Empty for one turn."""
+    pending: Observation | None = None
+    """The observation that a paused completion goes on after, if its environment has answered."""
+    turns: tuple[Turn, ...] = ()
+    """The turns of a trajectory. Empty without tools."""
+    start: Prompt | None = None
+    """Its own prompt, if its environment started unlike those of its group. None: the group's prompt."""
+    fault: str | None = None
+    """Kind and message of a failure of its environment, if `finish_reason` is "fault"."""
+    environment_reward: float | None = None
+    """What the environment's `get_reward` returned."""
+    environment: Any = field(default=None, compare=False, repr=False)
+    """The environment's instance, for reward functions. It is not saved, and used again after the window is scored."""
 
     @property
     def is_paused(self) -> bool:
@@ -268,6 +319,34 @@ class Completion:
     def num_tokens(self) -> int:
         """Return the number of tokens after the prompt, sampled and observed, of all contexts."""
         return sum(self.path_lengths)
+
+    def so_far(self) -> Path:
+        """Return the tokens of its last context, with the pending observation: what it goes on after."""
+        (path,) = self.paths[-1:]
+        if self.pending is None:
+            return path
+        observed = self.pending.token_ids
+        return Path(
+            torch.cat([path.token_ids, observed]),
+            torch.cat([path.sampled, torch.zeros_like(observed, dtype=torch.bool)]),
+            path.observations | {len(path.token_ids): self.pending},
+        )
+
+    def continued(
+        self, token_ids: Int[Tensor, " new"], logprobs: Float[Tensor, " new"], finish_reason: FinishReason, text: str
+    ) -> Completion:
+        """Return the completion with newly sampled tokens after what it has so far."""
+        contexts = self.contexts
+        if contexts or self.pending is not None:
+            parts = list(contexts[-1].parts if contexts else (len(self.token_ids),) * bool(len(self.token_ids)))
+            parts += [] if self.pending is None else [self.pending]
+            last = parts.pop() if isinstance(parts[-1], int) else 0
+            contexts = (*contexts[:-1], Context((*parts, last + len(token_ids))))
+        return replace(
+            self, token_ids=torch.cat([self.token_ids, token_ids]),
+            generator_logprobs=torch.cat([self.generator_logprobs, logprobs]),
+            finish_reason=finish_reason, text=text, contexts=contexts, pending=None,
+        )  # fmt: skip
 
     def first_tokens(self, number: int) -> Completion:
         """Return the completion up to its `number`-th token, in its first context."""
@@ -301,8 +380,25 @@ class Group:
 
     @property
     def rendered(self) -> list[Rendered]:
-        """Return the prompt and all observations."""
-        return rendered_of(self.prompt, self.completions)
+        """Return the prompts and all observations."""
+        return [each for members in self.by_prompt() for each in self.rendered_by(members)]
+
+    def prompt_of(self, member: int) -> Prompt:
+        """Return the prompt of a completion."""
+        return self.completions[member].start or self.prompt
+
+    def by_prompt(self, members: Sequence[int] | None = None) -> list[list[int]]:
+        """Return members, by default all, in lists of equal prompts. There is one list unless environments start
+        unlike each other.
+        """
+        lists: dict[Prompt, list[int]] = {}
+        for member in range(len(self.completions)) if members is None else members:
+            lists.setdefault(self.prompt_of(member), []).append(member)
+        return list(lists.values())
+
+    def rendered_by(self, members: Sequence[int]) -> list[Rendered]:
+        """Return the prompt of members that have the same, and their observations."""
+        return rendered_of(self.prompt_of(members[0]), [self.completions[i] for i in members])
 
 
 @dataclass(frozen=True)
@@ -381,7 +477,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class SubGroup:
-    """Some completions of one group that share its prefix in one micro-batch."""
+    """Some completions of one group that share their prompt in one micro-batch."""
 
     scored: ScoredGroup
     members: list[int]
@@ -390,7 +486,7 @@ class SubGroup:
 
     @property
     def prompt(self) -> Prompt:
-        return self.scored.group.prompt
+        return self.scored.group.prompt_of(self.members[0])
 
     @property
     def completions(self) -> list[Completion]:
@@ -399,7 +495,7 @@ class SubGroup:
     @property
     def rendered(self) -> list[Rendered]:
         """Return the prompt and the observations of its completions, in the order of a shared row."""
-        return rendered_of(self.prompt, self.completions)
+        return self.scored.group.rendered_by(self.members)
 
 
 @dataclass(frozen=True)

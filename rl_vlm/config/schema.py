@@ -213,9 +213,36 @@ class RolloutConfig(Section):
     ds3_gather_for_generation: bool = True
     """With ZeRO-3 or FSDP2, gather all weights on every rank for a rollout of engine `hf`. With false, weights are
     gathered layer by layer for every token: slow, for models that do not fit on one device."""
+    tools: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Functions that the model can call, as `file.py:function` or `module:function`. `docs/environments.md` has the
+    contract."""
+    environment: str | dict[str, str] | None = None
+    """Class whose public methods are tools, as `file.py:Class`, or several such classes by name. With several, the
+    column `environment` of a row names its class."""
+    max_turns: int = Field(default=10, ge=1)
+    """Turns of a completion with tools. The calls of the last turn are not run."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the model may sample in one turn. `max_completion_length` counts all tokens after the prompt. Default:
+    no limit."""
+    max_environments: int | None = Field(default=None, ge=1)
+    """Instances of the environment per process. Default: as many as completions are sampled at once."""
+    tool_timeout: float = Field(default=60.0, gt=0)
+    """Seconds for a call of a tool, of `reset` or of `get_reward`. After it, the completion is masked."""
+    tool_errors: Literal["tell", "mask"] = "tell"
+    """What an exception in a tool does: `tell` shows it to the model, `mask` leaves the completion out of the loss."""
+    observation_role: Literal["auto", "tool", "user"] = "auto"
+    """Role of the messages that hold results of tools. `auto` is `tool` if the chat template writes all of them."""
+    tool_format: Literal["auto", "template", "text"] = "auto"
+    """How tools and calls are written: by the chat template, or as text in a system message and `<tool_call>` tags.
+    `auto` is `template` if the chat template writes tools and calls, and the tokenizer can read calls."""
     max_resampling_rounds: int = Field(default=0, ge=0)
     """Maximum number of times to generate a group again if its rewards are all equal, which gives no learning signal. A
     new group replaces the old one if its rewards differ."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether completions are trajectories of several turns."""
+        return bool(self.tools) or self.environment is not None
 
     @property
     def facts(self) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rl_vlm.types import Completion, MicroBatch, Rendered, ScoredGroup, Sharing, SubGroup
+from rl_vlm.types import Completion, MicroBatch, Prompt, Rendered, ScoredGroup, Sharing, SubGroup
 
 SHARING_PAYS = 1.1
 """Minimum ratio of dense to shared tokens, k(P + R) / (P + kR), at which a packed row is worth its overhead."""
@@ -77,10 +77,23 @@ class Size:
     def of(
         group: ScoredGroup, members: Sequence[int], vision_tokens: VisionTokens = no_vision, vision_apart: bool = False
     ) -> Size:
-        """Return the cost of completions with their prompt, whose images cost nothing if `vision_apart`."""
-        prompt = group.group.prompt
+        """Return the cost of completions with their prompts, whose images cost nothing if `vision_apart`."""
+        sizes = [Size.of_prompt(group, some, vision_tokens, vision_apart) for some in group.group.by_prompt(members)]
+        return sum(sizes, Size())
+
+    @staticmethod
+    def of_prompt(
+        group: ScoredGroup, members: Sequence[int], vision_tokens: VisionTokens, vision_apart: bool = False
+    ) -> Size:
+        """Return the cost of completions of one prompt."""
+        prompt = group.group.prompt_of(members[0])
         added = Size.added([group.group.completions[i] for i in members], len(prompt.token_ids), vision_tokens)
-        return added + Size(len(prompt.token_ids), vision_tokens=0 if vision_apart else vision_tokens(prompt))
+        return added + Size.alone(prompt, vision_tokens, vision_apart)
+
+    @staticmethod
+    def alone(prompt: Prompt, vision_tokens: VisionTokens, vision_apart: bool) -> Size:
+        """Return the cost of a prompt without completions."""
+        return Size(len(prompt.token_ids), vision_tokens=0 if vision_apart else vision_tokens(prompt))
 
     @staticmethod
     def added(completions: Sequence[Completion], prefix: int, vision_tokens: VisionTokens) -> Size:
@@ -146,16 +159,20 @@ class Packer:
             yield current
 
     def split(self, group: ScoredGroup) -> list[SubGroup]:
-        """Split the group's valid completions into sub-groups that each fit the budget.
+        """Split the group's valid completions into sub-groups that each have one prompt and fit the budget."""
+        of_prompts = group.group.by_prompt(valid_members(group))
+        return [piece for members in of_prompts for piece in self.split_members(group, members)]
 
-        If a group is cut, its sub-groups do not pay for the images: the vision tower runs apart from them.
+    def split_members(self, group: ScoredGroup, members: Sequence[int]) -> list[SubGroup]:
+        """Split completions of one prompt into sub-groups that each fit the budget.
+
+        If they are cut, the sub-groups do not pay for the images: the vision tower runs apart from them.
         """
-        members = valid_members(group)
         if self.fits(self.size(group, members)):
-            return [SubGroup(group, members)]
-        apart = self.vision_tokens(group.group.prompt) > 0
-        prefix, completions = len(group.group.prompt.token_ids), group.group.completions
-        prompt_alone = self.size(group, [], apart)
+            return [SubGroup(group, list(members))]
+        prompt, completions = group.group.prompt_of(members[0]), group.group.completions
+        apart = self.vision_tokens(prompt) > 0
+        prefix, prompt_alone = len(prompt.token_ids), Size.alone(prompt, self.vision_tokens, apart)
         pieces: list[list[int]] = [[]]
         size = prompt_alone
         for member in members:
