@@ -93,6 +93,10 @@ class Sampling:
     min_p: float | None = None
     max_rollout_tokens: int | None = None
     """Tokens that one rollout adds to a completion before pausing it; None means no limit."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that end a turn, as the engine's stop tokens do."""
+    stop_texts: tuple[str, ...] = ()
+    """The texts of `stop_sequences`, for engines that find texts."""
 
     def end(self, start: int) -> int:
         """Return the length at which a rollout ends a completion that has `start` tokens so far."""
@@ -319,6 +323,19 @@ class Completion:
     def num_tokens(self) -> int:
         """Return the number of tokens after the prompt, sampled and observed, of all contexts."""
         return sum(self.path_lengths)
+
+    @property
+    def length_so_far(self) -> int:
+        """Return the number of tokens of `so_far`."""
+        return self.path_lengths[-1] + (0 if self.pending is None else len(self.pending.token_ids))
+
+    @property
+    def last_turn(self) -> Int[Tensor, " turn"]:
+        """Return the sampled tokens of the last turn. There are none after a pending observation."""
+        if self.pending is not None:
+            return self.token_ids[:0]
+        last = self.contexts[-1].parts[-1] if self.contexts else len(self.token_ids)
+        return self.token_ids[-last:] if isinstance(last, int) and last else self.token_ids[:0]
 
     def so_far(self) -> Path:
         """Return the tokens of its last context, with the pending observation: what it goes on after."""

@@ -222,8 +222,8 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=10, ge=1)
     """Turns of a completion with tools. The calls of the last turn are not run."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the model may sample in one turn. `max_completion_length` counts all tokens after the prompt. Default:
-    no limit."""
+    """Tokens that the model may sample in one turn. `max_completion_length` counts all tokens after the prompt.
+    Default: no limit."""
     max_environments: int | None = Field(default=None, ge=1)
     """Instances of the environment per process. Default: as many as completions are sampled at once."""
     tool_timeout: float = Field(default=60.0, gt=0)

@@ -222,8 +222,17 @@ def png_bytes(image: Image.Image) -> bytes:
 
 def image_urls(sample: Sample) -> list[str]:
     """Return the sample's images as data URLs: the original file if servers decode the same pixels, else a PNG."""
-    files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
-    return [f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}" for file in files]
+    return [data_url(sample.encoded_images.get(i) or png_bytes(image)) for i, image in enumerate(sample.images)]
+
+
+def data_url(file: bytes) -> str:
+    """Return an encoded image as a data URL."""
+    return f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}"
+
+
+def decoded(file: bytes) -> Image.Image:
+    """Decode an image that was encoded by `png_bytes`, or that `read_image` has read."""
+    return Image.open(BytesIO(file), formats=FORMATS).convert("RGB")
 
 
 def media_type(encoded: bytes) -> str:

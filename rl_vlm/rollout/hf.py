@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from inspect import signature
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
@@ -40,10 +39,12 @@ from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
 from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.types import Completion, FinishReason, Group, Prompt, RolloutRequest, Sampling, to_device
+from rl_vlm.types import Completion, Group, Path, Prompt, RolloutRequest, Sampling, to_device
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -188,19 +189,42 @@ class HFEngine:
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group per request, in order.
 
-        A batch holds prompts of similar length, to save padding, and paused completions of equal length.
+        A batch holds prompts of similar length, to save padding, and paused completions of equal length. Completions
+        that go on after an observation are rows of their own, of which a batch holds similarly long ones.
         """
-        lengths = [(request.num_paused_tokens, len(request.prompt.token_ids)) for request in requests]
-        by_length = sorted(range(len(requests)), key=lengths.__getitem__)
-        groups: dict[int, Group] = {}
         with generation_mode(self.model), self.autocast(self.lockstep is None):
-            for _, equally_long in groupby(by_length, key=lambda i: lengths[i][0]):
-                alike = list(equally_long)
-                while alike:
-                    batch = self.next_batch([requests[i] for i in alike], sampling)
-                    groups |= zip(alike, batch, strict=False)
-                    alike = alike[len(batch) :]
+            rows = [row for number, request in enumerate(requests) for row in turns_to_continue(number, request)]
+            turns = self.continue_turns(rows, sampling)
+            groups = self.generate_groups([i for i in range(len(requests)) if i not in turns], requests, sampling)
+        groups |= {i: requests[i].group(sampled, self.policy_version) for i, sampled in turns.items()}
         return [groups[i] for i in range(len(requests))]
+
+    def generate_groups(
+        self, numbers: Sequence[int], requests: Sequence[RolloutRequest], sampling: Sampling
+    ) -> dict[int, Group]:
+        """Generate the groups of some requests, by their numbers."""
+        lengths = {i: (requests[i].num_paused_tokens, len(requests[i].prompt.token_ids)) for i in numbers}
+        groups: dict[int, Group] = {}
+        for _, equally_long in groupby(sorted(numbers, key=lengths.__getitem__), key=lambda i: lengths[i][0]):
+            alike = list(equally_long)
+            while alike:
+                batch = self.next_batch([requests[i] for i in alike], sampling)
+                groups |= zip(alike, batch, strict=False)
+                alike = alike[len(batch) :]
+        return groups
+
+    def continue_turns(self, rows: Sequence[TurnRow], sampling: Sampling) -> dict[int, list[Completion]]:
+        """Sample one more turn of each row. Return the completions of each request, by its number, in their order."""
+        sampled: dict[int, Completion] = {}
+        left = sorted(range(len(rows)), key=lambda i: rows[i].num_tokens)
+        while left:
+            batch = self.next_turns([rows[i] for i in left], sampling)
+            sampled |= zip(left, batch, strict=False)
+            left = left[len(batch) :]
+        by_request: dict[int, list[Completion]] = {}
+        for i, row in enumerate(rows):
+            by_request.setdefault(row.number, []).append(sampled[i])
+        return by_request
 
     def prompts_at_once(self, sampling: Sampling) -> int:
         """Return the number of prompts in a batch."""
@@ -213,20 +237,40 @@ class HFEngine:
         but logits are rounded differently, so a token may differ. Raises OutOfMemory if a single completion does not
         fit. In lockstep, an error is raised unchanged.
         """
-        if self.lockstep is not None:
-            return self.generate_batch(requests[: self.prompts_at_once(sampling)], sampling)
 
-        def attempt() -> list[Group]:
-            some = requests[: self.prompts_at_once(sampling)]
-            with described(partial(self.failure, some, sampling)):
-                return self.generate_batch(some, sampling)
+        def first() -> list[RolloutRequest]:
+            return requests[: self.prompts_at_once(sampling)]
+
+        return self.recovering(
+            lambda: self.generate_batch(first(), sampling),
+            lambda error: self.failure([request.prompt for request in first()], sampling, error),
+        )
+
+    def next_turns(self, rows: list[TurnRow], sampling: Sampling) -> list[Completion]:
+        """Sample the turns of one batch: of as many first rows as are sampled at once. See `next_batch`."""
+
+        def first() -> list[TurnRow]:
+            return rows[: 1 if self.vision.family.cross_attends else self.max_num_seqs]
+
+        return self.recovering(
+            lambda: self.generate_turns(first(), sampling),
+            lambda error: self.failure([row.prompt for row in first()], replace(sampling, num_generations=1), error),
+        )
+
+    def recovering(self, sample: Callable[[], T], failure: Callable[[RuntimeError], Failure]) -> T:
+        """Sample, again with fewer completions at once if memory runs out, as `failure` describes it."""
+        if self.lockstep is not None:
+            return sample()
+
+        def attempt() -> T:
+            with described(failure):
+                return sample()
 
         return repeated(attempt, self.lower)
 
-    def failure(self, requests: list[RolloutRequest], sampling: Sampling, error: RuntimeError) -> Failure:
+    def failure(self, prompts: list[Prompt], sampling: Sampling, error: RuntimeError) -> Failure:
         """Describe a batch that ran out of memory."""
-        prompts = [request.prompt for request in requests]
-        num = min(self.max_num_seqs, len(requests) * sampling.num_generations)
+        num = min(self.max_num_seqs, len(prompts) * sampling.num_generations)
         longest = sampling.num_generations * sampling.max_completion_length
         tokens = sum(sampling.num_generations * len(prompt.token_ids) + longest for prompt in prompts)
         return Failure.of(error, prompts, num, tokens)
@@ -258,62 +302,95 @@ class HFEngine:
         keys = torch.cat([keys_G[list(group)] for keys_G, group in zip(streams, paused, strict=True)]).to(device)
         to_continue = [completion for group in paused for completion in group.values()]
 
-        grouped = group_layers(prefix.cache, self.model.config) if routes_attention(self.model) else set()
         sampled: list[Completion] = []
         for start in range(0, len(to_continue), self.max_num_seqs):
             some = slice(start, start + self.max_num_seqs)
-            sampled += self.decode(prefix.expand(owners[some], grouped), keys[some], to_continue[some], sampling)
+            rows = prefix.expand(owners[some], self.grouped_layers(prefix))
+            tokens_NT = torch.stack([completion.token_ids for completion in to_continue[some]]).to(device)
+            logits = self.forward(rows, tokens_NT, 0) if tokens_NT.shape[1] else rows.logits_NV
+            sampled += self.decode(rows, logits, tokens_NT.shape[1], keys[some], to_continue[some], sampling)
         further = iter(sampled)
         return [
             request.group(list(islice(further, len(group))), self.policy_version)
             for request, group in zip(requests, paused, strict=True)
         ]
 
-    def prefill(self, prompts: list[Prompt]) -> Prefix:
-        """Run one forward over prompts and images, left-padded so that all rows end together."""
+    def generate_turns(self, rows: list[TurnRow], sampling: Sampling) -> list[Completion]:
+        """Sample one more turn of each row. What it goes on after is computed again, as part of its prompt."""
+        stop.check()
+        keys = [stream_keys(sampling.seed, row.group_id, row.member + 1)[-1:] for row in rows]
+        prefix = self.prefill([row.prompt for row in rows], [row.completion.so_far() for row in rows])
+        prefix = prefix.expand(list(range(len(rows))), self.grouped_layers(prefix))
+        completions = [row.completion for row in rows]
+        return self.decode(
+            prefix, prefix.logits_NV, 0, torch.cat(keys).to(self.model.device), completions, sampling
+        )  # fmt: skip
+
+    def grouped_layers(self, prefix: Prefix) -> set[int]:
+        """Return the layers of a prefilled cache that can hold the keys of a prompt once."""
+        return group_layers(prefix.cache, self.model.config) if routes_attention(self.model) else set()
+
+    def prefill(self, prompts: Sequence[Prompt], paths: Sequence[Path] = ()) -> Prefix:
+        """Run one forward over prompts and images, left-padded so that all rows end together.
+
+        `paths` are the tokens that follow each prompt, by default none.
+        """
         family, device = self.vision.family, self.model.device
-        names = token_input_names(prompts)
-        rows = [token_inputs(prompt, [], names, family, self.model) for prompt in prompts]
+        after = [[path] for path in paths] or [[] for _ in prompts]
+        rendered = [
+            each
+            for prompt, some in zip(prompts, after, strict=True)
+            for each in (prompt, *(observation for path in some for observation in path.observations.values()))
+        ]
+        names = token_input_names(rendered)
+        rows = [token_inputs(p, some, names, family, self.model) for p, some in zip(prompts, after, strict=True)]
         kwargs = collate_rows(rows, device, pad_left=True)
-        with self.together(len(self.vision.calls(prompts))):
-            features = self.vision.encode(prompts)
-            with self.vision.given([features[p] for p in prompts if p in features]) as image_inputs:
+        with self.together(len(self.vision.calls(rendered))):
+            features = self.vision.encode(rendered)
+            with self.vision.given([features[each] for each in rendered if each in features]) as image_inputs:
                 cache, logits = self.run_model(kwargs | image_inputs)
         next_positions = torch.stack([row["position_ids"].max() + 1 for row in rows]).to(device)[:, None]
         next_positions = next_positions.expand(*kwargs["position_ids"].shape[:-1], 1)
         cross = {name: mask[:, -1:] for name, mask in kwargs.items() if name == "cross_attention_mask"}
-        is_padded = len({len(prompt.token_ids) for prompt in prompts}) > 1
+        is_padded = len({row["input_ids"].shape[-1] for row in rows}) > 1
         return Prefix(cache, logits, kwargs["attention_mask"], is_padded, next_positions, cross)
 
     def decode(
-        self, prefix: Prefix, keys_N: Int[Tensor, " completions"], to_continue: Sequence[Completion], sampling: Sampling
+        self,
+        prefix: Prefix,
+        logits: Float[Tensor, "rows vocabulary"],
+        num_before: int,
+        keys_N: Int[Tensor, " completions"],
+        to_continue: Sequence[Completion],
+        sampling: Sampling,
     ) -> list[Completion]:
-        """Continue N completions of N prefix rows. Each forward adds one token to each."""
-        num, start, device = len(keys_N), len(to_continue[0].token_ids), keys_N.device
-        end = sampling.end(start)
-        stop_ids = torch.tensor(self.stop_token_ids, device=device)
-        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=device)
-        tokens_NT = torch.zeros(num, end, dtype=torch.int64, device=device)
-        logprobs_NT = torch.zeros(num, end, device=device)
-        tokens_NT[:, :start] = torch.stack([completion.token_ids for completion in to_continue])
-        logprobs_NT[:, :start] = torch.stack([completion.generator_logprobs for completion in to_continue])
-        rows, finished = torch.arange(num, device=device), torch.zeros(num, dtype=torch.bool, device=device)
-        logits = self.forward(prefix, tokens_NT[:, :start], 0) if start else prefix.logits_NV
+        """Continue N completions of N prefix rows, to which `num_before` tokens were appended, from these logits.
 
-        for step in range(start, end):
+        Each forward adds one token to each.
+        """
+        num, device = len(keys_N), keys_N.device
+        limits = [sampling.end(completion.length_so_far) - completion.length_so_far for completion in to_continue]
+        ends = EndOfTurn(self.stop_token_ids, sampling.stop_sequences, limits, device)
+        banned = torch.tensor(self.banned_token_ids, dtype=torch.int64, device=device)
+        tokens_NT = torch.zeros(num, max(limits), dtype=torch.int64, device=device)
+        logprobs_NT = torch.zeros(num, max(limits), device=device)
+        positions_N = to_device(torch.tensor([len(completion.token_ids) for completion in to_continue]), device)
+        rows, finished = torch.arange(num, device=device), torch.zeros(num, dtype=torch.bool, device=device)
+
+        for step in range(max(limits)):
             stop.check()
-            tokens, logprobs = next_tokens(logits, keys_N[rows], step, sampling, banned)
+            tokens, logprobs = next_tokens(logits, keys_N[rows], positions_N[rows] + step, sampling, banned)
             tokens_NT[rows, step], logprobs_NT[rows, step] = tokens, logprobs
-            finished = finished | torch.isin(tokens, stop_ids)
+            finished = finished | ends.after(step, tokens, rows, tokens_NT)
             num_finished = int(finished.sum())  # the only wait for the device in a step
-            if num_finished == len(rows) or step + 1 == end:
+            if num_finished == len(rows) or step + 1 == max(limits):
                 break
             if num_finished >= COMPACT_FRACTION * len(rows):
                 unfinished = (~finished).nonzero()[:, 0]
                 prefix = prefix.keep(unfinished)
                 rows, tokens, finished = rows[unfinished], tokens[unfinished], finished[unfinished]
-            logits = self.forward(prefix, tokens[:, None], step)
-        return self.completions(tokens_NT.cpu(), logprobs_NT.cpu(), sampling.reason_at(end))
+            logits = self.forward(prefix, tokens[:, None], num_before + step)
+        return self.completions(to_continue, tokens_NT.cpu(), logprobs_NT.cpu(), ends, sampling)
 
     def forward(
         self, prefix: Prefix, tokens_NS: Int[Tensor, "rows new"], num_before: int
@@ -344,20 +421,92 @@ class HFEngine:
 
     def completions(
         self,
+        to_continue: Sequence[Completion],
         tokens_NT: Int[Tensor, "completions tokens"],
         logprobs_NT: Float[Tensor, "completions tokens"],
-        reason: FinishReason,
+        ends: EndOfTurn,
+        sampling: Sampling,
     ) -> list[Completion]:
-        """Cut each row after its first stop token. A row without one has `reason` as its finish reason."""
-        is_stop_NT = torch.isin(tokens_NT, torch.tensor(self.stop_token_ids))
-        stopped_N = is_stop_NT.any(dim=1)
-        lengths_N = torch.where(stopped_N, is_stop_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1])
-        rows = [row[:length].clone() for row, length in zip(tokens_NT, lengths_N.tolist(), strict=True)]
-        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return [
-            Completion(row, logprobs[: len(row)].clone(), "stop" if stopped else reason, text)
-            for row, logprobs, stopped, text in zip(rows, logprobs_NT, stopped_N.tolist(), texts, strict=True)
+        """Append each row to its completion, up to the end of the turn or the limit."""
+        lengths, stopped = ends.lengths(tokens_NT)
+        rows = [row[:length].clone() for row, length in zip(tokens_NT, lengths, strict=True)]
+        turns = [torch.cat([c.last_turn, row]) for c, row in zip(to_continue, rows, strict=True)]
+        texts = self.tokenizer.batch_decode(turns, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        reasons = [
+            "stop" if stops else sampling.reason_at(completion.length_so_far + length)
+            for completion, length, stops in zip(to_continue, lengths, stopped, strict=True)
         ]
+        return [
+            completion.continued(row, logprobs[: len(row)].clone(), reason, text)
+            for completion, row, logprobs, reason, text in zip(
+                to_continue, rows, logprobs_NT, reasons, texts, strict=True
+            )
+        ]
+
+
+class TurnRow(NamedTuple):
+    """A completion that goes on after an observation."""
+
+    number: int
+    """Number of its request."""
+    group_id: str
+    member: int
+    """Its index in its group."""
+    prompt: Prompt
+    completion: Completion
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that the next turn follows."""
+        return len(self.prompt.token_ids) + self.completion.length_so_far
+
+
+def turns_to_continue(number: int, request: RolloutRequest) -> list[TurnRow]:
+    """Return the rows of a request, if it is a further turn. There are none if it is the first."""
+    paused = request.paused(0) if request.partial else {}
+    if not any(completion.contexts or completion.pending for completion in paused.values()):
+        return []
+    return [TurnRow(number, request.group_id, member, request.prompt, each) for member, each in paused.items()]
+
+
+class EndOfTurn:
+    """Finds the ends of N turns: a stop token, a stop sequence, or a limit."""
+
+    def __init__(
+        self,
+        stop_token_ids: Sequence[int],
+        stop_sequences: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.stop_token_ids = torch.tensor(list(stop_token_ids))
+        self.on_device = self.stop_token_ids.to(device)
+        self.sequences = [torch.tensor(list(sequence)) for sequence in stop_sequences]
+        self.sequences_on_device = [sequence.to(device) for sequence in self.sequences]
+        self.limits = torch.tensor(list(limits))
+        self.unlike_limits = to_device(self.limits, device) if len(set(limits)) > 1 else None
+
+    def after(
+        self, step: int, tokens: Int[Tensor, " rows"], rows: Int[Tensor, " rows"], tokens_NT: Int[Tensor, "all tokens"]
+    ) -> Bool[Tensor, " rows"]:
+        """Return which of some rows end with the tokens of this step, the last ones in `tokens_NT`."""
+        found = torch.isin(tokens, self.on_device)
+        if self.unlike_limits is not None:
+            found = found | (self.unlike_limits[rows] <= step + 1)
+        for sequence in self.sequences_on_device:
+            if step + 1 >= len(sequence):
+                found = found | (tokens_NT[rows, step + 1 - len(sequence) : step + 1] == sequence).all(-1)
+        return found
+
+    def lengths(self, tokens_NT: Int[Tensor, "completions tokens"]) -> tuple[list[int], list[bool]]:
+        """Return the number of tokens of each row, and whether it ends before its limit or by a stop at it."""
+        is_end_NT = torch.isin(tokens_NT, self.stop_token_ids)
+        for sequence in self.sequences:
+            if tokens_NT.shape[1] >= len(sequence):
+                matches = (tokens_NT.unfold(1, len(sequence), 1) == sequence).all(-1)
+                is_end_NT[:, len(sequence) - 1 :] |= matches
+        first_N = torch.where(is_end_NT.any(dim=1), is_end_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1] + 1)
+        return torch.minimum(first_N, self.limits).tolist(), (first_N <= self.limits).tolist()
 
 
 def training_engine(

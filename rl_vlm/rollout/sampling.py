@@ -42,12 +42,14 @@ def stream_keys(seed: int, group_id: str, num: int) -> Int64[Tensor, " num"]:
     return torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=torch.int64)
 
 
-def uniforms(keys_N: Int64[Tensor, " completions"], position: int) -> Float64[Tensor, " completions"]:
-    """Compute the uniform in [0, 1) of each stream at a token position.
+def uniforms(
+    keys_N: Int64[Tensor, " completions"], positions_N: Int64[Tensor, " completions"]
+) -> Float64[Tensor, " completions"]:
+    """Compute the uniform in [0, 1) of each stream at its token position.
 
     SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) with the stream's key as its seed; int64 arithmetic wraps around.
     """
-    z = keys_N + _signed((position + 1) * 0x9E3779B97F4A7C15)
+    z = keys_N + (positions_N + 1) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
     z = z ^ _shift_right(z, 31)
@@ -107,15 +109,18 @@ def draw(
 def next_tokens(
     logits_NV: Float[Tensor, "completions vocabulary"],
     keys_N: Int64[Tensor, " completions"],
-    position: int,
+    positions_N: Int64[Tensor, " completions"],
     sampling: Sampling,
     banned: Int64[Tensor, " banned"],
 ) -> tuple[Int64[Tensor, " completions"], Float[Tensor, " completions"]]:
-    """Return each completion's next token and generator log-prob. Temperature 0 takes the log-prob at temperature 1."""
+    """Return each completion's next token and generator log-prob. Temperature 0 takes the log-prob at temperature 1.
+
+    `positions_N` are the numbers of tokens that each completion has sampled so far.
+    """
     logprobs_NV = token_distribution(logits_NV, sampling.temperature or 1.0, banned)
     if sampling.temperature == 0:
         token_ids = logprobs_NV.argmax(-1)
     else:
         kept_NV = truncate(logprobs_NV, sampling.top_k, sampling.top_p, sampling.min_p)
-        token_ids = draw(kept_NV, uniforms(keys_N, position))
+        token_ids = draw(kept_NV, uniforms(keys_N, positions_N))
     return token_ids, logprobs_NV.gather(-1, token_ids[:, None])[:, 0]

@@ -15,17 +15,19 @@ from rl_vlm.model.layout import ForwardInputs
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.partial import InFlight, roll_on
-from rl_vlm.types import Group, Prompt, RolloutRequest, Sampling
-from tests.helpers.builders import make_policy
+from rl_vlm.types import Group, Observation, Prompt, RolloutRequest, Sampling
+from tests.helpers.builders import make_observation, make_policy, make_prompt, noise_image
 from tests.helpers.family_parity import (
     CASES,
     FP32_ROUNDING,
     IMAGE_TURNS,
+    ONE_IMAGE,
     TEXT_TURNS,
     Parity,
     case_groups,
     cases,
     measure,
+    observed_text,
     scores,
 )
 from tests.helpers.stock import generate_with_transformers, stock_logprobs
@@ -137,6 +139,43 @@ def test_generator_logprobs_are_those_of_the_models_own_forward(family: str, che
                 policy.transformer, policy.family, group.prompt, completion, banned=engine.banned_token_ids
             )
             assert (completion.generator_logprobs - expected).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_turns_after_observations_have_the_logprobs_of_the_models_own_forward(
+    family: str, checkpoint: Path, policy: Policy
+) -> None:
+    """Rows of unlike length, in batches of three; every other one sees an image if the family can have one."""
+    engine = HFEngine.for_policy(policy, AutoTokenizer.from_pretrained(checkpoint), max_num_seqs=3)
+    engine.stop_token_ids = list(range(40, 120))
+    image = IMAGE_TURNS in cases(family)
+    seen = [*observed_turns(checkpoint, image), None]
+    sampling = Sampling(num_generations=6, max_completion_length=2000, temperature=1.0, seed=0, max_rollout_tokens=4)
+    (group,) = engine.generate([RolloutRequest("0", make_prompt(checkpoint, ONE_IMAGE))], sampling)
+    for _ in range(2):
+        waiting = [
+            replace(completion, finish_reason="paused" if pending else "stop", pending=pending)
+            for completion, pending in zip(group.completions, [*seen, *seen], strict=True)
+        ]
+        before = [completion.token_ids.tolist() for completion in waiting]
+        (group,) = engine.generate([RolloutRequest("0", group.prompt, replace(group, completions=waiting))], sampling)
+        lengths = {len(completion.token_ids) for completion in group.completions}
+        for i, (completion, earlier) in enumerate(zip(group.completions, before, strict=True)):
+            assert completion.token_ids.tolist()[: len(earlier)] == earlier
+            assert (len(completion.token_ids) > len(earlier)) == (i % 3 != 2)
+    assert len(lengths) > 2
+    policy.train()
+    for completion in group.completions:
+        expected = stock_logprobs(
+            policy.transformer, policy.family, group.prompt, completion, banned=engine.banned_token_ids
+        )
+        assert (completion.generator_logprobs - expected).abs().max() <= 2e-5
+
+
+def observed_turns(checkpoint: Path, with_image: bool) -> list[Observation]:
+    """A text, and an image with a text or a longer text."""
+    longer = make_observation(checkpoint, [noise_image(32, 24, seed=5)], "Look.") if with_image else observed_text(9, 7)
+    return [observed_text(3, seed=6), longer]
 
 
 @torch.no_grad()

@@ -16,9 +16,10 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import enable_shared_rows
 from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.rollout import hf
-from rl_vlm.rollout.hf import HFEngine
+from rl_vlm.rollout.hf import EndOfTurn, HFEngine
 from rl_vlm.tiny.qwen import QWEN
 from rl_vlm.types import (
+    NO_TOKENS,
     Forward,
     Group,
     MicroBatch,
@@ -344,7 +345,10 @@ def test_a_completion_ends_with_its_stop_token_or_at_the_limit(tiny, model, prom
 def test_text_is_decoded_without_special_tokens(tiny, model):
     tokenizer = tiny[2]
     ids = [*tokenizer("7 , is it ?").input_ids, tokenizer.eos_token_id]
-    engine = make_engine(model, tokenizer, stops=[tokenizer.eos_token_id])
-    [completion] = engine.completions(torch.tensor([[*ids, 0, 0]]), torch.zeros(1, len(ids) + 2), "length")
+    engine, limit = make_engine(model, tokenizer, stops=[tokenizer.eos_token_id]), len(ids) + 2
+    ends = EndOfTurn(engine.stop_token_ids, [], [limit], model.device)
+    [completion] = engine.completions(
+        [NO_TOKENS], torch.tensor([[*ids, 0, 0]]), torch.zeros(1, limit), ends, make_sampling()
+    )
     assert (completion.text, completion.finish_reason) == ("7 , is it ?", "stop")
     assert completion.token_ids.tolist() == ids

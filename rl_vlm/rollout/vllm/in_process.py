@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_vlm.checkpoint.random_states import random_states, restore_random_states
+from rl_vlm.data.images import decoded
 from rl_vlm.distributed.progress import mark_progress
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError, Stopped
@@ -113,8 +114,8 @@ class VLLMEngine:
         """Build vLLM's prompt and sampling parameters for a request. Raises DataError if the prompt is too long."""
         check_length(request.rollout_request, sampling, self.max_model_length)
         prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids(self.renderer)}
-        if request.sample.images:
-            prompt["multi_modal_data"] = {"image": list(request.sample.images)}
+        if images := [*request.sample.images, *map(decoded, request.observed_images)]:
+            prompt["multi_modal_data"] = {"image": images}
         return prompt, sampling_arguments(request, sampling, self.tokens)
 
     def responses(self, arguments: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]]) -> list[GenerateResponse]:

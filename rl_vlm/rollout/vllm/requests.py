@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.model.families import TokenRules
-from rl_vlm.types import NO_TOKENS, Completion, Group, RolloutRequest, Sample, Sampling
+from rl_vlm.types import NO_TOKENS, Completion, Group, Prompt, RolloutRequest, Sample, Sampling
 
 BANNED_LOGIT = -1e6
 """Added to the logits of placeholder tokens. A list of allowed tokens would be as long as the vocabulary."""
@@ -43,9 +43,29 @@ class GenerateRequest:
     def sample(self) -> Sample:
         return self.rollout_request.prompt.sample
 
+    @property
+    def prompt(self) -> Prompt:
+        return self.rollout_request.prompt
+
     def token_ids(self, renderer: PromptRenderer) -> list[int]:
-        """Return the prompt, with one placeholder per image for vLLM to expand, and the completion so far."""
-        return [*renderer.unexpanded_ids(self.sample), *self.paused.token_ids.tolist()]
+        """Return the prompt and the completion so far, with one placeholder per image for vLLM to expand."""
+        path = self.paused.so_far()
+        ids, end = renderer.unexpanded_ids(self.sample), 0
+        for place, observation in path.observations.items():
+            length = len(observation.token_ids)
+            observed = observation.unexpanded_ids if observation.images else observation.token_ids.tolist()
+            ids, end = [*ids, *path.token_ids[end:place].tolist(), *observed], place + length
+        return [*ids, *path.token_ids[end:].tolist()]
+
+    @property
+    def observed_images(self) -> list[bytes]:
+        """Return the images of observations as files, in the order of their placeholders after the prompt's."""
+        return [file for observation in self.paused.so_far().observations.values() for file in observation.images]
+
+    @property
+    def expected_ids(self) -> list[int]:
+        """Return the tokens that vLLM must read: those of the prompt and of the completion so far."""
+        return [*self.prompt.token_ids.tolist(), *self.paused.so_far().token_ids.tolist()]
 
 
 @dataclass(frozen=True)
@@ -82,7 +102,8 @@ def generate_requests(request: RolloutRequest, sampling: Sampling) -> list[Gener
 
 def sampling_arguments(request: GenerateRequest, sampling: Sampling, tokens: TokenRules) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams`, as JSON types."""
-    num_paused = len(request.paused.token_ids)
+    num_paused = request.paused.length_so_far
+    stops = list(zip(sampling.stop_texts, sampling.stop_sequences, strict=True))
     return {
         "n": request.num_completions,
         "max_tokens": sampling.end(num_paused) - num_paused,
@@ -91,11 +112,12 @@ def sampling_arguments(request: GenerateRequest, sampling: Sampling, tokens: Tok
         "top_k": sampling.top_k,
         "min_p": sampling.min_p or 0.0,
         "seed": request.seed,
-        "stop_token_ids": list(tokens.stop),
+        "stop_token_ids": [*tokens.stop, *(ids[0] for ids in sampling.stop_sequences if len(ids) == 1)],
+        "stop": [text for text, ids in stops if len(ids) > 1],
         "ignore_eos": True,  # only the stop tokens end a completion
         "logit_bias": dict.fromkeys(tokens.banned, BANNED_LOGIT),
         "logprobs": 0,  # only the sampled token's
-        "detokenize": False,
+        "detokenize": any(len(ids) > 1 for _, ids in stops),  # vLLM finds the other stops in the text
         "skip_special_tokens": False,
     }
 
@@ -136,8 +158,11 @@ def to_groups(
         generated = []
         for part in parts:
             response = next(responses)
-            check_prompt_ids(part, response.prompt_ids)
             check_versions(part, response, version_label(version, run))
+            if part.paused.so_far().observations and response.prompt_ids != part.expected_ids:
+                generated.append(misread(part, response.prompt_ids))
+                continue
+            check_prompt_ids(part, response.prompt_ids)
             generated += [to_completion(part.paused, tokens, sampling, tokenizer) for tokens in response.completions]
         groups.append(request.group(generated, version))
     return groups
@@ -147,11 +172,21 @@ def to_completion(paused: Completion, generated: GeneratedTokens, sampling: Samp
     """Append generated tokens to a paused completion. Raises RolloutError if vLLM aborted the request."""
     if generated.finish_reason not in ("stop", "length"):
         raise RolloutError(f"vLLM ended a completion with finish reason {generated.finish_reason!r}.")
-    token_ids = torch.cat([paused.token_ids, torch.tensor(generated.token_ids)])
-    logprobs = torch.cat([paused.generator_logprobs, torch.tensor(generated.logprobs)])
-    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    reason = "stop" if generated.finish_reason == "stop" else sampling.reason_at(len(token_ids))
-    return Completion(token_ids, logprobs, reason, text)
+    token_ids, logprobs = torch.tensor(generated.token_ids), torch.tensor(generated.logprobs)
+    turn = torch.cat([paused.last_turn, token_ids])
+    text = tokenizer.decode(turn, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    length = paused.length_so_far + len(token_ids)
+    reason = "stop" if generated.finish_reason == "stop" else sampling.reason_at(length)
+    return paused.continued(token_ids, logprobs, reason, text)
+
+
+def misread(request: GenerateRequest, found: Sequence[int]) -> Completion:
+    """Return the completion as a fault: vLLM has read other tokens than the trainer's.
+
+    A sampled text can spell a placeholder, which vLLM then expands.
+    """
+    fault = f"ids: vLLM reads {len(found)} tokens before a turn, the trainer {len(request.expected_ids)}, or others"
+    return replace(request.paused, finish_reason="fault", fault=fault, pending=None)
 
 
 def check_versions(request: GenerateRequest, response: GenerateResponse, expected: str) -> None:
@@ -171,7 +206,7 @@ def version_label(version: int, run: str = "") -> str:
 
 def check_prompt_ids(request: GenerateRequest, found: Sequence[int]) -> None:
     """Raise RolloutError if vLLM's processor and the trainer's turn the prompt and its images into different tokens."""
-    expected = [*request.rollout_request.prompt.token_ids.tolist(), *request.paused.token_ids.tolist()]
+    expected = request.expected_ids
     if list(found) == expected:
         return
     differs = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), "the end")

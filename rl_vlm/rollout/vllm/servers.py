@@ -20,7 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rl_vlm.data.images import image_urls
+from rl_vlm.data.images import data_url, image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.engine import WeightSource
@@ -100,8 +100,11 @@ class VLLMServers:
             check_length(request, sampling, self.max_model_length)
 
         def send(parts: list[GenerateRequest]) -> list[GenerateResponse]:
-            urls = {r.group_id: image_urls(r.prompt.sample) for r in requests}  # encoded once per group
-            bodies = [self.body(part, urls[part.rollout_request.group_id], sampling) for part in parts]
+            urls = {id(r.prompt): image_urls(r.prompt.sample) for r in requests}  # encoded once per prompt
+            bodies = [
+                self.body(part, [*urls[id(part.prompt)], *map(data_url, part.observed_images)], sampling)
+                for part in parts
+            ]
             num_completions = sum(part.num_completions for part in parts)
             at_once = max(1, self.max_num_seqs * len(parts) // max(1, num_completions))
             with ThreadPoolExecutor(at_once * len(self.live)) as pool:  # an error cancels requests that have not begun

@@ -35,19 +35,21 @@ def test_uniforms_are_splitmix64():
     # The first outputs of the published generator for seed 1234567.
     outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     keys = torch.tensor([1234567])
-    assert [uniforms(keys, position).item() for position in range(4)] == [(x >> 11) / 2**53 for x in outputs]
+    found = [uniforms(keys, torch.tensor([position])).item() for position in range(4)]
+    assert found == [(x >> 11) / 2**53 for x in outputs]
 
 
 def test_uniforms_do_not_depend_on_the_batch():
     keys = stream_keys(0, "g", 8)
-    together = uniforms(keys, 5)
-    alone = torch.cat([uniforms(keys[i : i + 1], 5) for i in range(8)])
+    together = uniforms(keys, torch.full((8,), 5))
+    alone = torch.cat([uniforms(keys[i : i + 1], torch.tensor([5])) for i in range(8)])
     assert torch.equal(together, alone)
 
 
 def test_uniforms_are_uniform_and_independent():
     keys = stream_keys(3, "g", 200)
-    samples = torch.stack([uniforms(keys, position) for position in range(500)])  # 100,000 values, positions x streams
+    # 100,000 values, positions x streams
+    samples = torch.stack([uniforms(keys, torch.full((200,), at)) for at in range(500)])
     assert samples.min() >= 0 and samples.max() < 1
     counts = torch.histc(samples.float(), bins=20, min=0, max=1)
     chi_square = ((counts - 5000) ** 2 / 5000).sum()
@@ -118,7 +120,8 @@ def test_draw_never_returns_an_impossible_token():
 
 def test_draw_follows_the_distribution():
     probs = torch.tensor([0.05, 0.15, 0.3, 0.5])
-    token_ids = draw(probs.log().expand(20_000, 4), uniforms(stream_keys(0, "g", 20_000), 0))
+    first = torch.zeros(20_000, dtype=torch.int64)
+    token_ids = draw(probs.log().expand(20_000, 4), uniforms(stream_keys(0, "g", 20_000), first))
     frequencies = token_ids.bincount(minlength=4) / 20_000
     assert frequencies.tolist() == pytest.approx(probs.tolist(), abs=0.015)
 
@@ -129,7 +132,9 @@ def sampling(temperature: float, top_k: int = 0) -> Sampling:
 
 def test_greedy_takes_the_best_allowed_token_and_scores_it_at_temperature_1():
     logits = torch.tensor([[0.0, math.log(3), 9.0]]).repeat(2, 1)
-    token_ids, logprobs = next_tokens(logits, stream_keys(0, "g", 2), 0, sampling(0.0), banned=torch.tensor([2]))
+    token_ids, logprobs = next_tokens(
+        logits, stream_keys(0, "g", 2), torch.tensor([0, 0]), sampling(0.0), banned=torch.tensor([2])
+    )
     assert token_ids.tolist() == [1, 1]
     assert logprobs.exp().tolist() == pytest.approx([0.75, 0.75])
 
@@ -137,7 +142,11 @@ def test_greedy_takes_the_best_allowed_token_and_scores_it_at_temperature_1():
 def test_generator_logprobs_are_those_before_truncation():
     logits = torch.tensor([[0.0, 2 * math.log(3)]]).repeat(2, 1)
     token_ids, logprobs = next_tokens(
-        logits, stream_keys(0, "g", 2), 0, sampling(2.0, top_k=1), banned=torch.tensor([], dtype=torch.int64)
+        logits,
+        stream_keys(0, "g", 2),
+        torch.tensor([0, 0]),
+        sampling(2.0, top_k=1),
+        banned=torch.tensor([], dtype=torch.int64),
     )
     assert token_ids.tolist() == [1, 1]
     assert logprobs.exp().tolist() == pytest.approx([0.75, 0.75])
