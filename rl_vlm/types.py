@@ -294,6 +294,8 @@ class Completion:
     """Kind and message of a failure of its environment, if `finish_reason` is "fault"."""
     environment_reward: float | None = None
     """What the environment's `get_reward` returned."""
+    environment_name: str | None = None
+    """Name of its environment's class."""
     environment: Any = field(default=None, compare=False, repr=False)
     """The environment's instance, for reward functions. It is not saved, and used again after the window is scored."""
 

@@ -103,7 +103,7 @@ def generate_requests(request: RolloutRequest, sampling: Sampling) -> list[Gener
 def sampling_arguments(request: GenerateRequest, sampling: Sampling, tokens: TokenRules) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams`, as JSON types."""
     num_paused = request.paused.length_so_far
-    stops = list(zip(sampling.stop_texts, sampling.stop_sequences, strict=True))
+    single = all(len(ids) == 1 for ids in sampling.stop_sequences)
     return {
         "n": request.num_completions,
         "max_tokens": sampling.end(num_paused) - num_paused,
@@ -112,12 +112,12 @@ def sampling_arguments(request: GenerateRequest, sampling: Sampling, tokens: Tok
         "top_k": sampling.top_k,
         "min_p": sampling.min_p or 0.0,
         "seed": request.seed,
-        "stop_token_ids": [*tokens.stop, *(ids[0] for ids in sampling.stop_sequences if len(ids) == 1)],
-        "stop": [text for text, ids in stops if len(ids) > 1],
+        "stop_token_ids": [*tokens.stop, *(ids[0] for ids in sampling.stop_sequences if single)],
+        "stop": [] if single else list(sampling.stop_texts),
         "ignore_eos": True,  # only the stop tokens end a completion
         "logit_bias": dict.fromkeys(tokens.banned, BANNED_LOGIT),
         "logprobs": 0,  # only the sampled token's
-        "detokenize": any(len(ids) > 1 for _, ids in stops),  # vLLM finds the other stops in the text
+        "detokenize": not single,  # vLLM finds longer stops in the text
         "skip_special_tokens": False,
     }
 

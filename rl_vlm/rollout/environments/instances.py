@@ -1,0 +1,177 @@
+"""Instances of environments, each with a thread that makes all of its calls, and a time limit for each call.
+
+An instance is used for one completion after another. If a call does not end in time, its thread cannot be stopped: the
+instance is left to it, and another one is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from rewards.calling import background_loop, describe
+from rl_vlm.distributed.signals import WAIT_SECONDS, stop
+from rl_vlm.rollout.environments.contract import EnvironmentKind
+
+class Failure(Exception):
+    """A call that failed. `kind` names the fault: `timeout`, `connection` or `exception`."""
+
+    def __init__(self, kind: str, message: str, text: str = "") -> None:
+        """`text` is the exception's own text."""
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.text = text
+
+
+class Call:
+    """A call that runs in an instance's thread."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.future: Future[Any] = Future()
+        self.started: float | None = None
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        """Call the function in this thread. An async function runs in the loop of all environments."""
+        self.started = time.monotonic()
+        try:
+            returned = self.function()
+            if inspect.isawaitable(returned):
+                returned = asyncio.run_coroutine_threadsafe(awaited(returned), background_loop("environments")).result()
+        except BaseException as error:  # a user's code can raise anything, and its thread goes on
+            self.future.set_exception(failure_of(error))
+        else:
+            self.future.set_result(returned)
+        self.seconds = time.monotonic() - self.started
+
+    def result(self, timeout: float) -> Any:
+        """Wait for the result until `timeout` seconds after the start. Raises Failure if the call fails."""
+        waiting_since = time.monotonic()
+        while not self.future.done():
+            stop.check()
+            left = (self.started or waiting_since) + timeout - time.monotonic()
+            if left <= 0:
+                raise Failure("timeout", f"no answer within {timeout:g} seconds (rollout.tool_timeout)")
+            wait([self.future], min(left, WAIT_SECONDS))
+        return self.future.result()
+
+
+class Instance:
+    """An instance of an environment, or none for tools without an environment, and its thread."""
+
+    def __init__(self, kind: EnvironmentKind | None, environment: Any = None) -> None:
+        """`environment` is an instance that has been made. Otherwise the first call makes one, in the thread."""
+        self.kind = kind
+        self.environment = environment
+        self.is_lost = False
+        """True if a call has not ended in time."""
+        self.calls: SimpleQueue[Call | None] = SimpleQueue()
+        Thread(target=self.serve, name="environment", daemon=True).start()
+
+    def serve(self) -> None:
+        """Run calls in their order, until `close`."""
+        while (call := self.calls.get()) is not None:
+            call.run()
+
+    def call(self, function: Callable[[], Any]) -> Call:
+        """Queue a call."""
+        call = Call(function)
+        self.calls.put(call)
+        return call
+
+    def method(self, name: str, arguments: Mapping[str, Any]) -> Call:
+        """Queue a call of one of the environment's methods."""
+        return self.call(partial(self.call_method, name, arguments))
+
+    def call_method(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a method, in the thread of the instance."""
+        if self.environment is None:
+            assert self.kind is not None
+            self.environment = self.kind.factory()
+        return getattr(self.environment, name)(**arguments)
+
+    def finish(self, call: Call, timeout: float) -> Any:
+        """Wait for a call. Raises Failure if it fails. After a timeout the instance is lost."""
+        try:
+            return call.result(timeout)
+        except Failure as failure:
+            self.is_lost = self.is_lost or failure.kind == "timeout"
+            raise
+
+    def close(self) -> None:
+        """End the thread after its last call, which closes the environment if it has a method `close`."""
+        close = getattr(self.environment, "close", None)
+        if callable(close) and not self.is_lost:
+            self.call(close)
+        self.calls.put(None)
+
+
+class Instances:
+    """The instances of one process."""
+
+    def __init__(self, max_num: int | None = None) -> None:
+        """`max_num` is the largest number of instances with an environment. None means no limit."""
+        self.max_num = max_num
+        self.idle: list[Instance] = []
+        self.busy: list[Instance] = []
+        self.has_begun: set[int] = set()
+        """Kinds whose first instance is in use."""
+
+    def acquire(self, kind: EnvironmentKind | None) -> Instance | None:
+        """Return an instance that no completion uses, or None if there must not be more."""
+        for instance in self.idle:
+            if instance.kind is kind:
+                self.idle.remove(instance)
+                self.busy.append(instance)
+                return instance
+        if kind is not None and self.max_num is not None and self.num_made() >= self.max_num:
+            others = [instance for instance in self.idle if instance.kind is not None]
+            if not others:
+                return None
+            self.idle.remove(others[0])
+            others[0].close()
+        first = None if kind is None or id(kind) in self.has_begun else kind.first
+        self.has_begun.add(id(kind))
+        made = Instance(kind, first)
+        self.busy.append(made)
+        return made
+
+    def num_made(self) -> int:
+        """Return the number of instances with an environment."""
+        return sum(instance.kind is not None for instance in (*self.idle, *self.busy))
+
+    def release(self, instance: Instance) -> None:
+        """Make an instance free for other completions. A lost one is replaced when it is needed."""
+        self.busy.remove(instance)
+        if instance.is_lost:
+            instance.close()
+        else:
+            self.idle.append(instance)
+
+    def close(self) -> None:
+        """Close all instances."""
+        for instance in (*self.idle, *self.busy):
+            instance.close()
+        self.idle, self.busy = [], []
+
+
+async def awaited(awaitable: Any) -> Any:
+    """Await anything that can be awaited."""
+    return await awaitable
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Describe an error of a user's code."""
+    if isinstance(error, Failure):
+        return error
+    kind = "connection" if isinstance(error, ConnectionError) else "timeout" if isinstance(error, TimeoutError) else ""
+    return Failure(kind or "exception", describe(error), str(error))
