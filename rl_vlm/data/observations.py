@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.prompts import PromptBuilder, join_blocks
 from rl_vlm.errors import DataError, shorten
 from rl_vlm.types import Observation
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Message = dict[str, Any]
+Role = Literal["tool", "user"]
+"""Role of messages that hold results of tools."""
 
 MARKER = "markedturn"
 """Stands for an assistant's turn, or for an argument of its last call. It is before all observed text."""
@@ -58,13 +59,13 @@ class ObservationRenderer:
     ) -> Observation:
         """Render messages that follow a turn, up to the start of the next turn.
 
-        The messages have content blocks. Their `{"type": "image"}` blocks stand for `images`, in order, and `files` are
-        the images as files. `turn` is the turn's tokens. `calls` are the names of the functions that it called. If
-        there are any, the messages are their results, in order. `name` is how errors name the observation.
+        The messages have content blocks, and observed text in them must be `harmless`. Their `{"type": "image"}` blocks
+        stand for `images`, in order, and `files` are the images as files. `turn` is the turn's tokens. `calls` are the
+        names of the functions that it called. If there are any, the messages are their results, in order. `name` is how
+        errors name the observation.
 
         Raises DataError if the template or the processor refuses the messages, or if it leaves something out.
         """
-        messages = [self.without_special_tokens(message) for message in messages]
         try:
             check_images(messages, images, files)
             text = self.text_after_turn(messages, images, calls)
@@ -74,10 +75,16 @@ class ObservationRenderer:
             raise DataError(f"{name}: the model's processor refuses the observation: {error}") from error
         if bool(mm_inputs) != bool(images):
             raise DataError(f"{name}: the model's chat template leaves out the images of the observation.")
-        ids = token_ids.tolist()
-        start = len(self.builder.part(anchor, ())[0]) if anchor else shared_length(turn, ids)
+        start = len(self.builder.part(anchor, ())[0]) if anchor else shared_length(turn, token_ids.tolist())
         token_inputs = {key: values[start:] for key, values in token_inputs.items()}
-        return Observation(name, token_ids[start:], token_inputs, mm_inputs, tuple(files))
+        unexpanded = self.unexpanded_ids(anchor, text, turn) if images else ()
+        return Observation(name, token_ids[start:], token_inputs, mm_inputs, tuple(files), unexpanded)
+
+    def unexpanded_ids(self, anchor: str, text: str, turn: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a text that follows a turn, with one placeholder per image."""
+        tokenizer = self.builder.processor.tokenizer
+        ids, before = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (anchor + text, anchor))
+        return tuple(ids[len(before) if anchor else shared_length(turn, ids) :])
 
     def text_after_turn(self, messages: Sequence[Message], images: Sequence[Image], calls: Sequence[str]) -> str:
         """Return the text that the template writes after a turn with these calls, with a placeholder per image.
@@ -100,17 +107,33 @@ class ObservationRenderer:
                 raise ValueError(f"the chat template leaves out the text {shorten(block['text'].strip())!r}")
         return text
 
-    def without_special_tokens(self, message: Message) -> Message:
-        """Join neighbouring texts, and break the special tokens in them, so that none can end a turn."""
-        content: list[Message] = []
-        for kind, blocks in groupby(message["content"], key=lambda block: block["type"]):
-            if kind != "text":
-                content += blocks
-                continue
-            text = "".join(block["text"] for block in blocks)
-            text = self.special.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
-            content.append({"type": "text", "text": text})
-        return message | {"content": content}
+    def harmless(self, content: Sequence[Message]) -> tuple[list[Message], int]:
+        """Join neighbouring texts, and break the special tokens in them, so that none can end a turn.
+
+        Return the new content, and the number of broken tokens.
+        """
+        broken, total = [], 0
+        for block in join_blocks(content):
+            if block["type"] == "text":
+                text, number = self.special.subn(lambda found: found[0][0] + BREAK + found[0][1:], block["text"])
+                block, total = {"type": "text", "text": text}, total + number
+            broken.append(block)
+        return broken, total
+
+
+def observed_messages(contents: Sequence[list[Message]], role: Role) -> list[Message]:
+    """Return the messages of results: one message of a tool for each, or one message of the user for all.
+
+    Messages of a user have tags around each result, as templates of Qwen write them.
+    """
+    if role == "tool":
+        return [{"role": "tool", "content": content} for content in contents]
+    texts = [("\n" * (i > 0) + "<tool_response>\n", "\n</tool_response>") for i in range(len(contents))]
+    parts = [
+        [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
+        for content, (before, after) in zip(contents, texts, strict=True)
+    ]
+    return [{"role": "user", "content": join_blocks(*parts)}]
 
 
 def special_tokens(builder: PromptBuilder) -> set[str]:

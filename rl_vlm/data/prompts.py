@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jinja2
 
@@ -117,11 +118,29 @@ class SampleRenderer(Protocol):
     def build(self, sample: Sample) -> Prompt: ...
 
 
+class Introduction(NamedTuple):
+    """A text before the conversation, such as one that describes tools."""
+
+    text: str
+    role: Literal["system", "user"]
+    """The first message of this role starts with the text. Without a system message, one is added."""
+
+
 class PromptBuilder:
     """Renders samples with a checkpoint's processor, one call per prompt so that no image affects another's size."""
 
-    def __init__(self, processor: ProcessorMixin, data: DataConfig, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        data: DataConfig,
+        max_tokens: int | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        introduction: Introduction | None = None,
+    ) -> None:
         """`max_tokens` is the longest prompt that fits into the model's context, or None if there is no limit.
+
+        `template_kwargs` are further arguments of the chat template. `data.chat_template_kwargs` come first. Every
+        conversation starts with the `introduction`.
 
         Raises ConfigError if the chat template does not use one of the `chat_template_kwargs`.
         """
@@ -131,8 +150,14 @@ class PromptBuilder:
             raise ConfigError(f"data.chat_template_kwargs: the checkpoint's chat template has no {', '.join(unused)}.")
         self.processor: Any = processor  # its type annotations lack images and tensors
         self.placeholders = placeholder_tokens(processor)
-        self.template_kwargs = data.chat_template_kwargs
+        self.data = data
+        self.template_kwargs = (template_kwargs or {}) | data.chat_template_kwargs
+        self.introduction = introduction
         self.max_tokens = max_tokens
+
+    def adapted(self, template_kwargs: dict[str, Any], introduction: Introduction | None = None) -> PromptBuilder:
+        """Return a builder with these arguments of the chat template, and with this introduction."""
+        return PromptBuilder(self.processor, self.data, self.max_tokens, template_kwargs, introduction)
 
     def build(self, sample: Sample) -> Prompt:
         """Build the sample's prompt up to the start of the model's answer. A final assistant turn is continued.
@@ -181,6 +206,7 @@ class PromptBuilder:
     def templated(self, messages: list[dict[str, Any]], images: Sequence[Image], **output: Any) -> Any:
         """Apply the chat template to messages. `output` are arguments that set the form of the result."""
         continues = messages[-1]["role"] == "assistant"
+        messages = introduced(messages, self.introduction) if self.introduction else messages
         return self.processor.apply_chat_template(
             fill_images(messages, images),
             add_generation_prompt=not continues,
@@ -246,6 +272,27 @@ def build_prompt(rows: Rows, index: int, builder: SampleRenderer) -> Prompt:
     except DataError as error:
         error.args = (f"{rows.place(index)}: {error}",)
         raise
+
+
+def introduced(messages: Sequence[dict[str, Any]], introduction: Introduction) -> list[dict[str, Any]]:
+    """Return new messages that start with the introduction."""
+    text, role = introduction
+    at = next((i for i, message in enumerate(messages) if message["role"] == role), None)
+    if at is None:
+        return [{"role": role, "content": [{"type": "text", "text": text}]}, *messages]
+    content = join_blocks([{"type": "text", "text": f"{text}\n\n"}], messages[at]["content"])
+    return [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]]
+
+
+def join_blocks(*contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return contents of messages as one, with neighbouring texts joined. Texts are not separated."""
+    joined: list[dict[str, Any]] = []
+    for block in chain.from_iterable(contents):
+        if block["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1] = {"type": "text", "text": joined[-1]["text"] + block["text"]}
+        else:
+            joined.append(block)
+    return joined
 
 
 def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list[dict[str, Any]]:

@@ -1,0 +1,170 @@
+"""Turns of a model: reads its calls, and renders what follows them.
+
+`TurnFormat` holds how tools, calls and observations are written for one model. `TemplateTrial` chooses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_vlm.data.observations import Message, ObservationRenderer, Role, observed_messages
+from rl_vlm.data.prompts import PromptBuilder, join_blocks
+from rl_vlm.data.template_trial import TemplateTrial, stop_sequences, with_thoughts_kept
+from rl_vlm.data.tool_calls import CLOSE, Reader, Schema, UnreadableCall
+from rl_vlm.errors import ConfigError, DataError
+from rl_vlm.types import Observation, Sample, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn as it was read."""
+
+    text: str
+    """Its text without special tokens."""
+    content: str
+    """Its text without calls."""
+    calls: tuple[ToolCall, ...] = ()
+    problem: str | None = None
+    """Why a call cannot be read, for the model to see. Then there are no calls."""
+
+
+class TurnFormat:
+    """How tools, calls and observations are written for one model."""
+
+    def __init__(
+        self,
+        renderer: ObservationRenderer,
+        schemas: Sequence[Schema],
+        reader: Reader,
+        role: Role,
+        description: str,
+        takes_images: bool,
+        stop_sequences: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
+        """`choose` builds it for a model."""
+        self.builder = renderer.builder
+        """Builds prompts that tell the model of its tools."""
+        self.description = description
+        """One line that says what was chosen, and why."""
+        self.stop_sequences = stop_sequences
+        """Sequences of tokens that end a turn, as stop tokens do."""
+        self.counters: Counter[str] = Counter()
+        """Numbers of events since the start, by the name of their metric."""
+        self.renderer, self.schemas, self.reader, self.role = renderer, schemas, reader, role
+        self.takes_images = takes_images
+        self.tokenizer = self.builder.processor.tokenizer
+        self.special = re.compile("|".join(map(re.escape, sorted(self.tokenizer.all_special_tokens, key=len)[::-1])))
+
+    @classmethod
+    def choose(
+        cls,
+        builder: PromptBuilder,
+        stop_token_ids: Sequence[int],
+        schemas: Sequence[Schema],
+        tool_format: Literal["auto", "template", "text"],
+        observation_role: Literal["auto", "tool", "user"],
+        takes_images: bool,
+    ) -> TurnFormat:
+        """Choose how turns are written, by trying the chat template.
+
+        `takes_images` says whether the model takes images after the prompt. Raises ConfigError if the template cannot
+        write turns at all, or not with these settings.
+        """
+        if not builder.processor.chat_template:
+            raise ConfigError(
+                "rollout.tools, rollout.environment: the checkpoint has no chat template, so turns after the first "
+                "cannot be written. Choose another checkpoint, or add a chat template to it."
+            )
+        trial = TemplateTrial(with_thoughts_kept(builder), stop_token_ids, schemas, takes_images)
+        form = trial.form(tool_format)
+        role, reason = trial.role(form, observation_role)
+        notes = [*form.notes, *reason, *trial.notes]
+        what = f"tools: {form.name}, results as {role} messages" if schemas else f"observations: {role} messages"
+        description = f"{what}{': ' if notes else ''}{'; '.join(notes)}"
+        renderer = ObservationRenderer(form.builder, stop_token_ids)
+        stops = stop_sequences(builder.processor.tokenizer, CLOSE) if form.in_text else ()
+        return cls(renderer, schemas, form.reader, role, description, takes_images, stops)
+
+    def parse(self, token_ids: Sequence[int]) -> ParsedTurn:
+        """Read a turn. Calls that cannot be read are a problem to tell the model."""
+        ids, plain = list(token_ids), {"clean_up_tokenization_spaces": False}
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, **plain)
+        try:
+            content, calls = self.reader(self.tokenizer.decode(ids, skip_special_tokens=False, **plain), self.schemas)
+        except UnreadableCall as error:
+            return ParsedTurn(text, text.strip(), problem=str(error))
+        return ParsedTurn(text, self.special.sub("", content).strip(), calls)
+
+    def observe(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        calls: Sequence[ToolCall],
+        results: Sequence[ToolResult],
+        images: Sequence[Sequence[Image]],
+    ) -> Observation:
+        """Render the results of a turn's calls, in order. Without calls, render the only result as a user's message.
+
+        `token_ids` is the turn. `images` are the results' images. Raises DataError if the model does not take them.
+        """
+        pictures = list(chain.from_iterable(images))
+        if pictures and not self.takes_images:
+            raise DataError(
+                f"{name}: an observation has an image, and this model takes images in the first prompt only. Return "
+                "text, or choose another model."
+            )
+        contents = [self._harmless(result.content) for result in results]
+        names = [self._harmless_text(call.name) for call in calls] if self.role == "tool" else []
+        messages = observed_messages(contents, "tool" if names else "user")
+        files = list(chain.from_iterable(result.images for result in results))
+        return self.renderer.render(name, messages, pictures, files, token_ids, names)
+
+    def reset_sample(
+        self, sample: Sample, content: Sequence[Message], images: Sequence[Image], files: Sequence[bytes]
+    ) -> Sample:
+        """Return the sample with content at the end of its last message.
+
+        Image blocks of the content stand for `images`, in order. `files` are these images as files.
+        """
+        number = len(sample.images)
+        added = self._harmless(content)
+        return replace(
+            sample,
+            messages=with_content(sample.messages, added),
+            images=[*sample.images, *images],
+            encoded_images=sample.encoded_images | {number + i: file for i, file in enumerate(files)},
+            image_files=[*sample.image_files, *(None for _ in images)],
+            prompt=prompt_with(sample.prompt, added),
+        )
+
+    def _harmless(self, content: Sequence[Message]) -> list[Message]:
+        harmless, number = self.renderer.harmless(content)
+        self.counters["tools/broken_special_tokens"] += number
+        return harmless
+
+    def _harmless_text(self, text: str) -> str:
+        return self._harmless([{"type": "text", "text": text}])[0]["text"]
+
+
+def with_content(messages: Sequence[Message], content: Sequence[Message]) -> list[Message]:
+    """Return new messages with content at the end of the last one."""
+    last = messages[-1]
+    blocks = [{"type": "text", "text": last["content"]}] if isinstance(last["content"], str) else last["content"]
+    return [*messages[:-1], last | {"content": join_blocks(blocks, content)}]
+
+
+def prompt_with(prompt: Any, content: Sequence[Message]) -> Any:
+    """Return a row's prompt with content at its end. The prompt of a plain-text row stays text if the content is."""
+    if not isinstance(prompt, str):
+        return with_content(prompt, content)
+    if all(block["type"] == "text" for block in content):
+        return prompt + "".join(block["text"] for block in content)
+    return with_content([{"role": "user", "content": prompt}], content)
