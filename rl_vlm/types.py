@@ -357,10 +357,11 @@ class Completion:
         """Return the completion with newly sampled tokens after what it has so far."""
         contexts = self.contexts
         if contexts or self.pending is not None:
-            parts = list(contexts[-1].parts if contexts else (len(self.token_ids),) * bool(len(self.token_ids)))
-            parts += [] if self.pending is None else [self.pending]
-            last = parts.pop() if isinstance(parts[-1], int) else 0
-            contexts = (*contexts[:-1], Context((*parts, last + len(token_ids))))
+            parts = contexts[-1].parts if contexts else (len(self.token_ids),) * bool(len(self.token_ids))
+            added = (len(token_ids),) if self.pending is None else (self.pending, len(token_ids))
+            if parts and isinstance(parts[-1], int) and self.pending is None:
+                parts, added = parts[:-1], (parts[-1] + len(token_ids),)
+            contexts = (*contexts[:-1], Context((*parts, *added)))
         return replace(
             self, token_ids=torch.cat([self.token_ids, token_ids]),
             generator_logprobs=torch.cat([self.generator_logprobs, logprobs]),

@@ -29,6 +29,7 @@ from rl_vlm.log.progress_bar import ProgressBar
 from rl_vlm.reward.suite import NOT_APPLICABLE, RewardSuite
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
+from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import checked_rows, score_groups, weighted_rewards
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
@@ -60,11 +61,12 @@ class Evaluator:
         usable: UsableRows | None = None,
         gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
         image_folder: Path | None = None,
+        trajectories: Trajectories | None = None,
     ) -> None:
         """`usable` are the held-out rows, if they are already loaded and checked.
 
         The engine generates in the context `gathered()`. All ranks open it together. Images of some prompts are written
-        to `image_folder`, if given.
+        to `image_folder`, if given. `trajectories` generates completions of several turns, if there are tools.
         """
         self.gathered = gathered
         self.config = config
@@ -72,6 +74,7 @@ class Evaluator:
         self.builder = builder
         self.engine = engine
         self.rewards = rewards
+        self.trajectories = trajectories
         usable = checked_rows(config, "eval", rewards, ranks) if usable is None else usable
         limit = config.data.max_prompt_length
         self.usable = fitting_rows(usable, builder, limit) if isinstance(builder, PromptBuilder) else usable
@@ -141,10 +144,12 @@ class Evaluator:
     ) -> Chunk:
         """Evaluate the dataset rows `indices`, and write them to `directory`, if given."""
         requests = [RolloutRequest(f"evaluation/{prompt.sample.sample_id}", prompt) for prompt in prompts]
-        groups = self.engine.generate(requests, self.sampling)
+        groups = generated(self.engine, self.trajectories, requests, self.sampling)
         if not groups:
             return Chunk([], {})
         table = self.rewards.score(groups, state)
+        if self.trajectories is not None:
+            self.trajectories.release()
         rows = completion_rows(state.global_step, untrained(groups, table, self.rewards.weights), table)
         per_sample = [
             {"row": index, **self.data_columns(index, prompt.sample, directory)}

@@ -20,6 +20,7 @@ from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
+from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.installation import check_installation
 from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import check_evaluation_launch
@@ -45,9 +46,11 @@ from rl_vlm.log.directory import COMPARISON, CONFIG, DIFFERENCES, DROPPED, EVALU
 from rl_vlm.log.files import disk_errors, lock_directory, unwritable, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
 from rl_vlm.log.starts import append_start
-from rl_vlm.model.loading import initial_checkpoint
+from rl_vlm.model.loading import base_of, initial_checkpoint
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
+from rl_vlm.rollout.environments.build import build_trajectories, choose_turns
+from rl_vlm.rollout.environments.contract import Toolbox, load_toolbox
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.types import TrainerState
 
@@ -108,13 +111,15 @@ def evaluate_in(
             for name, folder in folders.items():
                 folder.mkdir(parents=True, exist_ok=True)
                 write_file(folder / CONFIG, to_yaml(configs[name]).encode())
-    with RewardSuite(config.rewards) as rewards:
+    with ranks.agree():
+        toolbox = load_toolbox(config.rollout)
+    with RewardSuite(config.rewards, toolbox.rewarding) as rewards:
         usable = checked_rows(config, "eval", rewards, ranks)
         check_by(options, usable.rows)
         kept = kept_range(options, rewards, config.rollout.num_generations_eval)
         choose_forms(rewards, usable, ranks)
         for name, config in configs.items():
-            model = EvaluatedModel(config, ranks, usable, rewards, directories[name])
+            model = EvaluatedModel(config, ranks, usable, rewards, directories[name], toolbox)
             summaries[name] = model.evaluate(options.by, kept)
             if ranks.is_main and "reward" not in summaries[name]:
                 directories[name].delete_unfinished()  # another call scores them again
@@ -147,6 +152,7 @@ class EvaluatedModel:
     usable: UsableRows
     rewards: RewardSuite
     directory: EvaluationDirectory
+    toolbox: Toolbox
 
     def evaluate(self, by: Sequence[str], kept: SuccessRange | None) -> Summary:
         """Evaluate the model and write the files. Resume a killed evaluation if it has the same settings."""
@@ -189,13 +195,26 @@ class EvaluatedModel:
         logger.info(rows_to_evaluate_line(len(self.usable), num_finished))
         if not served:
             logger.info(loading_line(config, ranks.device))
-        builder = prompt_builder(config, checkpoint)
+        builder, trajectories = prompt_builder(config, checkpoint), None
+        if config.rollout.has_tools:
+            assert isinstance(builder, PromptBuilder), "settings with tools and an endpoint are refused"
+            with ranks.agree():
+                self.toolbox.check_rows(self.usable.rows)
+                turns = choose_turns(config, base_of(checkpoint), builder, self.toolbox)
+                at_once = prompts_per_chunk(config) * config.rollout.num_generations_eval
+                keeps = self.rewards.reads_environments
+                trajectories = build_trajectories(config, self.toolbox, turns, keeps, at_once, ranks)
+            builder = turns.builder
         engine = evaluation_engine(config, checkpoint, builder, ranks)
         try:
-            evaluator = Evaluator(config, ranks, builder, engine, self.rewards, self.usable)
+            evaluator = Evaluator(
+                config, ranks, builder, engine, self.rewards, self.usable, trajectories=trajectories
+            )  # fmt: skip
             return evaluator.run(TrainerState(0, 0, 0.0), self.directory, finished, show_progress=ranks.is_main)
         finally:
             engine.close()
+            if trajectories is not None:
+                trajectories.close()
 
 
 def has_live_names(config: RunConfig) -> bool:

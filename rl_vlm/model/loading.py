@@ -26,7 +26,7 @@ from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function
 from rl_vlm.model.dropout import disable_dropout
 from rl_vlm.model.experts import enable_autocast_experts
-from rl_vlm.model.families import family_of
+from rl_vlm.model.families import TokenRules, family_of
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_long_completions, refuse_unread_revision
 from rl_vlm.model.lora import check_adapter_settings, check_module_names
 from rl_vlm.model.policy import Policy, base_model
@@ -87,6 +87,18 @@ def load_policy(
     offloads = config.memory.activation_offloading
     fused = config.model.fused == "auto"
     return Policy(model, family, config.rollout.temperature, dtype, idle_prompt, features, offloads, fused)
+
+
+def token_rules(model: ModelConfig, checkpoint: str, tokenizer: Any) -> TokenRules:
+    """Return the tokens that end a turn of a checkpoint's model, and the ones that it must never sample."""
+    from transformers import GenerationConfig
+
+    config = checkpoint_config(checkpoint, model)
+    try:
+        generation = GenerationConfig.from_pretrained(checkpoint, revision=model.model_revision)
+    except OSError:  # the checkpoint has none
+        generation = GenerationConfig.from_model_config(config)
+    return TokenRules.of(config, generation, tokenizer)
 
 
 def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:

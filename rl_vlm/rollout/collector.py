@@ -33,6 +33,7 @@ from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.balance import Cost, balance
 from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
@@ -92,7 +93,9 @@ class Collector:
         rewards: RewardSuite,
         log: CompletionsLog,
         cost: Cost,
+        trajectories: Trajectories | None = None,
     ) -> None:
+        """`trajectories` generates completions of several turns, if the run has tools."""
         self.config = config
         self.plan = batch_sizes(config, ranks.world_size)
         self.ranks = ranks
@@ -101,6 +104,7 @@ class Collector:
         self.rewards = rewards
         self.log = log
         self.cost = cost
+        self.trajectories = trajectories
         self.agreement = AgreementCheck(config, ranks, engine)
         self.window: Window | None = None
         self.prefetched: Prefetch | None = None
@@ -310,6 +314,8 @@ class Collector:
         rollout = Rollout(list(groups), list(groups.values()), self.score(list(groups.values()), state, metrics))
         if self.config.rollout.max_resampling_rounds:
             self.resample(rollout, state, metrics)
+        if self.trajectories is not None:
+            self.trajectories.release()
         return rollout
 
     def generate(self, requests: list[RolloutRequest], metrics: StepMetrics, limit: int | None = None) -> list[Group]:
@@ -317,8 +323,10 @@ class Collector:
         rollout = self.config.rollout
         with metrics.stage(Stage.GENERATION):
             sampling = sampling_params(self.config, rollout.num_generations, rollout.temperature, limit)
-            groups = self.engine.generate(requests, sampling)
-        for name, count in self.engine.take_counters().items():
+            groups = generated(self.engine.engine, self.trajectories, requests, sampling)
+        counters = self.engine.take_counters()
+        counters.update({} if self.trajectories is None else self.trajectories.take_counters())
+        for name, count in counters.items():
             metrics.add_sum(name, count)
         return groups
 

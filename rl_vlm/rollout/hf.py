@@ -39,7 +39,7 @@ from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
 from rl_vlm.rollout.sampling import next_tokens, stream_keys
 from rl_vlm.rollout.weights import PolicyWeights
-from rl_vlm.types import Completion, Group, Path, Prompt, RolloutRequest, Sampling, to_device
+from rl_vlm.types import Completion, FinishReason, Group, Path, Prompt, RolloutRequest, Sampling, to_device
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -432,7 +432,7 @@ class HFEngine:
         rows = [row[:length].clone() for row, length in zip(tokens_NT, lengths, strict=True)]
         turns = [torch.cat([c.last_turn, row]) for c, row in zip(to_continue, rows, strict=True)]
         texts = self.tokenizer.batch_decode(turns, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        reasons = [
+        reasons: list[FinishReason] = [
             "stop" if stops else sampling.reason_at(completion.length_so_far + length)
             for completion, length, stops in zip(to_continue, lengths, stopped, strict=True)
         ]

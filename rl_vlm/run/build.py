@@ -67,6 +67,9 @@ from rl_vlm.rollout.balance import cost_of_groups
 from rl_vlm.rollout.build import gathering, training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
+from rl_vlm.rollout.environments.build import Turns, build_trajectories, choose_turns
+from rl_vlm.rollout.environments.contract import Toolbox, load_toolbox
+from rl_vlm.rollout.environments.driver import Trajectories
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run.instrument import Instrument, MakeInstrument, Observed
@@ -96,6 +99,8 @@ class Data:
     """The checkpoint that the run starts from."""
     processor: ProcessorMixin
     builder: PromptBuilder
+    turns: Turns | None
+    """How turns after the first are written, if the run has tools."""
     fingerprints: dict[str, str]
     """Fingerprints of the rows and of the initial checkpoint, on the main process only."""
 
@@ -156,8 +161,9 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         seed_random_generators(config.train.seed)
         check_own_loss(config.algorithm)
         sources = function_sources(config)
-        rewards = opened.enter_context(RewardSuite(config.rewards))
-    data = load_data(config, saved, rewards, ranks)
+        toolbox = load_toolbox(config.rollout)
+        rewards = opened.enter_context(RewardSuite(config.rewards, toolbox.rewarding))
+    data = load_data(config, saved, rewards, toolbox, ranks)
     planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
     with ranks.agree():
         observed = Observed(config, ranks, directory.path, memory_plan)
@@ -189,11 +195,14 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
+    trajectories = trajectories_of(config, toolbox, data, rewards, plan, ranks)
+    if trajectories is not None:
+        opened.callback(trajectories.close)
     collector = Collector(
-        config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost
+        config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost, trajectories
     )
     opened.callback(collector.close)
-    evaluator = build_evaluator(config, ranks, data, engine, rewards, log)
+    evaluator = build_evaluator(config, ranks, data, engine, rewards, log, trajectories)
     passes = Passes(config, ranks, policy, reference, optimizer, Recovery(ranks, budget, stages))
     trainer = Trainer(config, ranks, policy, reference, optimizer, collector, progress, passes, stages)
     return Parts(
@@ -226,14 +235,21 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
         return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
 
 
-def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, ranks: Ranks) -> Data:
+def load_data(
+    config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, ranks: Ranks
+) -> Data:
     """Load and check the training rows, and choose the form in which each reward function gets completions."""
     names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
     logger.info("loading the training data %s", names)
     usable = checked_rows(config, "train", rewards, ranks)
     initial = initial_checkpoint(config, ranks)
     processor = load_processor(initial, config.model, config.data)
-    builder = PromptBuilder(processor, config.data, longest_prompt(config, initial))
+    builder, turns = PromptBuilder(processor, config.data, longest_prompt(config, initial)), None
+    if config.rollout.has_tools:
+        with ranks.agree():
+            toolbox.check_rows(usable.rows)
+            turns = choose_turns(config, initial, builder, toolbox)
+        builder = turns.builder
     usable = fitting_rows(usable, builder, config.data.max_prompt_length)
     fingerprints = checked_fingerprints(config, saved, usable, initial, ranks)
     if saved is None or "rewards.reward_funcs" in saved.changes:
@@ -241,7 +257,7 @@ def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, r
     else:
         rewards.use_forms(saved.own_state["reward_forms"])
     logger.info(rows_line(len(usable), len(usable.dropped)))
-    return Data(usable, initial, processor, builder, fingerprints)
+    return Data(usable, initial, processor, builder, turns, fingerprints)
 
 
 def checked_fingerprints(
@@ -300,14 +316,29 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
 
 
+def trajectories_of(
+    config: RunConfig, toolbox: Toolbox, data: Data, rewards: RewardSuite, plan: BatchSizes, ranks: Ranks
+) -> Trajectories | None:
+    """Build what generates trajectories, if the run has tools."""
+    if data.turns is None:
+        return None
+    num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // ranks.world_size
+    with ranks.agree():
+        return build_trajectories(config, toolbox, data.turns, rewards.reads_environments, num_at_once, ranks)
+
+
 def build_evaluator(
-    config: RunConfig, ranks: Ranks, data: Data, engine: SyncedEngine, rewards: RewardSuite, log: CompletionsLog
-) -> Evaluator | None:
+    config: RunConfig, ranks: Ranks, data: Data, engine: SyncedEngine, rewards: RewardSuite, log: CompletionsLog,
+    trajectories: Trajectories | None,
+) -> Evaluator | None:  # fmt: skip
     """Build the evaluator of the held-out rows, if there are any."""
     if config.data.eval_dataset_name is None:
         return None
     folder = log.images.folder if log.images else None
-    return Evaluator(config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered, image_folder=folder)
+    return Evaluator(
+        config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered, image_folder=folder,
+        trajectories=trajectories,
+    )  # fmt: skip
 
 
 def build_loader(

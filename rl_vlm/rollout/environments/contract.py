@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from rl_vlm.data.tool_calls import schema_of
 from rl_vlm.errors import ConfigError, did_you_mean, listed
 from rl_vlm.functions import LoadError, load_function
 from rl_vlm.stages import is_taken
+
+if TYPE_CHECKING:
+    from rl_vlm.data.samples import Rows
 
 Schema = dict[str, Any]
 
@@ -109,17 +112,23 @@ class Toolbox:
         """Return the names of the classes that reward completions themselves."""
         return list(dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward))
 
-    def check_columns(self, columns: Sequence[str], first_value: Callable[[str], Any]) -> None:
-        """Raise ConfigError if rows cannot name their environments. `first_value` returns a value of a column."""
+    def check_rows(self, rows: Rows) -> None:
+        """Raise ConfigError if rows do not name their environments."""
         if not self.kinds or None in self.kinds:
             return
-        if COLUMN not in columns:
+        if COLUMN not in rows.columns:
+            names = listed(map(str, self.kinds))
             raise ConfigError(
-                f"rollout.environment names {listed(self.kinds)}, but the data has no column `{COLUMN}` that says which "
-                "of them a row uses; add the column, or name a single class"
+                f"rollout.environment names {names}, but the data has no column `{COLUMN}` that says which of them a "
+                "row uses; add the column, or name a single class"
             )
-        if (found := first_value(COLUMN)) not in self.kinds:
-            raise ConfigError(f"rollout.environment has no {found!r}, which a row names; {self.known(found)}")
+        values = rows.source.values(COLUMN) if COLUMN in rows.source.columns else []
+        for index, found in enumerate(values):
+            if found not in self.kinds:
+                raise ConfigError(
+                    f"{rows.place(index)}: column `{COLUMN}` is {found!r}, which rollout.environment does not name; "
+                    f"{self.known(found)}"
+                )
 
     def known(self, found: Any) -> str:
         """Return the names of environments, with the one that may be meant."""

@@ -334,8 +334,8 @@ class Trajectories:
         assert instance is not None
         member.instance = None
         if not len(completion.token_ids):  # a fault before the first token; it is not trained on
-            stop = torch.tensor(member.format.stop_token_ids[:1])
-            completion = replace(completion, token_ids=stop, generator_logprobs=torch.zeros(1))
+            first = member.prompt.token_ids[:1]
+            completion = replace(completion, token_ids=first, generator_logprobs=torch.zeros(1))
         if member.kind is not None:
             live = instance.environment if self.keeps_instances and not instance.is_lost else None
             completion = replace(completion, environment=live, environment_name=member.kind.name)
@@ -351,11 +351,26 @@ class Trajectories:
             self.instances.release(instance)
         self.kept = []
 
+    def close(self) -> None:
+        """Close all instances."""
+        self.instances.close()
+
     def take_counters(self) -> Counter[str]:
         """Return the numbers of events since the last call, by metric."""
-        found = self.counters + sum((each.take_counters() for each in set(self.formats.values())), Counter[str]())
-        self.counters = Counter()
+        found = Counter[str]()
+        for counters in (self.counters, *(each.counters for each in self.formats.values())):
+            found.update(counters)
+            counters.clear()
         return found
+
+
+def generated(
+    engine: RolloutEngine, trajectories: Trajectories | None, requests: Sequence[RolloutRequest], sampling: Sampling
+) -> list[Group]:
+    """Generate one group per request, in order: of trajectories, or of single turns."""
+    if trajectories is None:
+        return engine.generate(requests, sampling)
+    return trajectories.generate(engine, requests, sampling)
 
 
 def turn_request(members: Sequence[Member], num_generations: int) -> RolloutRequest:

@@ -87,13 +87,10 @@ def parts_of_checkpoint(
     config: RunConfig, checkpoint: str, builder: PromptBuilder
 ) -> tuple[TokenRules, dict[str, Any], str]:
     """Return the rules for tokens, vLLM's arguments and the model type of a checkpoint."""
-    from transformers import GenerationConfig
-
-    base, revision = base_of(checkpoint), config.model.model_revision
-    model_config = checkpoint_config(base, config.model)
-    generation = GenerationConfig.from_pretrained(base, revision=revision)
-    tokens = TokenRules.of(model_config, generation, builder.processor.tokenizer)
-    return tokens, engine_arguments(config, base, adapter_rank(checkpoint)), model_config.model_type
+    base = base_of(checkpoint)
+    tokens = token_rules(config.model, base, builder.processor.tokenizer)
+    model_type = checkpoint_config(base, config.model).model_type
+    return tokens, engine_arguments(config, base, adapter_rank(checkpoint)), model_type
 
 
 def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:
