@@ -20,7 +20,7 @@ import numpy as np
 from rewards.adapters import Adapted, adapt
 from rewards.calling import OFFERED, Call, background_loop, parameters, select_arguments, takes_anything
 from rewards.contract import Answer, Fault, RewardFunction, join, spread
-from rewards.forms import OTHER, Form, completion_in, form_of, prompt_in
+from rewards.forms import OTHER, Form, form_of, prompt_in
 from rewards.registry import ASKS_A_MODEL, BUILT_INS, PACKAGES, TIMEOUTS
 from rewards.stand_ins import REGISTRY, stand_ins
 from rewards.worker import Worker
@@ -28,6 +28,7 @@ from rl_vlm.config.schema import RewardSpec
 from rl_vlm.distributed.signals import stop, wait_for, wait_until_done
 from rl_vlm.errors import RewardError, did_you_mean, listed
 from rl_vlm.functions import LIVE, LoadError, label_of, live, load_callable
+from rl_vlm.reward.conversation import completion_as, turns_of
 from rl_vlm.reward.made_up import made_up_completion, made_up_group, state_outside
 from rl_vlm.reward.settings import check_settings
 
@@ -44,8 +45,11 @@ PATCH = 14
 class Reward:
     """One reward function with its settings, and its worker if it has a timeout."""
 
-    def __init__(self, spec: RewardSpec) -> None:
-        """Load the function. Raises RewardError if this fails, or if the function cannot use one of the settings."""
+    def __init__(self, spec: RewardSpec, has_environment: bool = False) -> None:
+        """Load the function, for a run with or without an environment.
+
+        Raises RewardError if this fails, or if the function cannot use one of the settings.
+        """
         require_packages(spec.function)
         try:
             with chdir("."):
@@ -72,6 +76,12 @@ class Reward:
             if timeout
             else None
         )
+        self.has_environment = has_environment
+        if has_environment and self.worker is not None and "environments" in self.columns:
+            raise RewardError(
+                f"reward function {self.name!r} reads `environments` and has a timeout, so it runs in a process that "
+                "has no environments: leave out its `timeout`, or read `turns`"
+            )
         self.form: Form | None = adapted.form if spec.completions == "auto" else spec.completions
         reads_form = {"prompts", "completions"} & parameters(self.function).keys() or takes_anything(self.function)
         self.probes_form = spec.completions == "auto" and not adapted.form and bool(reads_form) and not is_built_in
@@ -111,6 +121,13 @@ class Reward:
         """Return the data columns that the function names as parameters."""
         return parameters(self.function).keys() - self.settings.keys()
 
+    def reads_turns(self, columns: Iterable[str]) -> bool:
+        """Return whether the function reads turns or environments, which made-up completions do not have.
+
+        `columns` are those of the data, which may have one of these names.
+        """
+        return not ({"turns", "environments"} & self.columns).issubset(columns)
+
     def applies(self, columns: Mapping[str, Any]) -> bool:
         """Return whether the function is called for a row with these columns."""
         return all(columns.get(column) in values for column, values in self.applies_to.items())
@@ -118,7 +135,14 @@ class Reward:
     def check_columns(self, columns: set[str]) -> None:
         """Raise RewardError if a parameter without a default would get no value."""
         for key, parameter in parameters(self.function).items():
-            if parameter.default is parameter.empty and key not in columns.union(OFFERED, self.settings):
+            if parameter.default is not parameter.empty or key in columns.union(self.settings):
+                continue
+            if key == "environments" and not self.has_environment:
+                raise RewardError(
+                    f"reward function {self.name!r} reads `environments`, and the run has none: set "
+                    "`rollout.environment`"
+                )
+            if key not in OFFERED:
                 raise RewardError(
                     f"reward function {self.name!r} needs a column {key!r}{did_you_mean(key, columns)}; "
                     f"the data has: {listed(columns)}"
@@ -131,7 +155,7 @@ class Reward:
 
     def find_form(self, example: Sample) -> Form | None:
         """Return the form that the function can read, or None for each row's form. See `RewardSuite.find_forms`."""
-        if not self.probes_form:
+        if not self.probes_form or self.reads_turns(example.columns):
             return self.form
         natural = form_of(example.prompt)
         fault = self.probe(example, natural)
@@ -177,6 +201,8 @@ class Reward:
 
         def batch(groups: Sequence[Group]) -> tuple[dict[str, Any], int]:
             offered = arguments(groups, columns, form)
+            if self.worker is not None:
+                offered.pop("environments", None)  # they stay in this process
             return select_arguments(self.function, offered | constants), len(offered["completions"])
 
         if self.worker is not None:
@@ -199,20 +225,25 @@ def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None
     """Build the arguments of TRL's protocol: one list per argument, with one entry per completion.
 
     The entry is None if a row lacks the column. Prompts and completions have the given form, or their row's form if it
-    is None. A column of the data replaces an argument of VLM-R1 with its name.
+    is None. A column of the data replaces `turns`, `finish_reasons`, or an argument of VLM-R1 with its name.
+    `environments` are there if a completion has one.
     """
-    rows = [(group.prompt, completion) for group in groups for completion in group.completions]
+    rows = [(group.prompt_of(i), completion) for group in groups for i, completion in enumerate(group.completions)]
     samples = [prompt.sample for prompt, _ in rows]
+    has_environment = any(completion.environment_name for _, completion in rows)
     return {
+        "turns": [turns_of(completion.turns) for _, completion in rows],
+        "finish_reasons": [completion.finish_reason for _, completion in rows],
         "image_path": [sample.image_files for sample in samples],
         "image_grid_thw": [image_grid(prompt) for prompt, _ in rows],
         **{column: [sample.columns.get(column) for sample in samples] for column in columns},
         "prompts": [prompt_in(form, sample.prompt) for sample in samples],
-        "completions": [completion_in(form or form_of(p.sample.prompt), completion.text) for p, completion in rows],
-        "completion_ids": [completion.token_ids.tolist() for _, completion in rows],
+        "completions": [completion_as(form or form_of(p.sample.prompt), completion) for p, completion in rows],
+        "completion_ids": [completion.paths[-1].token_ids.tolist() for _, completion in rows],
         "images": [sample.images for sample in samples],
         "image_sizes": [[image.size for image in sample.images] for sample in samples],
         "model_image_sizes": [prompt.image_sizes for prompt, _ in rows],
+        **({"environments": [completion.environment for _, completion in rows]} if has_environment else {}),
     }
 
 

@@ -40,8 +40,10 @@ class GoldScore(NamedTuple):
     fault: str | None = None
 
 
-def why_not_scored(reward: Reward) -> str | None:
+def why_not_scored(reward: Reward, columns: Iterable[str] = ()) -> str | None:
     """Return the reason why a function is not called on gold answers, or None if it is called."""
+    if reward.reads_turns(columns):
+        return "it reads turns or environments, which gold answers do not have"
     if reward.worker or is_async(reward.function) or reward.asks_a_model:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
     if {"model_image_sizes", "image_grid_thw"} & inspect.signature(reward.function).parameters.keys():

@@ -31,9 +31,12 @@ NOT_APPLICABLE = "all/not_applicable"
 class RewardSuite:
     """The reward functions of a run. Close it, or use it as a context manager, to end its worker processes."""
 
-    def __init__(self, config: RewardsConfig) -> None:
-        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs, or shares its name."""
-        self._rewards = [Reward(spec) for spec in config.specs]
+    def __init__(self, config: RewardsConfig, environments: Sequence[str] | None = None) -> None:
+        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs, or shares its name.
+
+        `environments` is None if the run has no environment.
+        """
+        self._rewards = [Reward(spec, environments is not None) for spec in config.specs]
         self._warned: set[str] = set()
         self.data_columns: set[str] = set()
         self.names = [reward.name for reward in self._rewards]

@@ -75,7 +75,7 @@ def scores_of_function(
     rows: Rows, used: Sequence[int], reward: Reward, columns: Sequence[str]
 ) -> Checking[list[GoldScore] | None]:
     """Check the scores of gold answers under one function. Return None if they are not scored."""
-    if reason := why_not_scored(reward):
+    if reason := why_not_scored(reward, rows.columns):
         yield Note(f"gold answers of {rows.name} under {reward.name}: {reason}", is_checked=False)
         return None
     scores = scores_of_rows(rows, used, reward, columns_to_write(reward, rows.columns))

@@ -62,7 +62,7 @@ def rewards(subject: Subject) -> Checking[list[Reward]]:
     """Load every reward function. Return those that load."""
     specs, loaded = subject.config.rewards.specs, []
     for spec in specs:
-        reward = yield from attempt(calling(Reward, spec))
+        reward = yield from attempt(calling(Reward, spec, subject.config.rollout.environment is not None))
         loaded += [reward] if reward is not None else []
     names = [reward.name for reward in loaded]
     yield from attempt(calling(check_names, names))

@@ -195,9 +195,9 @@ def sampled_scores(run: Path, name: str) -> list[float]:
 
 def made_up_scores(reward: Reward, usable: UsableRows, rows: Sequence[int]) -> list[float]:
     """Score the gold answers of rows in all forms, and an empty text. Return [] if `why_not_scored` gives a reason."""
-    if why_not_scored(reward) is not None:
-        return []
     columns = usable.rows.columns
+    if why_not_scored(reward, columns) is not None:
+        return []
     samples = [usable.rows[row] for row in rows]
     reward.form = reward.find_form(samples[0])
     found = []

@@ -84,14 +84,16 @@ def measure_functions(data_config: DataConfig, rewards: RewardsConfig, num_rows:
     Raises DataError if no row can be read, and RewardError if a function cannot be loaded or lacks a column.
     """
     data = load_rows(data_config, "train")
-    with RewardSuite(rewards) as suite:
+    with RewardSuite(rewards, environments=()) as suite:
         suite.check_columns(data.columns)
         indices, samples = read_samples(data, num_rows)
         suite.use_forms(suite.find_forms(lambda applies: next((s for s in samples if applies(s.columns)), samples[0])))
         for reward in suite.functions:
             if reward.asks_a_model:
                 logger.warning("%s asks a model for each completion, and is left out", reward.name)
-        checked = [reward for reward in suite.functions if not reward.asks_a_model]
+            elif reward.reads_turns(data.columns):
+                logger.warning("%s reads turns or environments, and is left out", reward.name)
+        checked = [r for r in suite.functions if not r.asks_a_model and not r.reads_turns(data.columns)]
         return [measure(reward, indices, samples, data.columns) for reward in checked]
 
 
