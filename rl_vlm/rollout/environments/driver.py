@@ -153,7 +153,7 @@ class Trajectories:
             sampled = [member for member in active if member.is_active]
             self.sample_turns(engine, sampled, sampling)
             self.answer(sampled, sampling.max_completion_length)
-            self.close([member for member in active if not member.is_active])
+            self.finish([member for member in active if not member.is_active])
             active = [member for member in active if member.is_active]
         for members in by_request:
             self.counters[UNLIKE_STARTS] += len({m.completion.start for m in members if not m.completion.fault}) > 1
@@ -303,7 +303,7 @@ class Trajectories:
             return told(str(error), call.seconds)
         return ToolResult(content.blocks, content.images, None, call.seconds)
 
-    def close(self, members: Sequence[Member]) -> None:
+    def finish(self, members: Sequence[Member]) -> None:
         """Ask the environments of completions that have ended for their rewards, and free their instances."""
         asked = [
             (member, member.instance.method("get_reward", {}))
