@@ -61,7 +61,7 @@ class ObservationRenderer:
 
         The messages have content blocks, and observed text in them must be `harmless`. Their `{"type": "image"}` blocks
         stand for `images`, in order, and `files` are the images as files. `turn` is the turn's tokens. `calls` are the
-        names of the functions that it called. If there are any, the messages are their results, in order. `name` is how
+        names of the functions that it called. Messages of tools after them are the results, in order. `name` is how
         errors name the observation.
 
         Raises DataError if the template or the processor refuses the messages, or if it leaves something out.
@@ -121,19 +121,21 @@ class ObservationRenderer:
         return broken, total
 
 
-def observed_messages(contents: Sequence[list[Message]], role: Role) -> list[Message]:
-    """Return the messages of results: one message of a tool for each, or one message of the user for all.
+def observed_messages(
+    contents: Sequence[Sequence[Message]], role: Role, is_split: bool, is_tagged: bool
+) -> list[Message]:
+    """Return the messages of results: one for each if `is_split`, else one for all.
 
-    Messages of a user have tags around each result, as templates of Qwen write them.
+    One for all has tags around each result, as templates of Qwen write them, if `is_tagged`.
     """
-    if role == "tool":
-        return [{"role": "tool", "content": content} for content in contents]
-    texts = [("\n" * (i > 0) + "<tool_response>\n", "\n</tool_response>") for i in range(len(contents))]
-    parts = [
-        [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
-        for content, (before, after) in zip(contents, texts, strict=True)
-    ]
-    return [{"role": "user", "content": join_blocks(*parts)}]
+    if is_split:
+        return [{"role": role, "content": list(content)} for content in contents]
+    before, after = ("<tool_response>\n", "\n</tool_response>") if is_tagged else ("", "")
+    parts: list[Sequence[Message]] = []
+    for i, content in enumerate(contents):
+        start = f"\n{before}" if i else before
+        parts += [[{"type": "text", "text": start}], content, [{"type": "text", "text": after}]]
+    return [{"role": role, "content": [block for block in join_blocks(*parts) if block.get("text", "image")]}]
 
 
 def special_tokens(builder: PromptBuilder) -> set[str]:
@@ -164,11 +166,12 @@ def marked_turn(calls: Sequence[str]) -> Message:
 
 
 def with_call_ids(messages: Sequence[Message], calls: Sequence[str]) -> list[Message]:
-    """Name the call that each message answers. Without calls, messages stay as they are.
+    """Name the call that each message of a tool answers. Without calls, messages stay as they are.
 
-    Raises ValueError if there are calls, and not one message for each.
+    Raises ValueError if there are calls and messages of tools, and not one message for each call.
     """
-    if not calls:
+    results = [message for message in messages if message["role"] == "tool"]
+    if not calls or not results:
         return list(messages)
     if len(calls) != len(messages):
         raise ValueError(f"it has {len(messages)} results for {len(calls)} calls")

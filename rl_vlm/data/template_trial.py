@@ -27,7 +27,7 @@ from rl_vlm.data.tool_calls import (
     read_json_calls,
 )
 from rl_vlm.errors import ConfigError, DataError, shorten
-from rl_vlm.types import Sample, ToolCall
+from rl_vlm.types import ToolCall
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -60,11 +60,22 @@ REFUSALS = (ValueError, TypeError, KeyError, jinja2.TemplateError)
 class Form(NamedTuple):
     """A way to write tools and calls that works with a template."""
 
+    kind: Literal["template", "text", "none"]
+    """`none` is a form without tools."""
     name: str
     builder: PromptBuilder
     reader: Reader
-    in_text: bool
     notes: tuple[str, ...] = ()
+
+
+class TurnChoice(NamedTuple):
+    """How turns are written."""
+
+    form: Form
+    role: Role
+    """Role of messages that hold results."""
+    description: str
+    """One line that says what was chosen, and why."""
 
 
 class TemplateTrial:
@@ -74,45 +85,39 @@ class TemplateTrial:
         self, builder: PromptBuilder, stop_token_ids: Sequence[int], schemas: Sequence[Schema], takes_images: bool
     ) -> None:
         """`builder` is without tools."""
-        self.builder, self.stop_token_ids, self.schemas = builder, stop_token_ids, schemas
+        self.builder, self.stop_token_ids, self.schemas = with_thoughts_kept(builder), stop_token_ids, schemas
         self.takes_images = takes_images
 
-    def form(self, setting: Literal["auto", "template", "text"]) -> Form:
-        """Return the form of tools. Raises ConfigError if that of the setting does not work with the template."""
+    def choose(self, tool_format: str, observation_role: str) -> TurnChoice:
+        """Choose the first form and role that work. Raises ConfigError if none does."""
+        forms = {"template": self._in_template, "text": self._in_text}
+        kinds = [tool_format] if tool_format in forms else list(forms)
         if not self.schemas:
-            return Form("none", self.builder, read_json_calls, in_text=False)
-        if setting == "text":
-            return self._in_text()
-        try:
-            return self._in_template()
-        except REFUSALS as error:
-            problem = shorten(" ".join(str(error).split()), 200)
-        if setting == "template":
-            raise ConfigError(
-                f"rollout.tool_format: template does not work with this checkpoint: {problem}. Use text, which writes "
-                "tools and calls as text, or leave it at auto."
-            )
-        form = self._in_text()
-        return form._replace(notes=(problem, *form.notes))
-
-    def role(self, form: Form, setting: Literal["auto", "tool", "user"]) -> tuple[Role, list[str]]:
-        """Return the role of results, and why it is not that of tools. Raises ConfigError if none works."""
-        tried: list[Role] = [setting] if setting != "auto" else ["user"] if form.in_text else ["tool", "user"]
-        tried = ["user"] if setting == "auto" and not self.schemas else tried
+            forms, kinds = {"none": self._without_tools}, ["none"]
         problems: list[str] = []
-        for role in tried:
-            if not (problem := self.problem_of(form, role)):
-                return role, problems
-            problems.append(f"{problem} in {role} messages")
-        if setting != "auto":
-            raise ConfigError(
-                f"rollout.observation_role: {setting} does not work with this checkpoint and rollout.tool_format: "
-                f"{'text' if form.in_text else 'template'}: {problems[0]}. Leave both at auto."
-            )
+        for kind in kinds:
+            try:
+                form = forms[kind]()
+            except REFUSALS as error:
+                problems.append(one_line(error))
+                continue
+            for role in roles(kind, observation_role):
+                if problem := self.problem_of(form, role):
+                    problems.append(f"{problem} in {role} messages")
+                else:
+                    return TurnChoice(form, role, self._described(form, role, problems))
+        settings = {"tool_format": tool_format, "observation_role": observation_role}
+        chosen = [f"rollout.{name}: {value}" for name, value in settings.items() if value != "auto"]
         raise ConfigError(
-            f"rollout.tools, rollout.environment: results of tools cannot be shown to this checkpoint: "
-            f"{'; '.join(problems)}. Choose another checkpoint, or change its chat template."
+            f"{' with '.join(chosen) or 'rollout.tools, rollout.environment'}: turns cannot be written for this "
+            f"checkpoint: {'; '.join(dict.fromkeys(problems))}. "
+            + ("Use auto." if chosen else "Choose another checkpoint, or change its chat template.")
         )
+
+    def _described(self, form: Form, role: Role, problems: list[str]) -> str:
+        notes = [*dict.fromkeys(problems), *form.notes, *self.notes]
+        observed = f"results as {role} messages" if self.schemas else f"observations as {role} messages"
+        return f"tools: {form.name}, {observed}{': ' if notes else ''}{'; '.join(notes)}"
 
     def problem_of(self, form: Form, role: Role) -> str | None:
         """Return why results cannot be shown in messages of a role, or None."""
@@ -120,9 +125,10 @@ class TemplateTrial:
         contents: list[list[Message]] = [
             [{"type": "text", "text": f"tried result {i}"}, *({"type": "image"} for _ in pictures[:1])] for i in (1, 2)
         ]
-        names = [TRIED.name, "tried_other"] if role == "tool" and not form.in_text and self.schemas else []
-        messages = observed_messages(contents, "tool" if names else "user")
-        messages = messages if names else [message | {"role": role} for message in messages]
+        names = [TRIED.name, "tried_other"] if form.kind == "template" else []
+        messages = observed_messages(
+            contents, role, is_split=bool(names) and role == "tool", is_tagged=bool(self.schemas)
+        )
         renderer = ObservationRenderer(form.builder, self.stop_token_ids)
         try:
             text = renderer.text_after_turn(messages, pictures, names)
@@ -132,7 +138,7 @@ class TemplateTrial:
             shown = self._num_image_tokens(found.token_ids)
             expected = self._num_image_tokens(self._prompt_ids(pictures))
         except (*REFUSALS, DataError) as error:
-            return f"the chat template refuses results ({shorten(' '.join(str(error).split()), 200)})"
+            return f"the chat template refuses results ({one_line(error)})"
         places = [text.find(f"tried result {i}") for i in (1, 2)]
         if not 0 <= places[0] < places[1] or any(text.count(f"tried result {i}") != 1 for i in (1, 2)):
             return "the chat template changes the order of results"
@@ -149,15 +155,15 @@ class TemplateTrial:
     def _prompt_ids(self, pictures: list[Image]) -> Any:
         """Return the tokens of a prompt with images."""
         content = [{"type": "text", "text": "tried"}, *({"type": "image"} for _ in pictures)]
-        messages = [{"role": "user", "content": content}]
-        return self.builder.build(Sample("trial", messages, pictures, {}, messages)).token_ids
+        text = self.builder.templated([{"role": "user", "content": content}], pictures, tokenize=False)
+        return self.builder.part(text, pictures)[0]
 
     @property
     def notes(self) -> list[str]:
         """Further facts about the template."""
         kept = self.builder.template_kwargs.get("preserve_thinking") is True
         chosen = kept and "preserve_thinking" not in self.builder.data.chat_template_kwargs
-        notes = ["chat_template_kwargs has preserve_thinking: true"] if chosen else []
+        notes = ["preserve_thinking: true in chat_template_kwargs"] if chosen else []
         in_field = {"reasoning_content": "tried thought", "content": [{"type": "text", "text": "tried answer"}]}
         in_text = [{"content": [{"type": "text", "text": f"{thought}tried answer"}]} for thought in THOUGHTS]
         if self._drops_thought(in_field) and any(map(self._drops_thought, in_text)):
@@ -171,8 +177,11 @@ class TemplateTrial:
         text = self.builder.templated([ASKED, {"role": "assistant"} | message, ASKED], [], tokenize=False)
         return "tried thought" not in text
 
+    def _without_tools(self) -> Form:
+        return Form("none", "none", self.builder, read_json_calls)
+
     def _in_text(self) -> Form:
-        """Return the form in text. Raises ConfigError if the template cannot tell the model of tools."""
+        """Return the form in text. Raises ValueError if the template cannot tell the model of tools."""
         note = ()
         for role in ("system", "user"):
             introduction = Introduction(introduction_of(self.schemas), role)
@@ -183,9 +192,9 @@ class TemplateTrial:
             except REFUSALS:
                 text = ""
             if introduction.text in text and "tried question" in text:
-                return Form("calls as JSON in <tool_call> tags", builder, read_json_calls, in_text=True, notes=note)
-            note = ("the tools are described in the first user message",)
-        raise ConfigError("rollout.tools, rollout.environment: this checkpoint's chat template leaves out texts.")
+                return Form("text", "calls as JSON in <tool_call> tags", builder, read_json_calls, note)
+            note = ("the first user message describes the tools",)
+        raise ValueError("the chat template leaves out a text that describes the tools")
 
     def _in_template(self) -> Form:
         """Return the form of the template. Raises an error if it leaves out something, or if calls cannot be read."""
@@ -209,7 +218,7 @@ class TemplateTrial:
             raise ValueError("the chat template leaves out calls")
         name, reader = self._reader_of(whole[:start], written)
         builder = self.builder.adapted(self.builder.template_kwargs | {"tools": list(self.schemas)})
-        return Form(f"calls as {name}", builder, reader, in_text=False)
+        return Form("template", f"calls as {name}", builder, reader)
 
     def _reader_of(self, prefix: str, written: str) -> tuple[str, Reader]:
         """Return the name of a written call's form, and its reader. Raises ValueError if none can read it."""
@@ -231,6 +240,18 @@ class TemplateTrial:
             except UnreadableCall:
                 continue
         raise ValueError(f"calls as the chat template writes them cannot be read ({shorten(repr(written), 120)})")
+
+
+def roles(kind: str, setting: str) -> list[Role]:
+    """Return the roles of results to try with a form."""
+    if setting != "auto":
+        return ["tool" if setting == "tool" else "user"]
+    return ["tool", "user"] if kind == "template" else ["user"]
+
+
+def one_line(error: Exception) -> str:
+    """Return the start of an error's message on one line."""
+    return shorten(" ".join(str(error).split()), 200)
 
 
 def with_thoughts_kept(builder: PromptBuilder) -> PromptBuilder:

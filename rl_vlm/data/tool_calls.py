@@ -172,7 +172,7 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
     """
     import inspect
 
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     called = name or getattr(function, "__name__", type(function).__name__)
     several = [

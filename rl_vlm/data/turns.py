@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_vlm.data.observations import Message, ObservationRenderer, Role, observed_messages
+from rl_vlm.data.observations import Message, ObservationRenderer, observed_messages
 from rl_vlm.data.prompts import PromptBuilder, join_blocks
-from rl_vlm.data.template_trial import TemplateTrial, stop_sequences, with_thoughts_kept
-from rl_vlm.data.tool_calls import CLOSE, Reader, Schema, UnreadableCall
+from rl_vlm.data.template_trial import TemplateTrial, TurnChoice, stop_sequences
+from rl_vlm.data.tool_calls import CLOSE, Schema, UnreadableCall
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.types import Observation, Sample, ToolCall, ToolResult
 
@@ -40,27 +40,20 @@ class TurnFormat:
     """How tools, calls and observations are written for one model."""
 
     def __init__(
-        self,
-        renderer: ObservationRenderer,
-        schemas: Sequence[Schema],
-        reader: Reader,
-        role: Role,
-        description: str,
-        takes_images: bool,
-        stop_sequences: tuple[tuple[int, ...], ...] = (),
+        self, choice: TurnChoice, stop_token_ids: Sequence[int], schemas: Sequence[Schema], takes_images: bool
     ) -> None:
         """`choose` builds it for a model."""
-        self.builder = renderer.builder
+        self.builder = choice.form.builder
         """Builds prompts that tell the model of its tools."""
-        self.description = description
+        self.description = choice.description
         """One line that says what was chosen, and why."""
-        self.stop_sequences = stop_sequences
+        self.tokenizer = self.builder.processor.tokenizer
+        self.stop_sequences = stop_sequences(self.tokenizer, CLOSE) if choice.form.kind == "text" else ()
         """Sequences of tokens that end a turn, as stop tokens do."""
         self.counters: Counter[str] = Counter()
         """Numbers of events since the start, by the name of their metric."""
-        self.renderer, self.schemas, self.reader, self.role = renderer, schemas, reader, role
-        self.takes_images = takes_images
-        self.tokenizer = self.builder.processor.tokenizer
+        self.choice, self.schemas, self.takes_images = choice, list(schemas), takes_images
+        self.renderer = ObservationRenderer(self.builder, stop_token_ids)
         self.special = re.compile("|".join(map(re.escape, sorted(self.tokenizer.all_special_tokens, key=len)[::-1])))
 
     @classmethod
@@ -83,22 +76,17 @@ class TurnFormat:
                 "rollout.tools, rollout.environment: the checkpoint has no chat template, so turns after the first "
                 "cannot be written. Choose another checkpoint, or add a chat template to it."
             )
-        trial = TemplateTrial(with_thoughts_kept(builder), stop_token_ids, schemas, takes_images)
-        form = trial.form(tool_format)
-        role, reason = trial.role(form, observation_role)
-        notes = [*form.notes, *reason, *trial.notes]
-        what = f"tools: {form.name}, results as {role} messages" if schemas else f"observations: {role} messages"
-        description = f"{what}{': ' if notes else ''}{'; '.join(notes)}"
-        renderer = ObservationRenderer(form.builder, stop_token_ids)
-        stops = stop_sequences(builder.processor.tokenizer, CLOSE) if form.in_text else ()
-        return cls(renderer, schemas, form.reader, role, description, takes_images, stops)
+        trial = TemplateTrial(builder, stop_token_ids, schemas, takes_images)
+        return cls(trial.choose(tool_format, observation_role), stop_token_ids, schemas, takes_images)
 
     def parse(self, token_ids: Sequence[int]) -> ParsedTurn:
         """Read a turn. Calls that cannot be read are a problem to tell the model."""
         ids, plain = list(token_ids), {"clean_up_tokenization_spaces": False}
         text = self.tokenizer.decode(ids, skip_special_tokens=True, **plain)
         try:
-            content, calls = self.reader(self.tokenizer.decode(ids, skip_special_tokens=False, **plain), self.schemas)
+            content, calls = self.choice.form.reader(
+                self.tokenizer.decode(ids, skip_special_tokens=False, **plain), self.schemas
+            )
         except UnreadableCall as error:
             return ParsedTurn(text, text.strip(), problem=str(error))
         return ParsedTurn(text, self.special.sub("", content).strip(), calls)
@@ -122,8 +110,11 @@ class TurnFormat:
                 "text, or choose another model."
             )
         contents = [self._harmless(result.content) for result in results]
-        names = [self._harmless_text(call.name) for call in calls] if self.role == "tool" else []
-        messages = observed_messages(contents, "tool" if names else "user")
+        names = [self._harmless_text(call.name) for call in calls] if self.choice.form.kind == "template" else []
+        role = self.choice.role if calls else "user"
+        messages = observed_messages(
+            contents, role, is_split=bool(names) and role == "tool", is_tagged=bool(self.schemas)
+        )
         files = list(chain.from_iterable(result.images for result in results))
         return self.renderer.render(name, messages, pictures, files, token_ids, names)
 
