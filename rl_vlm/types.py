@@ -50,6 +50,8 @@ class Sample:
     servers unchanged; other images are sent as PNG."""
     image_files: list[str | None] = field(default_factory=list)
     """Path of each image, or None for an image that is not a file."""
+    is_made: bool = False
+    """Whether an environment made it from the row, by its `reset`. It cannot be made again without the environment."""
 
 
 @dataclass(frozen=True, eq=False)

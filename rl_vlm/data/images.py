@@ -188,6 +188,11 @@ def encoded_image(value: Any, folder: Path) -> bytes:
         return file.read()
 
 
+def decode_image(file: bytes) -> Image.Image:
+    """Return the pixels of a file, as `read_image` does. The file must have been read or written here before."""
+    return ImageOps.exif_transpose(Image.open(BytesIO(file), formats=FORMATS)).convert("RGB")
+
+
 def looks_like_image(value: Any) -> bool:
     """Return whether a value seems to be an image in any usual form, or a list, tuple or dict with one."""
     match value:

@@ -117,6 +117,8 @@ class SampleRenderer(Protocol):
 
     def build(self, sample: Sample) -> Prompt: ...
 
+    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]: ...
+
 
 class Introduction(NamedTuple):
     """A text before the conversation, such as one that describes tools."""
@@ -182,6 +184,13 @@ class PromptBuilder:
             text=[text], images=list(images) or None, return_tensors="pt", add_special_tokens=False
         )
         return split_features(features)
+
+    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images of a prompt or an observation. They do not depend on its text."""
+        if not images:
+            return {}
+        message = {"role": "user", "content": [{"type": "image"} for _ in images]}
+        return self.part(self.templated([message], images, tokenize=False), images)[2]
 
     def unexpanded_ids(self, sample: Sample) -> list[int]:
         """Return the prompt's token ids with one placeholder per image, for engines that expand it themselves.

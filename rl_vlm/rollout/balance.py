@@ -1,7 +1,7 @@
 """Moves groups of an optimizer step between ranks until all ranks train on about equally many tokens.
 
 All ranks draw the same number of rows, but images and completions differ in size, so that some ranks would finish first
-and wait. A group moves without its prompt: the rank that receives it builds the prompt from the dataset row.
+and wait. A group moves without pixels: the rank that receives it builds them again (`rollout/states.py`).
 
 Two ranks, with the tokens of each group:
 
@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rl_vlm.algorithm.objective import contributes
-from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.model.loading import why_not_shared
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.micro_batches import VisionTokens, training_tokens
+from rl_vlm.rollout.states import Builder
 from rl_vlm.rollout.window import DrawnGroup, Window
-from rl_vlm.types import Prompt, ScoredGroup, Sharing
+from rl_vlm.types import ScoredGroup, Sharing
 
 EVEN_ENOUGH = 1.05
 """Groups stay on their ranks if the fullest rank then has at most this many times the tokens of a deal from scratch."""
@@ -44,10 +44,10 @@ def cost_of_groups(policy: Policy, price: VisionTokens, wanted: Sharing, has_ref
     return cost
 
 
-def balance(window: Window, ranks: Ranks, cost: Cost, build: Callable[[Draw], Prompt]) -> Window:
+def balance(window: Window, ranks: Ranks, cost: Cost, builder: Builder) -> Window:
     """Exchange groups between ranks, and return the window with the groups that this rank trains on.
 
-    All ranks must call this. `build` makes the prompts of the groups that arrive. If it raises an RLVLMError on one
+    All ranks must call this. `builder` makes the prompts of the groups that arrive. If it raises an RLVLMError on one
     rank, all ranks raise it.
     """
     costs = ranks.gather([[[cost(group.scored) for group in step] for step in window.steps]])
@@ -57,7 +57,7 @@ def balance(window: Window, ranks: Ranks, cost: Cost, build: Callable[[Draw], Pr
     moved = dict(ranks.gather(leaving))
     with ranks.agree():
         arrived = {
-            place: DrawnGroup.from_state(state, build)
+            place: DrawnGroup.from_state(state, builder)
             for place, state in moved.items()
             if owner_of(owners, place) == ranks.rank
         }

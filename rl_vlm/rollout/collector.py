@@ -10,7 +10,7 @@ With `max_staleness` the next window is generated while the current one is train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,9 +37,10 @@ from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.partial import InFlight, PartialRollouts, check_in_flight
 from rl_vlm.rollout.sampling import sampling_params
 from rl_vlm.rollout.scoring import check_faults, replace_rows, score_groups, weighted_rewards, without_variance
+from rl_vlm.rollout.states import Builder
 from rl_vlm.rollout.window import Outputs, Window
 from rl_vlm.stages import AHEAD, Stage
-from rl_vlm.types import Group, Progress, Prompt, RewardTable, RolloutRequest, ScoredGroup, TrainerState
+from rl_vlm.types import Group, Progress, RewardTable, RolloutRequest, ScoredGroup, TrainerState
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class NextWindow:
         return {"window": self.window.state_dict(), "metrics": self.metrics.state_dict()}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> NextWindow:
-        """Restore `state_dict`. `build` makes the prompts of its draws."""
-        return cls(Window.from_state(state["window"], build), StepMetrics.from_state(state["metrics"]))
+    def from_state(cls, state: dict[str, Any], builder: Builder) -> NextWindow:
+        """Restore `state_dict`. `builder` makes the prompts of its draws."""
+        return cls(Window.from_state(state["window"], builder), StepMetrics.from_state(state["metrics"]))
 
 
 class Collector:
@@ -238,12 +239,11 @@ class Collector:
         saved on this rank stay here. Raises CheckpointError if the order of rows has changed, or if paused completions
         do not fit the settings.
         """
-        build = self.loader.build
         with self.ranks.agree():
             self.loader.load_state_dict(state["loader"])
-            window = state["window"] and Window.from_state(state["window"], build)
-            coming = state["next_window"] and NextWindow.from_state(state["next_window"], build)
-            in_flight = [InFlight.from_state(group, build) for group in state["in_flight"]]
+            window = state["window"] and Window.from_state(state["window"], self.loader)
+            coming = state["next_window"] and NextWindow.from_state(state["next_window"], self.loader)
+            in_flight = [InFlight.from_state(group, self.loader) for group in state["in_flight"]]
             check_in_flight(in_flight, self.config.rollout)
         self.window = window and self.balanced(window, StepMetrics())
         self.next_window = coming and replace(coming, window=self.balanced(coming.window, coming.metrics))
@@ -381,7 +381,7 @@ class Collector:
         if self.ranks.world_size == 1:
             return window
         with metrics.stage(Stage.BALANCE):
-            return balance(window, self.ranks, self.cost, self.loader.build)
+            return balance(window, self.ranks, self.cost, self.loader)
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
         """Add rewards and advantages to each group. `scale_rewards: batch` scales over the windows of all ranks."""

@@ -27,6 +27,8 @@ from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample, Samp
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from PIL.Image import Image
+
     from rl_vlm.rollout.engine import WeightSource
 
 API_KEY = "OPENAI_API_KEY"
@@ -39,6 +41,10 @@ class MessageBuilder:
 
     def build(self, sample: Sample) -> Prompt:
         return Prompt(sample, torch.zeros(0, dtype=torch.int64), {}, {})
+
+    def image_inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+        """Return no inputs, since the server makes its own."""
+        return {}
 
 
 class OpenAIEngine:

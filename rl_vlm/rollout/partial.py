@@ -22,8 +22,8 @@ from typing import Any
 from rl_vlm.config.schema import RolloutConfig
 from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import CheckpointError
-from rl_vlm.rollout.window import group_from_state, group_state
-from rl_vlm.types import Group, Prompt, RolloutRequest
+from rl_vlm.rollout.states import Builder, group_from_state, group_state
+from rl_vlm.types import Group, RolloutRequest
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class InFlight:
         return None if group is None or any(c.is_paused for c in group.completions) else group
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the prompt, which `from_state` rebuilds from the dataset row of `draw`."""
+        """Return everything but prompts and pixels, which `from_state` builds again."""
         partial = None if self.request.partial is None else group_state(self.request.partial)
         return {"draw": tuple(self.draw), "group_id": self.request.group_id, "partial": partial}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> InFlight:
-        """Restore `state_dict`. `build` makes the prompt of its draw."""
+    def from_state(cls, state: dict[str, Any], builder: Builder) -> InFlight:
+        """Restore `state_dict`. `builder` makes the prompt of its draw."""
         draw = Draw(*state["draw"])
-        prompt = build(draw)
-        partial = None if state["partial"] is None else group_from_state(state["partial"], prompt)
-        return cls(draw, RolloutRequest(state["group_id"], prompt, partial))
+        prompt = builder.build(draw)
+        partial = None if state["partial"] is None else group_from_state(state["partial"], prompt, builder)
+        return cls(draw, RolloutRequest(state["group_id"], partial.prompt if partial else prompt, partial))
 
 
 class PartialRollouts:

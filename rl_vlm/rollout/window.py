@@ -13,17 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rl_vlm.data.sampler import Draw
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.types import (
-    Completion,
-    Context,
-    Group,
-    MicroBatch,
-    Observation,
-    PolicyOutput,
-    Progress,
-    Prompt,
-    ScoredGroup,
-)
+from rl_vlm.rollout.states import Builder, group_from_state, group_state
+from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup
 
 Outputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
 """Computes the policy's outputs for groups, by micro-batch. All ranks must call it."""
@@ -36,15 +27,16 @@ class DrawnGroup(NamedTuple):
     scored: ScoredGroup
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the prompt, which `from_state` rebuilds from the dataset row of `draw`."""
+        """Return everything but prompts and pixels. `from_state` builds them again, see `group_state`."""
         return {**vars(self.scored), "draw": tuple(self.draw), "group": group_state(self.scored.group)}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> DrawnGroup:
-        """Restore `state_dict`. `build` makes the prompt of its draw."""
+    def from_state(cls, state: dict[str, Any], builder: Builder) -> DrawnGroup:
+        """Restore `state_dict`. `builder` makes the prompt of its draw."""
         draw = Draw(*state["draw"])
+        group = group_from_state(state["group"], builder.build(draw), builder)
         scored = {name: value for name, value in state.items() if name not in ("draw", "group")}
-        return cls(draw, ScoredGroup(group_from_state(state["group"], build(draw)), **scored))
+        return cls(draw, ScoredGroup(group, **scored))
 
 
 @dataclass
@@ -105,7 +97,7 @@ class Window:
         return self.groups[len(self.steps[0]) :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the prompts, which `from_state` rebuilds from the dataset rows of the draws."""
+        """Return everything but prompts and pixels. `from_state` builds them again, see `group_state`."""
         return {
             "steps": [[group.state_dict() for group in step] for step in self.steps],
             "num_iterations": self.num_iterations,
@@ -113,9 +105,9 @@ class Window:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], build: Callable[[Draw], Prompt]) -> Window:
-        """Restore `state_dict`. `build` makes the prompts of its draws."""
-        steps = [[DrawnGroup.from_state(group, build) for group in step] for step in state["steps"]]
+    def from_state(cls, state: dict[str, Any], builder: Builder) -> Window:
+        """Restore `state_dict`. `builder` makes the prompts of its draws."""
+        steps = [[DrawnGroup.from_state(group, builder) for group in step] for step in state["steps"]]
         return cls(**{**state, "steps": steps})
 
 
@@ -175,41 +167,3 @@ class GivenWindows:
 
     def add_metrics(self, groups: Sequence[ScoredGroup], metrics: StepMetrics) -> None:
         """Do nothing."""
-
-
-def group_state(group: Group) -> dict[str, Any]:
-    """Return the state of a group without its prompt.
-
-    It holds each observation once, with its images, since no row of the data has them.
-    """
-    observations = list(dict.fromkeys(group.rendered[1:]))
-    places = {observation: [i] for i, observation in enumerate(observations)}
-    return {
-        "group_id": group.group_id,
-        "policy_version": group.policy_version,
-        "observations": [dict(vars(observation)) for observation in observations],
-        "completions": [
-            vars(completion)
-            | {
-                "contexts": [
-                    [part if isinstance(part, int) else places[part] for part in context.parts]
-                    for context in completion.contexts
-                ]
-            }
-            for completion in group.completions
-        ],
-    }
-
-
-def group_from_state(state: dict[str, Any], prompt: Prompt) -> Group:
-    """Restore a group from `group_state` and its prompt."""
-    observations = [Observation(**observation) for observation in state.get("observations", ())]
-
-    def restored(parts: list[int | list[int]]) -> Context:
-        return Context(tuple(part if isinstance(part, int) else observations[part[0]] for part in parts))
-
-    completions = [
-        Completion(**completion | {"contexts": tuple(map(restored, completion.get("contexts", ())))})
-        for completion in state["completions"]
-    ]
-    return Group(state["group_id"], prompt, completions, state["policy_version"])

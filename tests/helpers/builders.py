@@ -1,6 +1,6 @@
 """What the integration tests build: tiny policies, prompts with images, groups; and how gradients are compared."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rl_vlm.config.schema import DataConfig, RunConfig
 from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.sampler import Draw
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup, SubGroup
@@ -119,6 +120,22 @@ def make_trajectories(prompt: Prompt, some: Sequence[Sequence[Context]], seed: i
     pairs = zip(group.group.completions, some, strict=True)
     completions = [replace(completion, contexts=tuple(contexts)) for completion, contexts in pairs]
     return replace(group, group=replace(group.group, completions=completions))
+
+
+class Rebuilder:
+    """A builder of what states leave out: prompts of rows by a function, and images by a processor, if there is one."""
+
+    def __init__(self, build: Callable[[Draw], Prompt], builder: Any = None) -> None:
+        self.build_row, self.builder = build, builder
+
+    def build(self, draw: Draw) -> Prompt:
+        return self.build_row(draw)
+
+    def build_sample(self, sample: Sample) -> Prompt:
+        return self.builder.build(sample)
+
+    def image_inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        return self.builder.image_inputs(images) if images else {}
 
 
 def make_groups(checkpoint: Path, shapes: Sequence[tuple[Sequence[Image.Image], Sequence[int]]]) -> list[ScoredGroup]:

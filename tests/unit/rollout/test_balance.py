@@ -16,6 +16,7 @@ from rl_vlm.passes.micro_batches import training_tokens
 from rl_vlm.rollout.balance import EVEN_ENOUGH, balance, deal, deal_surplus
 from rl_vlm.rollout.window import Window
 from rl_vlm.types import Prompt, Sample, ScoredGroup
+from tests.helpers.builders import Rebuilder
 from tests.unit.passes.test_micro_batches import make_group
 from tests.unit.rollout.test_collector import RankOfTwo
 
@@ -124,7 +125,10 @@ def on_both(build: Any, *windows: Window) -> list[Any]:
     barrier, slots = Barrier(2), [None, None]
     ranks = [RankOfTwo(i, barrier, slots) for i in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(balance, own, rank, length, build) for own, rank in zip(windows, ranks, strict=True)]
+        calls = [
+            threads.submit(balance, own, rank, length, Rebuilder(build))
+            for own, rank in zip(windows, ranks, strict=True)
+        ]
     return [call.exception() or call.result() for call in calls]
 
 

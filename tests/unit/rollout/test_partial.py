@@ -10,6 +10,7 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import CheckpointError
 from rl_vlm.rollout.partial import InFlight, check_in_flight, roll_on
 from rl_vlm.types import Completion, Group, Prompt, RolloutRequest, Sample
+from tests.helpers.builders import Rebuilder
 
 
 def prompt(name: str) -> Prompt:
@@ -93,7 +94,7 @@ def test_what_is_in_flight_survives_a_checkpoint():
         return prompt("abcdef"[draw.row])
 
     states: list[dict[str, Any]] = [one.state_dict() for one in in_flight]
-    again = [InFlight.from_state(state, build) for state in states]
+    again = [InFlight.from_state(state, Rebuilder(build)) for state in states]
     assert built == [one.draw for one in in_flight]
     assert [one.request.group_id for one in again] == ["b", "c", "d"]
     assert [one.finished is not None for one in again] == [False, True, False]

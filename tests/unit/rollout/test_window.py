@@ -1,8 +1,9 @@
 import torch
 
 from rl_vlm.data.sampler import Draw
-from rl_vlm.rollout.window import Window, group_from_state, group_state
-from rl_vlm.types import Completion, Context, Group, Observation, Prompt, Sample, ScoredGroup
+from rl_vlm.rollout.window import Window
+from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
+from tests.helpers.builders import Rebuilder
 
 
 def prompt(name: str) -> Prompt:
@@ -51,7 +52,7 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
     subject.groups[1].old_logprobs[0] = torch.tensor([-1.0, -2.0])
     torch.save(subject.state_dict(), tmp_path / "window.pt")
     state = torch.load(tmp_path / "window.pt", weights_only=True)
-    found = Window.from_state(state, lambda draw: prompt("abcd"[draw.row]))
+    found = Window.from_state(state, Rebuilder(lambda draw: prompt("abcd"[draw.row])))
 
     assert (found.updates_done, found.is_spent) == (3, False)
     assert [[group.draw for group in step] for step in found.steps] == [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
@@ -65,27 +66,3 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
         assert torch.equal(ours.scores_GF.nan_to_num(9.0), theirs.scores_GF.nan_to_num(9.0))
         assert (ours.valid_G.tolist(), ours.has_variance) == ([True, False], True)
     assert found.groups[1].old_logprobs[0].tolist() == [-1.0, -2.0]
-
-
-def test_observations_come_back_with_their_images_and_are_shared_as_before(tmp_path):
-    pixels = {"pixel_values": torch.ones(2, 3)}
-    seen = Observation("o", torch.tensor([70, 71]), {"kinds": torch.tensor([0, 1])}, pixels, (b"png",))
-    contexts = (Context((1, seen, 2)), Context((seen, 1)))
-    first = Completion(torch.tensor([1, 2, 3, 4]), torch.zeros(4), "stop", "a", contexts)
-    group = Group("g", prompt("a"), [first, Completion(torch.tensor([5]), torch.zeros(1), "stop", "b")], 3)
-    torch.save(group_state(group), tmp_path / "group.pt")
-    found = group_from_state(torch.load(tmp_path / "group.pt", weights_only=True), prompt("a"))
-    assert [path.token_ids.tolist() for path in found.completions[0].paths] == [[1, 70, 71, 2, 3], [70, 71, 4]]
-    assert found.completions[1].contexts == ()
-    once, again = found.completions[0].observations
-    assert once is again and once.images == (b"png",) and once.name == "o"
-    assert once.mm_inputs["pixel_values"].tolist() == [[1.0] * 3] * 2 and once.token_inputs["kinds"].tolist() == [0, 1]
-
-
-def test_a_group_of_an_older_checkpoint_has_no_contexts():
-    state = group_state(scored_group("a", 2).group)
-    del state["observations"]
-    for completion in state["completions"]:
-        del completion["contexts"]
-    (found,) = group_from_state(state, prompt("a")).completions
-    assert found.token_ids.tolist() == [0, 1] and found.contexts == ()

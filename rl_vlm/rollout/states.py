@@ -1,0 +1,138 @@
+"""States of groups, for checkpoints and for moves between ranks.
+
+Pixels are large, so no state has them. They are built again when a state is read:
+
+    the group's prompt    from the dataset row; if an environment made it, from its messages and encoded images
+    a member's own prompt from its messages and encoded images
+    an observation        from its encoded images; its tokens are in the state
+
+An environment's instance is in no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rl_vlm.data.images import decode_image, png_bytes
+from rl_vlm.data.sampler import Draw
+from rl_vlm.types import Completion, Context, Group, Observation, Prompt, Sample, ToolCall, ToolResult, Turn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+State = dict[str, Any]
+"""Tensors, bytes and plain values, which torch loads without running code."""
+
+
+@runtime_checkable
+class Builder(Protocol):
+    """Builds prompts and pixels, which states leave out. `PromptLoader` does so."""
+
+    def build(self, draw: Draw) -> Prompt:
+        """Build the prompt of a dataset row."""
+        ...
+
+    def build_sample(self, sample: Sample) -> Prompt:
+        """Build the prompt of a sample."""
+        ...
+
+    def image_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        """Return the model's inputs for the images of an observation."""
+        ...
+
+
+def group_state(group: Group) -> State:
+    """Return the state of a group. It holds each observation and each own prompt once, however many use it."""
+    starts = list(dict.fromkeys(c.start for c in group.completions if c.start is not None))
+    pending = [c.pending for c in group.completions if c.pending is not None]
+    seen = [observation for c in group.completions for observation in c.observations]
+    observations = list(dict.fromkeys([*seen, *pending]))
+    return {
+        "group_id": group.group_id,
+        "policy_version": group.policy_version,
+        "made": sample_state(group.prompt.sample) if group.prompt.sample.is_made else None,
+        "starts": [sample_state(start.sample) for start in starts],
+        "observations": [observation_state(observation) for observation in observations],
+        "completions": [completion_state(c, starts, observations) for c in group.completions],
+    }
+
+
+def group_from_state(state: State, prompt: Prompt, builder: Builder) -> Group:
+    """Restore a group from `group_state` and the prompt of its row."""
+    row = prompt.sample
+    if state.get("made") is not None:
+        prompt = builder.build_sample(sample_from_state(state["made"], row))
+    starts = [builder.build_sample(sample_from_state(start, row)) for start in state.get("starts", ())]
+    observations = [observation_from_state(one, builder) for one in state.get("observations", ())]
+    completions = [completion_from_state(one, starts, observations) for one in state["completions"]]
+    return Group(state["group_id"], prompt, completions, state["policy_version"])
+
+
+def sample_state(sample: Sample) -> State:
+    """Return the fields that an environment's `reset` changes. The images are files, as they are sent to servers."""
+    files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
+    names = ("messages", "prompt", "image_files", "is_made")
+    return {
+        "images": files,
+        "encoded": sorted(sample.encoded_images),
+        **{name: getattr(sample, name) for name in names},
+    }
+
+
+def sample_from_state(state: State, row: Sample) -> Sample:
+    """Restore a sample from `sample_state` and the sample of its row, which has its columns."""
+    files, fields = state["images"], {name: value for name, value in state.items() if name != "encoded"}
+    encoded = {i: files[i] for i in state["encoded"]}
+    return replace(row, **fields | {"images": list(map(decode_image, files)), "encoded_images": encoded})
+
+
+def observation_state(observation: Observation) -> State:
+    """Return an observation without its pixels."""
+    names = ("name", "token_ids", "token_inputs", "images", "unexpanded_ids")
+    return {name: getattr(observation, name) for name in names}
+
+
+def observation_from_state(state: State, builder: Builder) -> Observation:
+    """Restore `observation_state`."""
+    inputs = builder.image_inputs([decode_image(file) for file in state["images"]])
+    return Observation(**state, mm_inputs=inputs)
+
+
+def completion_state(completion: Completion, starts: list[Prompt], observations: list[Observation]) -> State:
+    """Return a completion with the places of its prompt and its observations in these lists."""
+    places = {observation: i for i, observation in enumerate(observations)}
+    values = {name: value for name, value in vars(completion).items() if name != "environment"}
+    return values | {
+        "contexts": [
+            [part if isinstance(part, int) else [places[part]] for part in context.parts]
+            for context in completion.contexts
+        ],
+        "pending": None if completion.pending is None else places[completion.pending],
+        "start": None if completion.start is None else starts.index(completion.start),
+        "turns": [asdict(turn) for turn in completion.turns],
+    }
+
+
+def completion_from_state(state: State, starts: list[Prompt], observations: list[Observation]) -> Completion:
+    """Restore `completion_state`. Checkpoints from before trajectories lack their fields."""
+    pending, start = state.get("pending"), state.get("start")
+    contexts = [
+        Context(tuple(part if isinstance(part, int) else observations[part[0]] for part in parts))
+        for parts in state.get("contexts", ())
+    ]
+    restored = {
+        "contexts": tuple(contexts),
+        "pending": None if pending is None else observations[pending],
+        "start": None if start is None else starts[start],
+        "turns": tuple(map(turn_from_state, state.get("turns", ()))),
+    }
+    return Completion(**state | restored)
+
+
+def turn_from_state(state: State) -> Turn:
+    """Restore a turn that `dataclasses.asdict` took apart."""
+    calls = tuple(ToolCall(**call) for call in state["calls"])
+    return Turn(**state | {"calls": calls, "results": tuple(ToolResult(**result) for result in state["results"])})
