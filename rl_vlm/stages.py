@@ -120,8 +120,8 @@ METRICS = frozenset(
 """Metrics of a run, together with `METRIC_PREFIXES`. Reward functions use other names."""
 METRIC_PREFIXES = tuple(
     """
-    balance/ clip_ratio/ completions/ compute/ eval_ memory/ out_of_memory/ resampling/ reward_faults/ rewards/
-    sampling/ skipped_updates/ time/ weight_sync/
+    balance/ clip_ratio/ completions/ compute/ environment/ eval_ memory/ out_of_memory/ resampling/ reward_faults/
+    rewards/ sampling/ skipped_updates/ time/ tools/ weight_sync/
     """.split()
 )
 
@@ -133,7 +133,7 @@ def is_column(name: str) -> bool:
 
 def is_taken(name: str) -> bool:
     """Return whether a reward function cannot have this name, since the run writes a column or a count under it."""
-    return is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name
+    return is_column(name) or is_column(f"{name}/") or name in ("all", "environment") or "/" in name
 
 
 def is_metric(name: str) -> bool:

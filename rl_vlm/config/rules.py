@@ -152,6 +152,11 @@ def entry_rules(which: Which) -> tuple[Rule, ...]:
     )
 
 
+def has_no_reward(run: RunConfig) -> bool:
+    """Return whether nothing can score completions. The class of an environment may have a method for it."""
+    return not run.rewards.reward_funcs and run.rollout.environment is None
+
+
 def changes_base(run: RunConfig) -> bool:
     """Return whether the initialisation of the adapter changes the base weights."""
     return run.model.init_lora_weights in ("pissa", "olora")
@@ -355,9 +360,11 @@ CONFLICTS = (
 
 FOR_TRAINING = (
     Rule("", lambda run: run.data.dataset_name is None, "`data.dataset_name`, the training data, is not set"),
-    Rule("", lambda run: not run.rewards.reward_funcs,
+    Rule("", has_no_reward,
          "`rewards.reward_funcs` is empty: training needs at least one reward function"),
-    Rule("reward_funcs", lambda run: not any(run.rewards.reward_weights or [spec.weight for spec in run.rewards.specs]),
+    Rule("reward_funcs",
+         lambda run: run.rollout.environment is None
+                     and not any(run.rewards.reward_weights or [spec.weight for spec in run.rewards.specs]),
          "every reward function has weight 0, so that no reward differs from another: give one a weight"),
     Rule("num_generations", lambda run: run.rollout.num_generations < 2,
          "`rollout.num_generations` is 1: an advantage compares at least 2 completions of one prompt"),
@@ -374,7 +381,7 @@ FOR_TRAINING = (
 
 FOR_EVALUATION = (
     Rule("", lambda run: run.data.eval_dataset_name is None, "`data.eval_dataset_name`, the held-out data, is not set"),
-    Rule("", lambda run: not run.rewards.reward_funcs,
+    Rule("", has_no_reward,
          "`rewards.reward_funcs` is empty: evaluation needs at least one reward function"),
 )
 """What an evaluation needs."""

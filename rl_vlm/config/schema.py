@@ -323,8 +323,8 @@ class RewardsConfig(Section):
     reward_weights: list[float] | None = None
     """One weight per function, instead of a `weight` in each entry of `reward_funcs`."""
     max_fault_fraction: float = Field(default=1.0, ge=0, le=1)
-    """Largest fraction of a generation window's completions that reward functions may fail on; above it the run stops.
-    0 stops at the first fault. A window without any reward always stops the run."""
+    """Largest fraction of a generation window's completions that reward functions or environments may fail on; above it
+    the run stops. 0 stops at the first fault. A window without any reward always stops the run."""
 
     @property
     def specs(self) -> list[RewardSpec]:

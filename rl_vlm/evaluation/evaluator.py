@@ -31,7 +31,7 @@ from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.environments.driver import Trajectories, generated
 from rl_vlm.rollout.sampling import sampling_params
-from rl_vlm.rollout.scoring import checked_rows, score_groups, weighted_rewards
+from rl_vlm.rollout.scoring import checked_rows, failing, score_groups, weighted_rewards
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
@@ -176,8 +176,8 @@ def check_rewarded(metrics: Mapping[str, float]) -> None:
     if faults and "reward" not in metrics:
         counts = ", ".join(f"{name} {count:.0f}" for name, count in faults.items())
         raise RewardError(
-            f"none of the {metrics['num_completions']:.0f} completions of the evaluation has a reward, because reward "
-            f"functions failed: {counts}. The log has the first fault of each kind with its place."
+            f"none of the {metrics['num_completions']:.0f} completions of the evaluation has a reward, because "
+            f"{failing(faults)} failed: {counts}. The log has the first fault of each kind with its place."
         )
 
 

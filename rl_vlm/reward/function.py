@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
 from inspect import Parameter
+from itertools import chain, compress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -182,14 +183,17 @@ class Reward:
     def start(
         self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
     ) -> Callable[[], Answer]:
-        """Start the calls for the groups that the function applies to. Return a function that waits for the answer."""
-        applies = [self.applies(group.prompt.sample.columns) for group in groups]
-        mine = [group for group, is_mine in zip(groups, applies, strict=True) if is_mine]
+        """Start the calls for the completions that the function scores. Return a function that waits for the answer."""
+        scored = [self.scores(group) for group in groups]
+        mine = [members_of(group, chosen) for group, chosen in zip(groups, scored, strict=True) if any(chosen)]
         wait = self.start_calls(mine, state, form, data_columns) if mine else lambda: Answer([])
-        if all(applies):
-            return wait
-        of_completions = [a for group, a in zip(groups, applies, strict=True) for _ in group.completions]
-        return lambda: spread(wait(), of_completions)
+        of_completions = list(chain.from_iterable(scored))
+        return wait if all(of_completions) else lambda: spread(wait(), of_completions)
+
+    def scores(self, group: Group) -> list[bool]:
+        """Return whether each completion is scored: the function applies to it, and its environment did not fail."""
+        applies = self.applies(group.prompt.sample.columns)
+        return [applies and completion.fault is None for completion in group.completions]
 
     def start_calls(
         self, groups: Sequence[Group], state: TrainerState, form: Form | None, data_columns: Iterable[str]
@@ -219,6 +223,11 @@ class Reward:
             return [call.answer() for call in calls]
 
         return lambda: join(wait_for_calls())
+
+
+def members_of(group: Group, chosen: Sequence[bool]) -> Group:
+    """Return a group with the chosen completions."""
+    return group if all(chosen) else replace(group, completions=list(compress(group.completions, chosen)))
 
 
 def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None) -> dict[str, list[Any]]:

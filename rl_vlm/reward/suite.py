@@ -9,9 +9,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rewards.contract import Answer, Fault, Score, failed
+from rewards.contract import Answer, Fault, FaultKind, Score, failed, on_one_line, read_score
 from rewards.forms import Form
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.config.secrets import without_secrets
@@ -34,15 +34,23 @@ class RewardSuite:
     def __init__(self, config: RewardsConfig, environments: Sequence[str] | None = None) -> None:
         """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs, or shares its name.
 
-        `environments` is None if the run has no environment.
+        `environments` are the classes with `get_reward`, by name. Each is one more reward, of weight 1. None: the run
+        has no environment. With one, raises RewardError if no reward has a weight.
         """
         self._rewards = [Reward(spec, environments is not None) for spec in config.specs]
+        self._environments = list(environments or ())
         self._warned: set[str] = set()
         self.data_columns: set[str] = set()
-        self.names = [reward.name for reward in self._rewards]
-        self.weights = config.reward_weights or [reward.weight for reward in self._rewards]
+        self.names = [*(reward.name for reward in self._rewards), *self._environments]
+        of_functions = config.reward_weights or [reward.weight for reward in self._rewards]
+        self.weights = [*of_functions, *(1.0 for _ in self._environments)]
         self.solved_from = {reward.name: reward.solved_from for reward in self._rewards}
-        check_names(self.names)
+        self.solved_from |= dict.fromkeys(self._environments, 1.0)
+        check_names(self.names, self._environments)
+        if environments is not None and not any(self.weights):
+            raise RewardError(
+                "no reward has a weight: set `rewards.reward_funcs`, or write a method `get_reward` of the environment"
+            )
 
     @property
     def functions(self) -> list[Reward]:
@@ -97,11 +105,11 @@ class RewardSuite:
         Groups must have the same number of completions. Faults mask completions and are never raised.
         """
         if not groups:
-            return self._table(groups, [Answer([]) for _ in self._rewards])
+            return self._table(groups, [Answer([]) for _ in self.names])
         with chdir("."):
             waiting = [reward.start(groups, state, reward.form, self.data_columns) for reward in self._rewards]
             answers = [wait() for wait in waiting]
-        return self._table(groups, answers)
+        return self._table(groups, [*answers, *(rewards_of(name, groups) for name in self._environments)])
 
     @property
     def must_not_fail(self) -> list[str]:
@@ -129,8 +137,11 @@ class RewardSuite:
         group_size = len(groups[0].completions) if groups else 0
         shape = (len(self.names), len(groups), group_size)
         scores_FPG = torch.tensor([[_as_float(score) for score in answer.scores] for answer in answers]).reshape(shape)
-        faulted = [[isinstance(score, Fault) for score in answer.scores] for answer in answers]
-        faulted_PG = torch.tensor(faulted, dtype=torch.bool).reshape(shape).any(dim=0)
+        failures = faults_of_environments(groups)
+        faulted = [
+            [isinstance(score, Fault) for score in scores] for scores in (failures, *(a.scores for a in answers))
+        ]
+        faulted_PG = torch.tensor(faulted, dtype=torch.bool).reshape(1 + shape[0], *shape[1:]).any(dim=0)
         unscored_PG = scores_FPG.isnan().all(dim=0)
         table = RewardTable(self.names, scores_FPG.permute(1, 2, 0), ~faulted_PG & ~unscored_PG, faulted_PG)
 
@@ -141,6 +152,7 @@ class RewardSuite:
             for metric, logged in answer.metrics.items():
                 table.metrics.setdefault(metric, []).extend(logged)
             self._count_faults(name, answer.scores, groups, table)
+        self._count_faults("environment", failures, groups, table)
         nothing = Fault("not_applicable", "no reward function applies")
         unscored = (unscored_PG & ~faulted_PG).flatten().tolist()
         self._count_faults("all", [nothing if masked else None for masked in unscored], groups, table)
@@ -165,9 +177,36 @@ class RewardSuite:
                 logger.warning("%s; later faults of this kind are counted, not logged", message)
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise RewardError if two functions have the same name, or if the run itself logs under a function's name."""
+def rewards_of(environment: str, groups: Sequence[Group]) -> Answer:
+    """Return what `get_reward` of the environments of a class has returned. It does not apply to others."""
+    completions = [completion for group in groups for completion in group.completions]
+    return Answer(
+        [
+            read_score(completion.environment_reward)
+            if completion.environment_name == environment and completion.fault is None
+            else None
+            for completion in completions
+        ]
+    )
+
+
+def faults_of_environments(groups: Sequence[Group]) -> list[Fault | None]:
+    """Return the fault of each completion's environment, or None."""
+    texts = [completion.fault for group in groups for completion in group.completions]
+    parts = [None if text is None else text.partition(": ") for text in texts]
+    return [part and Fault(cast(FaultKind, part[0]), on_one_line(part[2])) for part in parts]
+
+
+def check_names(names: Sequence[str], environments: Sequence[str] = ()) -> None:
+    """Raise RewardError if two rewards have the same name, or if the run itself logs under a reward's name.
+
+    `environments` are the names of classes with `get_reward` among them.
+    """
     for name in names:
+        if names.count(name) > 1 and name in environments:
+            raise RewardError(
+                f"{names.count(name)} rewards are called {name!r}, as a class with `get_reward`: rename one"
+            )
         if names.count(name) > 1:
             raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
         if is_taken(name):

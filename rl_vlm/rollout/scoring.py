@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -99,8 +99,8 @@ def check_faults(
         found = f"a reward function with on_error: raise fails on {num_refused} completions of a generation window"
     elif num_valid:
         found = (
-            f"reward functions fail on {num_faulted} of the {num_completions} completions of a generation window, more "
-            f"than rewards.max_fault_fraction {max_fault_fraction:g} allows"
+            f"{failing(first_of_kind)} fail on {num_faulted} of the {num_completions} completions of a generation "
+            f"window, more than rewards.max_fault_fraction {max_fault_fraction:g} allows"
         )
     else:
         found = f"none of the {num_completions} completions of a generation window has a reward"
@@ -109,6 +109,13 @@ def check_faults(
         raise RewardError(
             f"{found}:\n{faults}\nFix the function or the data, and resume with train.resume_from_checkpoint=auto."
         )
+
+
+def failing(faults: Iterable[str]) -> str:
+    """Name what has failed, judging by the faults as `function/kind`."""
+    return " and ".join(
+        sorted({"environments" if fault.startswith("environment/") else "reward functions" for fault in faults})
+    )
 
 
 def replace_rows(table: RewardTable, new: RewardTable, rows: Mapping[int, int]) -> None:

@@ -95,6 +95,9 @@ class RunResults:
         return [spec.get(key, 1.0) if isinstance(spec, dict) else 1.0 for spec in self.reward_funcs]
 
     def by_name(self, values: Sequence[float]) -> dict[str, float]:
+        """Return the numbers of functions by name. Rewards of environments follow the functions, and have 1."""
+        if self.settings.get("rollout", {}).get("environment") is not None:
+            values = [*values, *[1.0] * (len(self.names) - len(values))]
         return dict(zip(self.names, values if len(values) == len(self.names) else [1.0] * len(self.names), strict=True))
 
 

@@ -525,6 +525,15 @@ def test_training_needs_a_reward_with_a_weight(write, rewards):
     check_trainable(load_config(path, ["reward_funcs=[{function: choice, weight: 0}, numeric]"]))
 
 
+def test_an_environment_may_be_the_only_reward(write):
+    path = write("model_name_or_path: tiny\ndataset_name: d\neval_dataset_name: d\nenvironment: game.py:Game\n")
+    for rewards in ([], ["reward_funcs=[{function: choice, weight: 0}]"]):
+        check_trainable(load_config(path, rewards))
+        check_evaluable(load_config(path, rewards))
+    with pytest.raises(ConfigError, match="reward_funcs` is empty: training needs"):
+        check_trainable(load_config(path, ["environment=null", "tools=game.py:crop"]))
+
+
 def test_loading_imports_no_torch(write):
     program = "import sys; from rl_vlm.config.load import load_config; load_config(sys.argv[1]); print(*sys.modules)"
     path = write("model_name_or_path: tiny")

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,16 @@ def test_held_out_scores_without_completions_begin_with_those_that_decide(tmp_pa
     assert [(m.name, m.values) for m in verdict_of(run).moved if m.name.startswith("Held-out")] == [
         ("Held-out reward", "0.25 → 0.75"), ("Held-out match", "0.50 → 0.50"), ("Held-out format", "1.00 → 1.00"),
     ]  # fmt: skip
+
+
+def test_rewards_of_environments_have_the_weight_1(tmp_path: Path):
+    rewards = {"reward_funcs": [{"function": "format", "weight": 0.1}, "match"], "reward_weights": [0.5, 2.0]}
+    names = ["format", "match", "Game"]
+    run = RunResults("run", tmp_path, "training", names=names, settings={"rewards": rewards})
+    assert run.weights == {"format": 1.0, "match": 1.0, "Game": 1.0}
+    with_game = replace(run, settings={"rewards": rewards, "rollout": {"environment": "game.py:Game"}})
+    assert with_game.weights == {"format": 0.5, "match": 2.0, "Game": 1.0}
+    assert with_game.decisive == ["match"]
 
 
 def test_a_run_of_an_earlier_version_is_judged_by_its_completions(tmp_path: Path):
