@@ -202,7 +202,7 @@ class EvaluatedModel:
                 self.toolbox.check_rows(self.usable.rows)
                 turns = choose_turns(config, base_of(checkpoint), builder, self.toolbox)
                 at_once = prompts_per_chunk(config) * config.rollout.num_generations_eval
-                keeps = self.rewards.reads_environments
+                keeps = "environments" in self.rewards.columns
                 trajectories = build_trajectories(config, self.toolbox, turns, keeps, at_once, ranks)
             builder = turns.builder
         engine = evaluation_engine(config, checkpoint, builder, ranks)

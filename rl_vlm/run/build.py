@@ -324,7 +324,7 @@ def trajectories_of(
         return None
     num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // ranks.world_size
     with ranks.agree():
-        return build_trajectories(config, toolbox, data.turns, rewards.reads_environments, num_at_once, ranks)
+        return build_trajectories(config, toolbox, data.turns, "environments" in rewards.columns, num_at_once, ranks)
 
 
 def build_evaluator(

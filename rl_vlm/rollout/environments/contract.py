@@ -108,8 +108,10 @@ class Toolbox:
         return [*self.schemas, *(schema for kind in self.kinds.values() for schema in kind.schemas)]
 
     @property
-    def rewarding(self) -> list[str]:
-        """Return the names of the classes that reward completions themselves."""
+    def rewarding(self) -> list[str] | None:
+        """Return the names of the classes that reward completions themselves. None if there is no environment."""
+        if not self.kinds:
+            return None
         return list(dict.fromkeys(kind.name for kind in self.kinds.values() if kind.has_reward))
 
     def check_rows(self, rows: Rows) -> None:

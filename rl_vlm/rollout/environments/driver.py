@@ -210,7 +210,7 @@ class Trajectories:
         if key not in member.starts:
             images = [decoded(image) for image in content.images]
             sample = member.format.reset_sample(member.request.prompt.sample, content.blocks, images, content.images)
-            prompt = member.format.builder.build(sample)
+            prompt = member.format.builder.build(replace(sample, is_made=True))
             longest, length = self.limits.max_prompt_length, len(prompt.token_ids)
             if longest is not None and length > longest:
                 raise DataError(f"the prompt has {length} tokens, more than data.max_prompt_length {longest}")
