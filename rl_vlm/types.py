@@ -306,6 +306,11 @@ class Completion:
         return self.finish_reason == "paused"
 
     @property
+    def is_truncated(self) -> bool:
+        """Return whether it would have gone on without a limit of tokens or turns."""
+        return self.finish_reason in ("length", "turns")
+
+    @property
     def paths(self) -> list[Path]:
         """Return the tokens of each context. A completion of one turn has a single context."""
         if not self.contexts:

@@ -152,7 +152,7 @@ def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Sequence
 
 def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Tensor:
     """Return a mask of shape (G,) of the completions to train on: the valid ones, without truncated ones if masked."""
-    truncated = [completion.finish_reason == "length" for completion in scored.group.completions]
+    truncated = [completion.is_truncated for completion in scored.group.completions]
     return scored.valid_G & ~(torch.tensor(truncated, device=scored.valid_G.device) & mask_truncated_completions)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_vlm.data.images import png_bytes
 from rl_vlm.data.sampler import Draw
+from rl_vlm.data.turns import TurnFormat
 from rl_vlm.errors import ConfigError, DataError, ModelError, RolloutError
 from rl_vlm.log.metrics import MetricsLog
 from rl_vlm.rollout.agreement import AgreementCheck
@@ -18,7 +20,7 @@ from rl_vlm.rollout.vllm.arguments import engine_arguments
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.run.run import train
-from rl_vlm.types import Progress, RolloutRequest
+from rl_vlm.types import Observation, Progress, RolloutRequest, Sampling, ToolResult
 from tests.helpers import tiny_run
 from tests.helpers.builders import make_prompt, noise_image, sharp_checkpoint
 from tests.helpers.tiers import in_tiers
@@ -96,6 +98,44 @@ def test_paused_completions_go_on_behind_what_there_is_of_them(checkpoint: Path,
         assert (generator_logprobs(found) - side.scores(found)).abs().max() <= 1e-3
         if temperature == 0:
             assert token_ids(found) == token_ids(engine.generate(side.requests, at_once))
+
+
+def test_turns_go_on_after_observations_with_images(checkpoint: Path, engine: VLLMEngine) -> None:
+    """Each third completion sees two images, one, and none. Where vLLM reads other tokens, it is a fault alone."""
+    side = Side.of(checkpoint)
+    engine.adapter = None
+    engine.sync(PolicyWeights(side.policy, "adapter"), 0)
+    turns = TurnFormat.choose(side.builder, side.tokens.stop, [], "auto", "auto", True)
+    seen = [observed(turns, images) for images in ([1, 2], [3], [])]
+    limits = Sampling(3, max_completion_length=150, temperature=1.0, seed=0, max_rollout_tokens=4)
+    groups = engine.generate(side.requests, limits)
+    for _ in range(2):
+        waiting = [
+            replace(g, completions=[replace(c, finish_reason="paused", pending=o) for c, o in zip(g.completions, seen)])
+            for g in groups
+        ]
+        groups = engine.generate([RolloutRequest(g.group_id, g.prompt, g) for g in waiting], limits)
+    assert [len(c.observations) for g in groups for c in g.completions] == [2] * 9
+    assert (generator_logprobs(groups) - side.scores(groups)).abs().max() <= 1e-3
+
+    other = replace(seen[1], unexpanded_ids=(*seen[1].unexpanded_ids, 20))
+    waiting = [
+        replace(c, finish_reason="paused", pending=o)
+        for c, o in zip(groups[0].completions, [seen[0], other, seen[2]], strict=True)
+    ]
+    request = RolloutRequest("g0", groups[0].prompt, replace(groups[0], completions=waiting))
+    (group,) = engine.generate([request], replace(limits, max_completion_length=200))
+    assert [(c.finish_reason == "fault", (c.fault or "")[:4]) for c in group.completions] == [
+        (False, ""), (True, "ids:"), (False, ""),
+    ]  # fmt: skip
+
+
+def observed(turns: TurnFormat, seeds: list[int]) -> Observation:
+    """What a user shows: some images and a text."""
+    pictures = [noise_image(32, 24, seed) for seed in seeds]
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": "Look."}]
+    result = ToolResult(content, tuple(map(png_bytes, pictures)))
+    return turns.observe("turn 1", [], [], [result], [pictures])
 
 
 def test_preemptions_are_counted(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
