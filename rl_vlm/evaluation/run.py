@@ -31,6 +31,7 @@ from rl_vlm.evaluation.evaluator import (
     Evaluator,
     check_rewarded,
     evaluation_sampling,
+    prompts_per_chunk,
 )
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.evaluation.options import (

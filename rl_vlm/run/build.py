@@ -235,9 +235,7 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
         return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
 
 
-def load_data(
-    config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, ranks: Ranks
-) -> Data:
+def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, ranks: Ranks) -> Data:
     """Load and check the training rows, and choose the form in which each reward function gets completions."""
     names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
     logger.info("loading the training data %s", names)

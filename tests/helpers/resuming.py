@@ -68,11 +68,11 @@ def resumed(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
+def assert_same_run(found: Path, expected: Path, last: int = NUM_STEPS) -> None:
     assert metric_lines(found) == metric_lines(expected)
     assert completions(found) == completions(expected)
-    last = f"checkpoint-{NUM_STEPS}"
-    for folder in (last, f"{last}/reference"):
+    checkpoint = f"checkpoint-{last}"
+    for folder in (checkpoint, f"{checkpoint}/reference"):
         ours, theirs = weights(found / folder), weights(expected / folder)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)

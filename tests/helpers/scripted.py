@@ -29,9 +29,7 @@ class ScriptedEngine:
     def generate(self, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         self.waves.append(list(requests))
         return [
-            request.group(
-                [self.turn(i, c, sampling) for i, c in request.paused(sampling.num_generations).items()], 3
-            )
+            request.group([self.turn(i, c, sampling) for i, c in request.paused(sampling.num_generations).items()], 3)
             for request in requests
         ]
 
@@ -43,7 +41,9 @@ class ScriptedEngine:
         ids = self.tokenizer(self.script(index, number), add_special_tokens=False)["input_ids"] + [self.stop]
         room = sampling.end(so_far) - so_far
         reason = "stop" if len(ids) <= room else sampling.reason_at(so_far + room)
-        return completion.continued(torch.tensor(ids[:room]), torch.zeros(len(ids[:room])), reason, self.script(index, number))
+        return completion.continued(
+            torch.tensor(ids[:room]), torch.zeros(len(ids[:room])), reason, self.script(index, number)
+        )
 
     def sync(self, source: Any, version: int) -> int:
         return 0
@@ -63,4 +63,3 @@ def call(name: str, **arguments: Any) -> str:
 def grey(value: int, width: int = 32, height: int = 24) -> np.ndarray:
     """An image of one grey."""
     return np.full((height, width, 3), value, np.uint8)
-

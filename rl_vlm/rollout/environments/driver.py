@@ -137,9 +137,7 @@ class Trajectories:
         self.kept: list[Instance] = []
         self.counters: Counter[str] = Counter()
 
-    def generate(
-        self, engine: RolloutEngine, requests: Sequence[RolloutRequest], sampling: Sampling
-    ) -> list[Group]:
+    def generate(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group of trajectories per request, in order."""
         by_request = [self.members(request, sampling.num_generations) for request in requests]
         stops = dict.fromkeys(ids for each in self.formats.values() for ids in each.stop_sequences)

@@ -20,6 +20,7 @@ from rewards.calling import background_loop, describe
 from rl_vlm.distributed.signals import WAIT_SECONDS, stop
 from rl_vlm.rollout.environments.contract import EnvironmentKind
 
+
 class Failure(Exception):
     """A call that failed. `kind` names the fault: `timeout`, `connection` or `exception`."""
 
