@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
 
-from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, call_id, observed_messages
-from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id
-from rl_vlm.data.tool_calls import (
+from rl_vlm.data.call_readers import (
     CALL_FORMS,
     Reader,
-    Schema,
     TemplateReader,
     UnreadableCall,
-    introduction_of,
     read_json_calls,
+    read_python_calls,
 )
+from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, call_id, observed_messages
+from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id
+from rl_vlm.data.tool_calls import Schema, introduction_of
 from rl_vlm.errors import ConfigError, DataError, shorten
 from rl_vlm.types import ToolCall
 
@@ -231,6 +231,7 @@ class TemplateTrial:
                 ("the tokenizer's response template has them", TemplateReader(tokenizer, own, prefix, opening))
             )
         readers.append(("JSON in <tool_call> tags", read_json_calls))
+        readers.append(("Python between <|tool_call_start|> and <|tool_call_end|>", read_python_calls))
         for name, form in CALL_FORMS.items():
             readers.append((name, TemplateReader(tokenizer, form, "", opening, skips_thoughts=True)))
         for name, reader in readers:

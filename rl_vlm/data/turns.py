@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_vlm.data.call_readers import UnreadableCall
 from rl_vlm.data.observations import Message, ObservationRenderer, observed_messages
 from rl_vlm.data.prompts import PromptBuilder, join_blocks
 from rl_vlm.data.template_trial import TemplateTrial, TurnChoice, stop_sequences
-from rl_vlm.data.tool_calls import CLOSE, Schema, UnreadableCall
+from rl_vlm.data.tool_calls import CLOSE, Schema
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.types import Observation, Sample, ToolCall, ToolResult
 
