@@ -136,7 +136,7 @@ class TemplateTrial:
                 return "the chat template leaves out images"
             found = renderer.render("trial", messages, pictures, [b""] * len(pictures), [], names)
             shown = self._num_image_tokens(found.token_ids)
-            expected = self._num_image_tokens(self._prompt_ids(pictures))
+            expected = sum(self._num_image_tokens(self._prompt_ids(picture)) for picture in pictures)
         except (*REFUSALS, DataError) as error:
             return f"the chat template refuses results ({one_line(error)})"
         places = [text.find(f"tried result {i}") for i in (1, 2)]
@@ -144,19 +144,21 @@ class TemplateTrial:
             return "the chat template changes the order of results"
         if any(schema["function"]["description"] in text for schema in self.schemas):
             return "the chat template writes the tools again"
+        if "'text':" in text or '"text":' in text:
+            return "the chat template writes results as Python lists"
         if shown != expected:
-            return f"{shown} image tokens where a prompt has {expected}"
+            return f"the chat template leaves out images ({shown} image tokens, expected {expected})"
         return None
 
     def _num_image_tokens(self, token_ids: Any) -> int:
         token = image_token_id(self.builder.processor)
         return int((token_ids == token).sum()) if token is not None else 0
 
-    def _prompt_ids(self, pictures: list[Image]) -> Any:
-        """Return the tokens of a prompt with images."""
-        content = [{"type": "text", "text": "tried"}, *({"type": "image"} for _ in pictures)]
-        text = self.builder.templated([{"role": "user", "content": content}], pictures, tokenize=False)
-        return self.builder.part(text, pictures)[0]
+    def _prompt_ids(self, picture: Image) -> Any:
+        """Return the tokens of a prompt with an image."""
+        content = [{"type": "text", "text": "tried"}, {"type": "image"}]
+        text = self.builder.templated([{"role": "user", "content": content}], [picture], tokenize=False)
+        return self.builder.part(text, [picture])[0]
 
     @property
     def notes(self) -> list[str]:

@@ -49,13 +49,16 @@ class TurnFormat:
         self.description = choice.description
         """One line that says what was chosen, and why."""
         self.tokenizer = self.builder.processor.tokenizer
-        self.stop_sequences = stop_sequences(self.tokenizer, CLOSE) if choice.form.kind == "text" else ()
+        in_text = choice.form.kind == "text"
+        self.stop_sequences: tuple[tuple[int, ...], ...] = stop_sequences(self.tokenizer, CLOSE) if in_text else ()
         """Sequences of tokens that end a turn, as stop tokens do."""
         self.counters: Counter[str] = Counter()
         """Numbers of events since the start, by the name of their metric."""
         self.choice, self.schemas, self.takes_images = choice, list(schemas), takes_images
         self.renderer = ObservationRenderer(self.builder, stop_token_ids)
-        self.special = re.compile("|".join(map(re.escape, sorted(self.tokenizer.all_special_tokens, key=len)[::-1])))
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        hidden = sorted({*added, *self.tokenizer.all_special_tokens, *self.renderer.stops}, key=len, reverse=True)
+        self.hidden = re.compile("|".join(map(re.escape, hidden)))
 
     @classmethod
     def choose(
@@ -90,7 +93,7 @@ class TurnFormat:
             )
         except UnreadableCall as error:
             return ParsedTurn(text, text.strip(), problem=str(error))
-        return ParsedTurn(text, self.special.sub("", content).strip(), calls)
+        return ParsedTurn(text, self.hidden.sub("", content).strip(), calls)
 
     def observe(
         self,
