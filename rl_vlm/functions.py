@@ -229,7 +229,7 @@ def _described(value: Any, seen: tuple[int, ...] = (), is_whole: bool = False) -
     if hasattr(value, "__wrapped__"):  # by functools.lru_cache
         return inside(value.__wrapped__)
     place = value if inspect.isroutine(value) or isinstance(value, type) else type(value)
-    name = f"{place.__module__}.{place.__qualname__}"
+    name = f"{getattr(place, '__module__', 'builtins')}.{place.__qualname__}"
     if not is_whole or not isinstance(place, type):
         return name
     own = {} if place is value else getattr(value, "__dict__", {})

@@ -69,6 +69,8 @@ class GRPOTrainer:
         *,
         callbacks: Iterable[Any] | None = None,
         peft_config: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
         **settings: Any,
     ) -> None:
         """Resolve the settings. Nothing is loaded or written before `train` or `evaluate`.
@@ -76,15 +78,14 @@ class GRPOTrainer:
         `model` is a hub name, a directory, a model of transformers in memory, or a function that writes a checkpoint,
         called as `f(directory, seed)`. `processing_class` is a processor in memory, in place of the checkpoint's.
         `reward_funcs` is a function, a name, a dict such as `{"function": f, "weight": 0.5}`, or a list of these.
-        `train_dataset` and `eval_dataset` are a `datasets.Dataset`, a list of dicts, or any value of `dataset_name`.
-        The dicts are copied.
+        `train_dataset` and `eval_dataset` are a `datasets.Dataset`, dicts (copied), or a value of `dataset_name`.
         `args` is a YAML file, a dict with its content, or TRL's GRPOConfig. Without sections, it has TRL's defaults.
-        `peft_config` is a LoraConfig of PEFT, and is converted to the settings of `model`.
-        `callbacks` are given to `add_callback`.
+        `peft_config` is a LoraConfig of PEFT. `callbacks` are given to `add_callback`.
+        `tools` are functions or their names. `environment_factory` is a class, another callable that makes an
+        environment, a name, or a dict of these by the names that rows have in their column `environment`.
         `settings` override `args` by name, as on the command line. `loss_type` can be a function, too.
 
-        Raises ConfigError for settings that cannot be used and for overrides without effect, and DataError for data
-        without rows.
+        Raises ConfigError for settings that cannot be used or have no effect, and DataError for data without rows.
         """
         refuse_overrides(type(self))
         check_numbers()
@@ -95,6 +96,8 @@ class GRPOTrainer:
             "model.model_name_or_path": self._model(model, processing_class),
             "data.dataset_name": self._rows("train_dataset", train_dataset),
             "data.eval_dataset_name": self._rows("eval_dataset", eval_dataset),
+            "rollout.tools": self._tools(tools),
+            "rollout.environment": self._environment(environment_factory),
         }
         arguments = {name: value for name, value in given.items() if value is not None} | adapter_settings(peft_config)
         if twice := arguments.keys() & settings.keys():
@@ -103,8 +106,7 @@ class GRPOTrainer:
             if callable(loss := settings[name]):
                 settings[name] = self._named(loss, label_of(loss))
         self.hub = hub_target(hub_fields(args, settings))
-        keywords = {name: value for name, value in settings.items() if value is not None or not instead_of(name)}
-        keywords = {name: value for name, value in keywords.items() if name not in HUB}
+        keywords = {k: v for k, v in settings.items() if k not in HUB and (v is not None or not instead_of(k))}
         self.config: RunConfig = config_from(without_hub(args), keywords | arguments)
         check_workers(self.config, self.objects)
         if hasattr(model, "state_dict"):
@@ -347,6 +349,26 @@ class GRPOTrainer:
                 "reward_model, which docs/built_in_rewards.md describes"
             )
         return self._named_reward(reward, label_of(reward)) if callable(reward) else reward
+
+    def _tools(self, tools: Any) -> Any:
+        """Convert functions to a value of `rollout.tools`."""
+        if tools is None or isinstance(tools, str):
+            return tools
+        return [self._callable("tools", tool) for tool in ([tools] if callable(tools) else tools)]
+
+    def _environment(self, factory: Any) -> Any:
+        """Convert one factory, or several by name, to a value of `rollout.environment`."""
+        if isinstance(factory, Mapping):
+            return {name: self._callable("environment_factory", each) for name, each in factory.items()}
+        return factory if factory is None else self._callable("environment_factory", factory)
+
+    def _callable(self, argument: str, value: Any) -> str:
+        """Name a callable. Return names unchanged, and raise ConfigError for anything else."""
+        if isinstance(value, str):
+            return value
+        if not callable(value):
+            raise ConfigError(f"{argument} has a {type(value).__name__}: give a callable, or its name")
+        return self._named(value, label_of(value))
 
     def _rows(self, label: str, data: Any) -> Any:
         """Name rows in memory. Return other values of `dataset_name` unchanged."""

@@ -163,6 +163,12 @@ def clip_range(value: Any, given: Given) -> Settings:
     return {"epsilon": low, **({} if low == high else {"epsilon_high": high})}
 
 
+def turns(value: Any, given: Given) -> Settings:
+    """Convert verl's limit of turns of the model, which counts only with `multi_turn.enable`."""
+    is_read = value is not None and value_of(given, "multi_turn.enable", default=False)
+    return {"max_turns": count(value, "max_assistant_turns")} if is_read else {}
+
+
 def choice_of(names: Mapping[Any, Settings], reason: str) -> Convert:
     """Build the conversion of a setting with few values. `reason` is the error about any other."""
 

@@ -65,6 +65,10 @@ TOKENS = Counterpart("write `memory.micro_batch_tokens`", needless("").converts)
 SHARDED = Counterpart(
     "write `--sharding fsdp2` or `zero3_offload` of `rl-vlm launch` (docs/distributed.md)", convert.sharded
 )
+TOOLS = by_hand(
+    "write `rollout.tools`, functions with type hints and docstrings, or `rollout.environment`, a class with such "
+    "methods"
+)
 ONE_MODEL = "GRPO has no critic"
 OWN_ENGINE = "the engine chooses it"
 
@@ -75,12 +79,8 @@ TRL: dict[str, Counterpart] = {
     "reward_processing_classes": needless("a reward is a function, and `reward_model` is a built-in one"),
     "optimizers": needless("see `optim` and `lr_scheduler_type`"),
     "callbacks": needless("`metrics.jsonl` has a line for every step, and `report_to` names trackers"),
-    "rollout_func": needless("`rollout.engine` samples"),
-    "environment_factory": needless("multi-turn is not in this project"),
-    "tools": by_hand(
-        "leave it out: tools are not supported yet. A completion is one turn, so write what a tool would return into "
-        "the prompts, or let a reward function call the tool on the completion"
-    ),
+    "rollout_func": needless("`rollout.engine` samples, and `rollout.environment` is for several turns"),
+    "environment_factory": to("rollout.environment", ": `file.py:Class`, or several classes by name"),
     "quantization_config": by_hand(QLORA),
 }
 """Arguments of TRL's GRPOTrainer."""
@@ -244,6 +244,13 @@ EASYR1_AND_VERL: dict[str, Counterpart] = {
     "rollout.load_format": needless(OWN_ENGINE),
     "rollout.layered_summon": needless(OWN_ENGINE),
     "rollout.disable_tqdm": needless("see `log.disable_tqdm`"),
+    "multi_turn.enable": off("with `rollout.tools` or `rollout.environment`, a completion has several turns"),
+    "multi_turn.max_assistant_turns": to("rollout.max_turns", "", convert.turns),
+    "multi_turn.max_user_turns": needless("`rollout.max_turns` counts the turns of the model", None),
+    "multi_turn.max_parallel_calls": needless("all calls of a turn are run"),
+    "multi_turn.format": needless("the chat template decides; see `rollout.tool_format`"),
+    "multi_turn.tokenization_sanity_check_mode": needless("sampled tokens are kept as they are"),
+    "multi_turn.*": TOOLS,
     "rollout.max_model_len": to("vllm.vllm_max_model_length"),
     "max_num_batched_tokens": needless(OWN_ENGINE),
     "max_num_seqs": to("rollout.max_num_seqs"),
@@ -361,6 +368,10 @@ SWIFT: dict[str, Counterpart] = {
     "padding_free": needless("micro-batches have no padding to remove"),
     "log_entropy": needless("`metrics.jsonl` has the entropy"),
     "max_resample_times": needless("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
+    "multi_turn_scheduler": TOOLS,
+    "use_gym_env": TOOLS,
+    "gym_env": TOOLS,
+    "agent_template": needless("the chat template decides; see `rollout.tool_format`"),
     "overlong_filter": to("algorithm.mask_truncated_completions"),
     "use_hf": needless("names are those of the Hugging Face hub; a name of ModelScope alone is not found"),
     "logging_dir": needless("the run directory has the logs"),

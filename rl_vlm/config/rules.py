@@ -195,6 +195,11 @@ UNREAD = (
            f"on `engine` {OF_POLICY}, which samples from the trained weights themselves", f"set `engine` to {SYNCED}"),
     unread("ds3_gather_for_generation", lambda run: run.rollout.facts.has_own_weights,
            "on an engine with weights of its own", f"set `engine` to {OF_POLICY}"),
+    unread("max_turns max_turn_tokens max_environments tool_timeout tool_errors observation_role tool_format",
+           lambda run: not run.rollout.has_tools,
+           "without `tools` or `environment`: a completion is one turn", "name tools"),
+    unread("max_environments", lambda run: run.rollout.has_tools and run.rollout.environment is None,
+           "without `environment`: tools have no instances", "name a class in `environment`"),
     unread("num_generations_eval eval_temperature", lambda run: run.data.eval_dataset_name is None,
            "without `eval_dataset_name`, the data to evaluate on", "name these data"),
     unread("sapo_temperature_neg sapo_temperature_pos",
@@ -254,6 +259,18 @@ CONFLICTS = (
          lambda run: (run.rollout.max_rollout_tokens or 0) >= run.rollout.max_completion_length,
          "`max_rollout_tokens` {rollout.max_rollout_tokens} has no effect: it must be below `max_completion_length` "
          "{rollout.max_completion_length} to pause a completion"),
+    Rule("max_rollout_tokens", lambda run: run.rollout.has_tools,
+         "`max_rollout_tokens` cannot be used with `tools` or `environment`: a paused completion would need its "
+         "environment later; leave it out, or limit a turn with `max_turn_tokens`"),
+    Rule("max_turn_tokens",
+         lambda run: run.rollout.has_tools and (run.rollout.max_turn_tokens or 0) >= run.rollout.max_completion_length,
+         "`max_turn_tokens` {rollout.max_turn_tokens} has no effect: it must be below `max_completion_length` "
+         "{rollout.max_completion_length}, which counts all turns"),
+    Rule("environment", lambda run: run.rollout.environment == {},
+         "`environment` is an empty mapping; name classes, or write null"),
+    Rule("endpoint_url", lambda run: run.rollout.has_tools,
+         "`endpoint_url` cannot be used with `tools` or `environment`: endpoints return no token ids, which the next "
+         "turn goes on after; leave it out, and name a checkpoint"),
     Rule("max_rollout_tokens max_resampling_rounds",
          lambda run: run.rollout.facts.spans_ranks and run.vllm.vllm_tensor_parallel_size > 1,
          "{names} cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` {rollout.engine}: ranks that "

@@ -81,4 +81,7 @@ def missing_defaults(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> li
         missing.append("`metric_for_best_model` is the held-out loss in TRL; here the reward")
     if settings.get("log.log_completions") and settings.get("log.num_completions_to_print") is None:
         missing.append("`log_completions` prints all completions in TRL; here `num_completions_to_print` of them")
+    has_tools = settings.get("rollout.tools") or settings.get("rollout.environment") is not None
+    if has_tools and settings.get("rollout.max_turns") is None:
+        missing.append("`max_tool_calling_iterations` has no limit in TRL; here `max_turns` has one")
     return missing

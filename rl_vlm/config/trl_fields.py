@@ -267,6 +267,13 @@ def _dataset(entry: dict[str, Any]) -> Settings:
     return {"name": path} | {name: item for name, item in own.items() if item is not None}
 
 
+def _tool_rounds(value: Any, given: Mapping[str, Any]) -> Settings:
+    """Convert rounds of tools to turns. The turn after the last round is one more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError("it should be a number of rounds above 0; leave it out for the default of `rollout.max_turns`")
+    return {"max_turns": value + 1}
+
+
 def _neutral(reason: str) -> Callable[[Any, Mapping[str, Any]], Settings]:
     """Build the conversion of a field that must be false. `reason` is the error message."""
 
@@ -299,6 +306,7 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Settings]] = {
     "vllm_server_host": _vllm_server,
     "vllm_server_port": _vllm_server,
     "vllm_importance_sampling_clip_max": lambda value, given: {"vllm_importance_sampling_clip_max": value},
+    "max_tool_calling_iterations": _tool_rounds,
     "vllm_importance_sampling_cap": lambda value, given: {"vllm_importance_sampling_clip_max": value},
 }
 

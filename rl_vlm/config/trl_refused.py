@@ -8,7 +8,6 @@ from typing import Any
 
 # fmt: off
 NOT_HERE: dict[str, dict[str, Any]] = {
-    "tools and multi-turn are not in this project": {"max_tool_calling_iterations": None},
     "the loss `vespo` is not in this project": {
         "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
     },

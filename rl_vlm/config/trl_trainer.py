@@ -43,8 +43,9 @@ INSTEAD: dict[str, str] = {
         "set_initial_training_values current_gradient_accumulation_steps",
     "completions are sampled by `rollout.engine`, with the settings of the sections `rollout` and `vllm`":
         "vllm_generation use_vllm vllm_mode eos_token_ids continuous_batching_config",
-    "tools and multi-turn are not in this project; leave it out":
+    "a reward function gets the instances of the environment in its argument `environments`":
         "environments environment_factories async_loop_thread async_loop_ready_event",
+    "it is the setting `config.rollout.max_turns`, one more than the rounds of tools": "max_tool_calling_iterations",
     "save_model() writes the model card": "create_model_card",
     "train() closes what it opens; leave it out": "end",
     "start several runs with other settings; there is no search":

@@ -37,7 +37,12 @@ FindGold = Callable[[Row, str], str | None]
 """Takes a row and a text. Returns the column whose gold answer the text gives, or None."""
 ANSWERED_COLUMNS = ("messages", "conversations")
 """Columns whose final assistant message is the answer, in the layouts of ms-swift and VLM-R1."""
-REFUSED_COLUMNS = ("video", "videos", "tools")
+REFUSED_COLUMNS = {
+    "video": "videos are not in this project",
+    "videos": "videos are not in this project",
+    "tools": "the tools of a run are named in rollout.tools and rollout.environment, and a row has no others",
+}
+"""Columns that the model would not be given, and why."""
 
 
 @dataclass(frozen=True)
@@ -295,8 +300,9 @@ def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[
     refused = [name for name in REFUSED_COLUMNS if is_filled(row.get(name))]
     if refused:
         raise DataError(
-            f"{where}: column {', '.join(refused)} is filled; video and tool calls are not in this project, and the "
-            "model would not be given them. Drop the column, or empty it."
+            f"{where}: column {', '.join(refused)} is filled; "
+            f"{'; '.join(dict.fromkeys(REFUSED_COLUMNS[name] for name in refused))}. The model would not be given it: "
+            "drop the column, or empty it."
         )
     read = read_layout(row, where, with_prompt=template is None)
     columns = {name: value for name, value in read.items() if name not in ("prompt", *IMAGE_COLUMNS)}

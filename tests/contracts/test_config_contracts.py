@@ -59,6 +59,7 @@ READ_BY_EVERY_RUN = set(
     prompt_template system_prompt image_root chat_template_kwargs max_prompt_length
     min_pixels max_pixels max_image_pixels shuffle_dataset dataloader_num_workers
     engine num_generations max_completion_length temperature top_p top_k min_p max_num_seqs max_resampling_rounds
+    tools environment
     reward_funcs reward_weights max_fault_fraction
     loss_type importance_sampling_level beta scale_rewards num_iterations mask_truncated_completions
     top_entropy_quantile

@@ -28,7 +28,7 @@ from rl_vlm.config.trl_trainer import reason_without
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import ConfigError, DataError
-from rl_vlm.functions import live
+from rl_vlm.functions import live, load_function
 from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.passes.allocator import VARIABLES
 from rl_vlm.reward.suite import RewardSuite
@@ -115,6 +115,10 @@ def test_settings_are_keywords_by_their_names(tmp_path: Path):
         ),
         ({"reward_funcs": reward}, "a reward function cannot be called 'reward': .*; give it another `name`"),
         ({"train_dataset": {"train": ROWS, "test": ROWS}}, "train_dataset has several splits, train, test: give one"),
+        ({"tools": [{"name": "crop"}]}, "tools has a dict: give a callable, or its name"),
+        ({"environment_factory": 3}, "environment_factory has a int: give a callable, or its name"),
+        ({"environment_factory": str, "environment": "a.py:A"}, "both set `rollout.environment`"),
+        ({"rollout_func": token_sum}, "leave it out: `rollout.engine` samples, and `rollout.environment` is for"),
         ({"reward_funcs": [{"weight": 1.0}]}, "`rewards.reward_funcs.0.function` is not set"),
         ({"eval_strategy": "steps", "train_dataset": ROWS}, "`eval_steps` 10 needs `eval_dataset_name`"),
     ],
@@ -176,6 +180,9 @@ def test_every_method_of_trl_s_trainer_is_called_here_or_refused():
         ("num_generations", ": it is the setting `config.rollout.num_generations`"),
         ("create_optimizer", ": the run makes its optimizer of the settings `optim`, `learning_rate`"),
         ("_prepare_inputs", ": it is internal to TRL's loop, which is not the one here. docs/python.md#subclasses"),
+        ("environments", ": a reward function gets the instances of the environment in its argument `environments`"),
+        ("tools", ": it is the setting `config.rollout.tools`"),
+        ("max_tool_calling_iterations", ": it is the setting `config.rollout.max_turns`, one more than the rounds"),
         ("plot", ""),
     ],
 )
@@ -217,6 +224,60 @@ def test_callables_are_recorded_by_a_hash_of_their_content():
     assert [NAME.fullmatch(name) is not None for name in made.objects] == [True] * 3
     with live(made.objects), RewardSuite(made.config.rewards) as suite:
         assert suite.names == ["<lambda>", "exact_match", "short", "brief"]
+
+
+def crop(x: int) -> str:
+    """Crop the image.
+
+    Args:
+        x: Left edge.
+    """
+    return str(x)
+
+
+class Game:
+    """An environment."""
+
+    def reset(self, **columns: Any) -> None: ...
+
+
+class Shop(Game):
+    stock = 3
+
+
+def test_tools_and_environments_are_objects_or_names(tmp_path: Path):
+    made = trainer(tools=[crop, "tools.py:add"], environment_factory=Game, max_tool_calling_iterations=3)
+    first, second = made.config.rollout.tools
+    assert first.startswith("python:crop#") and second == "tools.py:add"
+    assert str(made.config.rollout.environment).startswith("python:Game#")
+    assert made.config.rollout.max_turns == 4
+    with live(made.objects):
+        assert load_function(first)(3) == "3"
+        assert type(load_function(str(made.config.rollout.environment))()) is Game
+    (tmp_path / "config.yaml").write_text(to_yaml(made.config))
+    assert load_config(tmp_path / "config.yaml") == made.config
+    assert trainer(tools=crop).config.rollout.tools == [first]
+    assert trainer(tools="tools.py:add").config.rollout.tools == ["tools.py:add"]
+    assert trainer(tools=[], environment_factory=None).config.rollout.has_tools is False
+
+
+def test_several_environments_are_named_by_rows():
+    made = trainer(environment_factory={"game": Game, "shop": Shop, "file": "shop.py:Shop"})
+    named = made.config.rollout.environment
+    assert isinstance(named, dict)
+    assert list(named) == ["game", "shop", "file"] and named["file"] == "shop.py:Shop"
+    assert len(set(named.values())) == 3
+    with live(made.objects):
+        assert load_function(named["shop"])().stock == 3
+
+
+def test_a_changed_environment_is_a_changed_setting():
+    class Shop(Game):
+        stock = 4
+
+    same = trainer(environment_factory=globals()["Shop"]).config.rollout.environment
+    assert trainer(environment_factory=globals()["Shop"]).config.rollout.environment == same
+    assert trainer(environment_factory=Shop).config.rollout.environment != same
 
 
 def test_functions_of_one_label_need_names():

@@ -79,3 +79,26 @@ def test_the_longest_end_of_a_key_decides(key: str, advice: str | None):
 
 def test_reasons_that_change_no_result_are_reasons():
     assert [reason for reason in CHANGE_NO_RESULT if reason not in NOT_HERE] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"multi_turn.enable": True, "multi_turn.max_assistant_turns": 5}, {"max_turns": 5}),
+        ({"multi_turn.enable": True, "multi_turn.max_assistant_turns": None}, {}),
+        ({"multi_turn.enable": False, "multi_turn.max_assistant_turns": 5}, {}),
+    ],
+)
+def test_turns_of_verl_count_with_tools(given: dict, expected: dict):
+    given = {f"actor_rollout_ref.rollout.{name}": value for name, value in given.items()}
+    key = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
+    row = row_of(key, ROWS["verl"])
+    assert row is not None and row.converts is not None
+    assert row.converts(given[key], given) == expected
+
+
+@pytest.mark.parametrize(
+    "key", ["multi_turn_scheduler", "gym_env", "actor_rollout_ref.rollout.multi_turn.tool_config_path"]
+)
+def test_tools_of_others_are_named(key: str):
+    assert str(instead_of(key)).startswith("write `rollout.tools`, functions with type hints")

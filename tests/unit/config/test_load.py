@@ -180,11 +180,28 @@ def test_reward_mappings(write):
             "`bnb_4bit_quant_type` and `use_bnb_nested_quant` (docs/memory.md); other quantizations are not supported",
         ),
         (
-            "tools: [search]",
+            "environment_factory: 'game.py:Game'",
             "",
-            "run.yaml: unknown setting `tools`; leave it out: tools are not supported yet. A completion is one turn, "
-            "so write what a tool would return into the prompts, or let a reward function call the tool on the "
-            "completion",
+            "run.yaml: unknown setting `environment_factory`; write `rollout.environment`: `file.py:Class`, or several "
+            "classes by name",
+        ),
+        (
+            "rollout_func: 'mine.py:f'",
+            "",
+            "run.yaml: unknown setting `rollout_func`; leave it out: `rollout.engine` samples, and "
+            "`rollout.environment` is for several turns",
+        ),
+        (
+            "actor_rollout_ref: {rollout: {multi_turn: {tool_config_path: tools.yaml}}}",
+            "",
+            "run.yaml: unknown setting `actor_rollout_ref.rollout.multi_turn.tool_config_path`; write `rollout.tools`, "
+            "functions with type hints and docstrings, or `rollout.environment`, a class with such methods",
+        ),
+        (
+            "max_tool_calling_iterations: 0",
+            "",
+            "run.yaml: `max_tool_calling_iterations` is 0: it should be a number of rounds above 0; leave it out for "
+            "the default of `rollout.max_turns`",
         ),
         (
             "beta: 0.1\nalgorithm: {beta: 0.2}",
@@ -262,6 +279,17 @@ def test_malformed_overrides(write):
         ("{trainable_modules: [lm_head], use_peft: true}", "`trainable_modules` cannot be used with `use_peft`"),
         ("{trainable_modules: lm_head, freeze_vision_tower: true}", "`freeze_vision_tower` are both given"),
         ("loss_type: cispo", "`loss_type` cispo needs `epsilon_high`"),
+        (
+            "{tools: 'a.py:f', max_rollout_tokens: 9}",
+            "`max_rollout_tokens` cannot be used with `tools` or `environment`",
+        ),
+        ("{environment: 'a.py:A', max_rollout_tokens: 9}", "or limit a turn with `max_turn_tokens`"),
+        ("{tools: 'a.py:f', endpoint_url: 'http://a:1'}", "endpoints return no token ids"),
+        (
+            "{tools: 'a.py:f', max_turn_tokens: 512}",
+            "`max_turn_tokens` 512 has no effect: it must be below `max_completion_length` 512, which counts all turns",
+        ),
+        ("environment: {}", "`environment` is an empty mapping; name classes, or write null"),
         ("{loss_type: sapo, epsilon_high: 0.3}", "`epsilon_high` has no effect on `loss_type` sapo"),
         ("{loss_type: sapo, delta: 2}", "`delta` has no effect on `loss_type` sapo"),
         ("{reward_funcs: [a, b], reward_weights: [1]}", "`reward_weights` has 1 entries for 2 `reward_funcs`"),
@@ -393,6 +421,12 @@ WITHOUT = {
     "agreement_steps: 10": "on `engine` hf",
     "{engine: vllm, ds3_gather_for_generation: false}": "on an engine with weights of its own",
     "lora_sync: merge": "on `engine` hf",
+    "max_turns: 3": "without `tools` or `environment`",
+    "max_tool_calling_iterations: 2": "without `tools` or `environment`",
+    "{max_turn_tokens: 5, tool_timeout: 5, tool_errors: mask}": "without `tools` or `environment`",
+    "{observation_role: user, tool_format: text}": "without `tools` or `environment`",
+    "max_environments: 4": "without `tools` or `environment`",
+    "{tools: 'a.py:f', max_environments: 4}": "without `environment`: tools have no instances",
     "{num_generations_eval: 2, eval_temperature: 1}": "without `eval_dataset_name`",
     "sapo_temperature_neg: 2": "on a `loss_type` other than sapo",
     "sapo_temperature_pos: 2": "on a `loss_type` other than sapo",
@@ -475,6 +509,9 @@ def test_settings_at_their_defaults_have_no_effect_and_pass(write):
         "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1.0e-6, num_cycles: 1}}",
         "{lr_scheduler_type: warmup_stable_decay, lr_scheduler_kwargs: {num_decay_steps: 2, num_stable_steps: null}}",
         "{delta: 1.21}",
+        "{tools: ['a.py:f', 'b:g'], max_turns: 3, max_turn_tokens: 100, tool_timeout: 5, tool_errors: mask}",
+        "{environment: {a: 'a.py:A', b: 'b:B'}, max_environments: 4, observation_role: user, tool_format: text}",
+        "{environment: 'a.py:A', max_tool_calling_iterations: 1, endpoint_url: null, max_rollout_tokens: null}",
         "{loss_type: cispo, epsilon_high: 5}",
         "{loss_type: 'rl_vlm.algorithm.losses:clipped_loss', epsilon: 0.1, epsilon_high: 0.3, delta: 2}",
         "{loss_type: 'rl_vlm.algorithm.losses:cispo_loss', epsilon_high: 5, loss_normalizer: window}",

@@ -121,6 +121,8 @@ OVERLONG = {"max_completion_length": 1280, "soft_punish_cache": 256}
         ("vllm_importance_sampling_clip_max", 2.0, {"vllm_importance_sampling_clip_max": 2.0}),
         ("vllm_importance_sampling_clip_max", None, {"vllm_importance_sampling_clip_max": 0}),
         ("vllm_importance_sampling_cap", None, {}),
+        ("max_tool_calling_iterations", 1, {"max_turns": 2}),
+        ("max_tool_calling_iterations", None, {}),
         ("fp16", None, {}),
         ("bf16", False, {"dtype": "float32"}),
         ("optim", "adamw_torch", {"optim": "adamw_torch"}),

@@ -436,11 +436,18 @@ def test_blocks_and_images_must_agree_in_number(rows_of, blocks: int, images: in
         rows_of([row])[0]
 
 
-@pytest.mark.parametrize("column", ["video", "videos", "tools"])
-def test_columns_that_the_model_would_not_be_given_are_refused_by_name(rows_of, column):
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("video", "videos are not in this project"),
+        ("videos", "videos are not in this project"),
+        ("tools", "the tools of a run are named in rollout.tools and rollout.environment"),
+    ],
+)
+def test_columns_that_the_model_would_not_be_given_are_refused_by_name(rows_of, column, reason):
     rows = rows_of([{"prompt": "a", column: None}, {"prompt": "b", column: ["x"]}])
     assert rows[0].prompt == "a"
-    with pytest.raises(DataError, match=rf"row 1: column {column} is filled; .* not in this project"):
+    with pytest.raises(DataError, match=rf"row 1: column {column} is filled; {reason}"):
         rows[1]
 
 
