@@ -140,15 +140,17 @@ def check_functions(options: argparse.Namespace) -> int:
     from rl_vlm.tools.checks.rewards.measure import measure_functions
     from rl_vlm.tools.checks.rewards.report import describe, reward_data
     from rl_vlm.tools.checks.rewards.sampled import sample_completions
+    from rl_vlm.tools.checks.settings import first_turns
 
     functions = measure_functions(data, rewards, options.n)
     if not functions and not options.completions:
         raise RewardError(
-            "nothing was checked: every function asks a model for each completion. --completions N samples and scores "
+            "nothing was checked: every function asks a model, or reads turns. --completions N samples and scores "
             "completions of the initial model of CONFIG"
         )
     sampled = sample_completions(run, options.completions) if run and options.completions else None
-    found = collect([*function_findings(functions), *(sampled.findings() if sampled else ())])
+    with_turns = first_turns(rewards) if run and run.rollout.has_tools else ()
+    found = collect([*function_findings(functions), *with_turns, *(sampled.findings() if sampled else ())])
     if options.json:
         print(json.dumps(reward_data(functions, sampled, found.findings), indent=1, default=str))
     else:

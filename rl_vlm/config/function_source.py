@@ -30,6 +30,8 @@ class FunctionSource:
     """Names of the attributes that it reads: `epsilon` of `algorithm.epsilon` or `getattr(algorithm, "epsilon")`."""
     digest: str
     """Digest of the code without comments, docstrings and annotations."""
+    reads_first_message: bool = False
+    """Whether a reward function reads the first message of a completion, as `completion[0]`."""
 
 
 def read_source(name: str) -> FunctionSource | None:
@@ -48,7 +50,8 @@ def read_source(name: str) -> FunctionSource | None:
         return None
     attributes = frozenset(attribute for statement in found for attribute in _attributes(statement))
     code = "\n".join(sorted(map(ast.dump, found)))
-    return FunctionSource(attributes, hashlib.sha256(code.encode()).hexdigest()[:12])
+    reads_first = any(map(_reads_first_message, found))
+    return FunctionSource(attributes, hashlib.sha256(code.encode()).hexdigest()[:12], reads_first)
 
 
 class _Reader:
@@ -169,6 +172,33 @@ def _attributes(statement: ast.AST) -> Iterator[str]:
                 yield name
             case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 yield name
+
+
+def _reads_first_message(statement: ast.AST) -> bool:
+    """Return whether a statement reads `completions[i][0]`, or index 0 of a name that stands for a completion."""
+    names = {"completion"}
+    for node in ast.walk(statement):
+        if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            names |= set(_completions_in(node.target, node.iter))
+    for node in ast.walk(statement):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=0)) if name in names:
+                return True
+            case ast.Subscript(value=ast.Subscript(value=ast.Name(id="completions")), slice=ast.Constant(value=0)):
+                return True
+    return False
+
+
+def _completions_in(target: ast.expr, values: ast.expr) -> Iterator[str]:
+    """Yield the names of a loop that stand for completions: over `completions`, and in `zip` and `enumerate`."""
+    match target, values:
+        case ast.Name(id=name), ast.Name(id="completions"):
+            yield name
+        case ast.Tuple(elts=[_, inner]), ast.Call(func=ast.Name(id="enumerate"), args=[counted, *_]):
+            yield from _completions_in(inner, counted)
+        case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=zipped):
+            for part, each in zip(parts, zipped, strict=False):
+                yield from _completions_in(part, each)
 
 
 class _Bare(ast.NodeTransformer):

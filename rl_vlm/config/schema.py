@@ -245,6 +245,12 @@ class RolloutConfig(Section):
         return bool(self.tools) or self.environment is not None
 
     @property
+    def functions(self) -> list[str]:
+        """Return the names of the tools and of the classes of environments."""
+        environment = self.environment or {}
+        return [*self.tools, *([environment] if isinstance(environment, str) else environment.values())]
+
+    @property
     def facts(self) -> Engine:
         """Return the properties of the engine."""
         return ENGINES[self.engine]

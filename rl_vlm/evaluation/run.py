@@ -17,7 +17,7 @@ from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.function_names import is_live_name
 from rl_vlm.config.load import check_evaluable
 from rl_vlm.config.precision import with_precision
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import RolloutConfig, RunConfig
 from rl_vlm.config.secrets import starred
 from rl_vlm.data.check import UsableRows, warn_of_dropped
 from rl_vlm.data.prompts import PromptBuilder
@@ -220,7 +220,7 @@ class EvaluatedModel:
 
 def has_live_names(config: RunConfig) -> bool:
     """Return whether a reward function or the rows are objects in memory. A digest does not cover them fully."""
-    functions = [spec.function for spec in config.rewards.specs]
+    functions = [*(spec.function for spec in config.rewards.specs), *config.rollout.functions]
     return any(map(is_live_name, [*functions, *(entry.name for entry in config.data.entries("eval"))]))
 
 
@@ -240,8 +240,17 @@ def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict
             | {"files": [file_stamps(s.function.split(":")[0]) for s in config.rewards.specs]},
             "sampling": asdict(evaluation_sampling(config)),
             "engine": config.evaluation.endpoint_url or config.rollout.engine,
+            **({"tools": tools_that_matter(config.rollout)} if config.rollout.has_tools else {}),
         }
     )
+
+
+def tools_that_matter(rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the settings of turns, and the files of tools and environments."""
+    names = ("tools", "environment", "max_turns", "max_turn_tokens", "tool_timeout", "tool_errors",
+             "observation_role", "tool_format")  # fmt: skip
+    files = [file_stamps(name.split(":")[0]) for name in rollout.functions]
+    return rollout.model_dump(include=set(names)) | {"files": files}
 
 
 def file_stamps(name: str) -> list[tuple[str, int, int]]:

@@ -35,7 +35,7 @@ class RewardSuite:
         """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs, or shares its name.
 
         `environments` are the classes with `get_reward`, by name. Each is one more reward, of weight 1. None: the run
-        has no environment. With one, raises RewardError if no reward has a weight.
+        has no environment.
         """
         self._rewards = [Reward(spec, environments is not None) for spec in config.specs]
         self._environments = list(environments or ())
@@ -47,7 +47,10 @@ class RewardSuite:
         self.solved_from = {reward.name: reward.solved_from for reward in self._rewards}
         self.solved_from |= dict.fromkeys(self._environments, 1.0)
         check_names(self.names, self._environments)
-        if environments is not None and not any(self.weights):
+
+    def check_weights(self) -> None:
+        """Raise RewardError if no reward has a weight, so that completions have no reward."""
+        if not any(self.weights):
             raise RewardError(
                 "no reward has a weight: set `rewards.reward_funcs`, or write a method `get_reward` of the environment"
             )

@@ -162,7 +162,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         check_own_loss(config.algorithm)
         sources = function_sources(config)
         toolbox = load_toolbox(config.rollout)
-        rewards = opened.enter_context(RewardSuite(config.rewards, toolbox.rewarding))
+        rewards = opened.enter_context(load_rewards(config, toolbox))
     data = load_data(config, saved, rewards, toolbox, ranks)
     planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
     with ranks.agree():
@@ -233,6 +233,13 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
                 "processes need the same directory, on a file system that they share"
             )
         return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
+
+
+def load_rewards(config: RunConfig, toolbox: Toolbox) -> RewardSuite:
+    """Load the reward functions. Raises RewardError if one cannot be loaded, or if no reward has a weight."""
+    rewards = RewardSuite(config.rewards, toolbox.rewarding)
+    rewards.check_weights()
+    return rewards
 
 
 def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, ranks: Ranks) -> Data:

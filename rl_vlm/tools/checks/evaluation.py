@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_vlm.evaluation.options import check_by, checkpoint_names, kept_range
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt, calling
+from rl_vlm.tools.checks.environments import toolbox
 from rl_vlm.tools.checks.first_rows import first_rows
 from rl_vlm.tools.checks.settings import rewards
 from rl_vlm.tools.checks.table import Subject
@@ -21,4 +22,5 @@ def evaluation_options(subject: Subject) -> Checking[None]:
         yield Note(f"--by {', '.join(options.by)}", is_checked=False)
     loaded = subject.value(rewards)
     if loaded and len(loaded) == len(config.rewards.reward_funcs):
-        kept_range(options, RewardSuite(config.rewards), config.rollout.num_generations_eval)
+        box = subject.value(toolbox)
+        kept_range(options, RewardSuite(config.rewards, box and box.rewarding), config.rollout.num_generations_eval)

@@ -18,6 +18,7 @@ from rl_vlm.errors import Finding
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.golds import answer_columns, gold_given
 from rl_vlm.tools.checks.diagnosis import DATA, SETTING, Checking, Note, attempt, calling
+from rl_vlm.tools.checks.environments import named_environments
 from rl_vlm.tools.checks.settings import batches, rewards
 from rl_vlm.tools.checks.table import Subject
 
@@ -31,7 +32,9 @@ def first_rows(subject: Subject) -> Checking[dict[Which, Rows]]:
     for split in ("train", "eval") if subject.kind == "train" else ("eval",):
         if data_sources(subject.config.data, split):
             rows = yield from attempt(read_first(subject.config.data, split, functions), DATA)
-            found |= {} if rows is None else {split: rows}
+            if rows is not None:
+                yield from named_environments(subject, rows)
+                found[split] = rows
     if "train" in found:
         yield from attempt(length(subject, len(found["train"]) + found["train"].num_unread))
     return found

@@ -31,8 +31,10 @@ from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.host import loaded
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights, count_weights
+from rl_vlm.rollout.environments.build import choose_turns
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
 from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.tools.checks.environments import toolbox
 from rl_vlm.tools.checks.files import model_files
 from rl_vlm.tools.checks.golds import gold_lengths
 from rl_vlm.tools.checks.machine import check_disk, gib, old_transformers
@@ -67,6 +69,15 @@ def prompts(subject: Subject) -> Checking[Prompts | None]:
     checkpoint = initial_checkpoint(subject.elsewhere, Ranks())
     yield from check_family(checkpoint, config.model.model_revision)
     builder, fitted = make_builder(subject.elsewhere, checkpoint), []
+    if config.rollout.has_tools:
+        box = subject.value(toolbox)
+        if box is None:
+            yield Note("prompts and model: the tools have errors", is_checked=False)
+            return None
+        turns = choose_turns(config, base_of(checkpoint), builder, box)
+        for description in dict.fromkeys(each.description for each in turns.formats.values()):
+            yield Note(description)
+        builder = turns.builder
     for split in splits.loaded:
         fitted.append((yield from fitting(split, builder, config.data.max_prompt_length)))
     for split in splits.loaded:

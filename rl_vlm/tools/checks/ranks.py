@@ -164,9 +164,13 @@ def own_source() -> str:
 
 
 def named_files(config: RunConfig) -> dict[str, str]:
-    """Return size and digest of each file that the settings name: data, reward functions and model."""
+    """Return size and digest of each file that the settings name: data, reward functions, tools and model."""
     entries = [*config.data.entries("train"), *config.data.entries("eval")]
-    names = [config.model.model_name_or_path, *(spec.function for spec in config.rewards.specs)]
+    names = [
+        config.model.model_name_or_path,
+        *(spec.function for spec in config.rewards.specs),
+        *config.rollout.functions,
+    ]
     names += [name for entry in entries for name in (entry.name, entry.image_root)] + [config.data.image_root]
     paths = dict.fromkeys(path for name in names if name and (path := path_of(name)))
     return {name: what for path in paths for name, what in described(path).items()}

@@ -19,6 +19,7 @@ from rl_vlm.data.tables import Row
 from rl_vlm.errors import Finding, Severity
 from rl_vlm.reward.function import Reward
 from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt
+from rl_vlm.tools.checks.environments import named_environments
 from rl_vlm.tools.checks.first_rows import columns, gold_finder, length
 from rl_vlm.tools.checks.settings import rewards
 from rl_vlm.tools.checks.table import Subject
@@ -75,6 +76,8 @@ def every_row(subject: Subject) -> Checking[Splits]:
     for split in ("train", "eval"):
         reading = read_split(data, split, functions)
         splits.append((yield from attempt(reading, DATA)) if data_sources(data, split) else None)
+        if splits[-1] is not None:
+            yield from named_environments(subject, splits[-1].rows)
     train, held_out = splits
     steps = (yield from attempt(length(subject, len(train.usable)))) if train and len(train.usable) else None
     return Splits(train, held_out, steps or 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 from rl_vlm.algorithm.own_loss import load_loss
 from rl_vlm.config.batches import BatchSizes, batch_sizes
 from rl_vlm.config.engines import engines_where
+from rl_vlm.config.function_source import read_source
 from rl_vlm.config.load import check_evaluable, check_trainable
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.config.schema import RewardsConfig, RunConfig
 from rl_vlm.errors import ConfigError, Finding, require_bitsandbytes
 from rl_vlm.reward.function import Reward
 from rl_vlm.reward.suite import check_names
@@ -66,11 +68,23 @@ def rewards(subject: Subject) -> Checking[list[Reward]]:
         loaded += [reward] if reward is not None else []
     names = [reward.name for reward in loaded]
     yield from attempt(calling(check_names, names))
+    if subject.config.rollout.has_tools:
+        yield from first_turns(subject.config.rewards)
     if names:
         yield Note(f"reward functions {', '.join(names)}")
     if any(spec.timeout for spec in specs):
         yield from subject.left_out("reward functions with a timeout in a process of their own")
     return loaded
+
+
+def first_turns(config: RewardsConfig) -> Iterator[Finding]:
+    """Yield a finding for each function that reads the first turn of a completion of several turns."""
+    for spec in config.specs:
+        source = read_source(spec.function)
+        if source is not None and source.reads_first_message:
+            what = f"reward function {spec.function} reads `completion[0]`, the first turn of a completion with tools"
+            name = spec.name or spec.function.replace(":", ".").rpartition(".")[2]
+            yield Finding("warning", "first turn", what, "Read `completion[-1]`, the last message.", function=name)
 
 
 def token_loss(subject: Subject) -> Checking[None]:

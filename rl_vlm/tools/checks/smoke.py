@@ -147,6 +147,7 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConf
         values["rewards"]["reward_weights"].append(1.0)
     values["rollout"]["num_generations"] = min(config.rollout.num_generations, GROUP)
     values["rollout"]["max_completion_length"] = min(config.rollout.max_completion_length, LENGTH)
+    values["rollout"]["max_turn_tokens"] = None  # it must be below that
     values["train"] |= {
         "output_dir": str(Path(config.train.output_dir) / "two_steps"), "overwrite_output_dir": False,
         "resume_from_checkpoint": None, "max_steps": 2, "prompts_per_step": 2, "per_device_train_batch_size": None,

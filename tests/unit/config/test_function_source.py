@@ -143,3 +143,31 @@ def test_methods_and_registered_names_are_found(tmp_path):
     assert read_source(f"{file}:mine") == registered
     file.write_text(file.read_text().replace("OTHER = 1", "OTHER = 2"))
     assert read_source(f"{file}:mine") != registered
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return [c[0]['content'] for c in completions]", True),
+        ("return [c if isinstance(c, str) else c[0]['content'] for p, c in zip(prompts, completions)]", True),
+        ("for i, (c, p) in enumerate(zip(completions, prompts)):\n        c[0].get('content')", True),
+        ("for i, c in enumerate(completions):\n        print(c[0])", True),
+        ("return [completions[i][0]['content'] for i in range(9)]", True),
+        ("return list(map(text_of, completions))", True),
+        ("return [c[-1]['content'] for c in completions]", False),
+        ("return [p[0]['content'] for p, c in zip(prompts, completions)]", False),
+        ("return [p[0]['content'] for p in prompts] + [completions[0]]", False),
+        ("return [c.split()[0] for c in completions]", False),
+    ],
+)
+def test_a_function_that_reads_the_first_message_is_found(body, expected, write):
+    helper = "def text_of(completion):\n    return completion[0]['content']\n\n\n"
+    text = f"{helper}def loss(completions, prompts):\n    {body}\n"
+    source = write(my=text)
+    assert source is not None and source.reads_first_message is expected
+
+
+def test_the_first_message_is_read_by_functions_of_trl():
+    assert read_source("rl_vlm.algorithm.losses:clipped_loss").reads_first_message is False  # pyright: ignore
+    source = read_source("trl.rewards:think_format_reward")
+    assert source is not None and source.reads_first_message

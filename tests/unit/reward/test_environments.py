@@ -153,8 +153,6 @@ def test_weights_are_those_of_the_functions_and_then_1() -> None:
 @pytest.mark.parametrize(
     ("functions", "environments", "message"),
     [
-        ([], [], "no reward has a weight: set `rewards.reward_funcs`, or write a method `get_reward`"),
-        ([{"function": "exact_match", "weight": 0.0}], [], "no reward has a weight"),
         (["mine.py:number"], ["number"], "2 rewards are called 'number', as a class with `get_reward`: rename one"),
         (["mine.py:number"], ["reward"], "cannot be called 'reward'"),
         ([{"function": "exact_match", "name": "environment"}], ["Game"], "cannot be called 'environment'"),
@@ -163,6 +161,14 @@ def test_weights_are_those_of_the_functions_and_then_1() -> None:
 def test_what_is_refused(functions: list, environments: list[str], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         RewardSuite(RewardsConfig(reward_funcs=functions), environments)
+
+
+def test_a_run_needs_a_reward_with_a_weight() -> None:
+    without_weight = RewardSpec(function="exact_match", weight=0.0)
+    for functions in ([], [without_weight]):
+        with pytest.raises(RewardError, match="no reward has a weight: set `rewards"):
+            RewardSuite(RewardsConfig(reward_funcs=functions), []).check_weights()
+    RewardSuite(RewardsConfig(reward_funcs=[without_weight]), ["Game"]).check_weights()
 
 
 def test_a_run_without_environments_may_have_functions_of_weight_0() -> None:

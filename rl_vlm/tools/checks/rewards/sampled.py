@@ -15,6 +15,7 @@ from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
 from rl_vlm.evaluation.run import EvaluatedModel
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.rollout.environments.contract import load_toolbox
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 
 FEW_LEARN = 0.5
@@ -56,13 +57,14 @@ def sample_completions(config: RunConfig, num_rows: int) -> Sampled:
     config = config.model_copy(update={"rollout": rollout})
     ranks = Ranks()
     try:
-        with tempfile.TemporaryDirectory() as folder, RewardSuite(config.rewards) as rewards:
+        toolbox = load_toolbox(config.rollout)
+        with tempfile.TemporaryDirectory() as folder, RewardSuite(config.rewards, toolbox.rewarding) as rewards:
             usable = checked_rows(config, "train", rewards, ranks)
             step = max(1, len(usable) // num_rows)
             usable = replace(usable, indices=usable.indices[::step][:num_rows])
             choose_forms(rewards, usable, ranks)
             directory = EvaluationDirectory(Path(folder) / "evaluation", Path(folder) / "images")
-            rows = EvaluatedModel(config, ranks, usable, rewards, directory).sample_and_score().rows
+            rows = EvaluatedModel(config, ranks, usable, rewards, directory, toolbox).sample_and_score().rows
     finally:
         ranks.close()
     metrics, of_samples = summarise(rows, {}, config.rollout.num_generations), {}
