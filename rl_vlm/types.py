@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -80,6 +82,11 @@ class Prompt:
     @property
     def num_images(self) -> int:
         return len(self.sample.images)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A hash of its images, as the processor made them. Those of equal digests share features."""
+        return digest_of(self.mm_inputs)
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,11 @@ class Observation:
     @property
     def num_images(self) -> int:
         return len(self.images)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A hash of its images, as the processor made them. Those of equal digests share features."""
+        return digest_of(self.mm_inputs)
 
 
 Rendered = Prompt | Observation
@@ -576,6 +588,16 @@ class PolicyOutput(NamedTuple):
 
     logprobs_NT: Float[Tensor, "completions tokens"]
     entropies_NT: Float[Tensor, "completions tokens"]
+
+
+def digest_of(mm_inputs: dict[str, Tensor]) -> bytes:
+    """Hash the inputs of images. A tensor without values, as traces of memory have them, is equal to itself alone."""
+    found = blake2b(digest_size=16)
+    for name, tensor in sorted(mm_inputs.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {id(tensor) if tensor.is_meta else ''}".encode())
+        if not tensor.is_meta:
+            found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 def rendered_of(prompt: Prompt, completions: Sequence[Completion]) -> list[Rendered]:

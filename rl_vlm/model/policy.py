@@ -104,13 +104,12 @@ class Policy(nn.Module):
 
     def mark(self) -> Callable[[], None]:
         """Return a function that resets counters and caches to their state at this call."""
-        counters, known = self.counters.copy(), list(self.vision.features)
+        counters, known = self.counters.copy(), set(self.vision.features.by_digest)
 
         def go_back() -> None:
             self.counters.clear()
             self.counters.update(counters)
-            for prompt in set(self.vision.features) - set(known):
-                del self.vision.features[prompt]
+            self.vision.features.keep_only(known)
             self.vision.kept.clear()
 
         return go_back

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,46 @@ DEFAULT_PATCH_SIZE = 14
 """Patch size if the tower's config has none."""
 
 
-FeatureCache = WeakKeyDictionary[Rendered, ImageFeatures]
-"""Features of a frozen tower in this optimizer step. Policy and reference share them, since their towers are equal."""
+class FeatureCache:
+    """Features of a frozen tower in this optimizer step, by the digest of their images.
+
+    They go with the last prompt or observation that used them. Policy and reference share them, since their towers are
+    equal.
+    """
+
+    def __init__(self) -> None:
+        self.by_digest: WeakValueDictionary[bytes, ImageFeatures] = WeakValueDictionary()
+        self.by_user: WeakKeyDictionary[Rendered, ImageFeatures] = WeakKeyDictionary()
+        """Keeps the features alive."""
+
+    def __len__(self) -> int:
+        return len(self.by_digest)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.by_digest
+
+    def get(self, user: Rendered) -> ImageFeatures | None:
+        """Return the features of its images if there are any, and keep them as long as it lives."""
+        features = self.by_digest.get(user.digest)
+        if features is not None:
+            self.by_user[user] = features
+        return features
+
+    def add(self, user: Rendered, features: ImageFeatures) -> None:
+        """Add the features of its images, and keep them as long as it lives."""
+        self.by_digest[user.digest] = features
+        self.by_user[user] = features
+
+    def keep_only(self, digests: Container[bytes]) -> None:
+        """Drop the features of other images."""
+        for user in [user for user in self.by_user if user.digest not in digests]:
+            del self.by_user[user]
+        for digest in [digest for digest in self.by_digest if digest not in digests]:
+            del self.by_digest[digest]
+
+    def clear(self) -> None:
+        self.by_user.clear()
+        self.by_digest.clear()
 
 
 @dataclass
@@ -49,9 +87,9 @@ class VisionEncoder:
     counters: Counter[str] = field(default_factory=Counter)
     idle_prompt: Prompt | None = None
     """A prompt with an image, for idle runs."""
-    features: FeatureCache = field(default_factory=WeakKeyDictionary)
-    kept: dict[Rendered, KeptFeatures] = field(default_factory=dict)
-    """Features of a trained tower that several micro-batches use."""
+    features: FeatureCache = field(default_factory=FeatureCache)
+    kept: dict[bytes, KeptFeatures] = field(default_factory=dict)
+    """Features of a trained tower that several micro-batches use, by the digest of their images."""
 
     @cached_property
     def is_frozen(self) -> bool:
@@ -71,49 +109,63 @@ class VisionEncoder:
         return num_pixels(self.model.config, prompt)
 
     def encode(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
-        """Return the features of every prompt and observation that has images.
+        """Return the features of every prompt and observation that has images. Those of equal images are the same.
 
         Raises ModelError if features and placeholder tokens do not correspond.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
-            found = {r: features for call in self.calls(rendered) for r, features in self.run(call).items()}
+            found = {r.digest: features for call in self.calls(rendered) for r, features in self.run(call).items()}
+        with_images = [each for each in dict.fromkeys(rendered) if each.mm_inputs]
         if self.is_frozen:
-            # They are in host memory, since an optimizer step may have any number of prompts.
-            self.features.update({r: features.map(to_host) for r, features in found.items()})
-        found |= {r: self.kept[r].features() for r in rendered if r in self.kept}
-        cached = {r: self.features[r] for r in rendered if r in self.features and r not in found}
-        return found | {r: features.map(lambda t: to_device(t, self.model.device)) for r, features in cached.items()}
+            self.cache(found, with_images)
+        for each in with_images:
+            cached = self.features.get(each)
+            if each.digest in self.kept:
+                found.setdefault(each.digest, self.kept[each.digest].features())
+            elif cached is not None and each.digest not in found:
+                found[each.digest] = cached.map(lambda t: to_device(t, self.model.device))
+        return {each: found[each.digest] for each in with_images}
 
-    def calls(self, rendered: Sequence[Rendered], known: Container[Rendered] = ()) -> list[list[Rendered]]:
-        """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each."""
-        new = [
-            each
-            for each in dict.fromkeys(rendered)
-            if each.mm_inputs and not any(each in owner for owner in (self.features, self.kept, known))
-        ]
+    def cache(self, found: dict[bytes, ImageFeatures], users: Sequence[Rendered]) -> None:
+        """Keep features in host memory, since an optimizer step may have any number of prompts."""
+        copies = {digest: features.map(to_host) for digest, features in found.items()}
+        for user in users:
+            if user.digest in copies:
+                self.features.add(user, copies[user.digest])
+
+    def calls(self, rendered: Sequence[Rendered], known: Container[bytes] = ()) -> list[list[Rendered]]:
+        """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each.
+
+        Equal images are an input once, and those whose digests are `known` are none.
+        """
+        unlike: dict[bytes, Rendered] = {}
+        for each in rendered:
+            if each.mm_inputs and not any(each.digest in owner for owner in (self.features, self.kept, known)):
+                unlike.setdefault(each.digest, each)
+        new = list(unlike.values())
         return [new] if new and self.family.joins_images else [[each] for each in new]
 
     def apart(self, batch: MicroBatch) -> list[Prompt]:
-        """Return the prompts for which a trained tower runs apart from the micro-batch."""
+        """Return the prompts for which a trained tower runs apart from the micro-batch, one for equal images."""
         if self.is_frozen or not torch.is_grad_enabled():
             return []
-        return list(dict.fromkeys(s.prompt for s in batch.subgroups if s.vision_apart))
+        return list({s.prompt.digest: s.prompt for s in batch.subgroups if s.vision_apart}.values())
 
     def keep(self, batch: MicroBatch, num_runs: int) -> None:
         """Run the tower without gradients and keep the features. Idle runs bring the number of runs to `num_runs`."""
-        new = [prompt for prompt in self.apart(batch) if prompt not in self.kept]
+        new = [prompt for prompt in self.apart(batch) if prompt.digest not in self.kept]
         with torch.no_grad():
             self.idle(num_runs - len(new))
-            self.kept |= {prompt: KeptFeatures(self.run([prompt])[prompt]) for prompt in new}
+            self.kept |= {prompt.digest: KeptFeatures(self.run([prompt])[prompt]) for prompt in new}
 
     def kept_loss(self, prompt: Prompt) -> Tensor:
         """Run the tower with gradients. Return a scalar whose gradient sums up all uses of the kept features.
 
-        The kept features are dropped. The idle prompt has none, so its gradient is 0.
+        The kept features are dropped. For the idle prompt, the gradient is 0.
         """
-        if prompt not in self.kept:
+        if prompt is self.idle_prompt:
             return self.idle(1)
-        return self.kept.pop(prompt).loss(self.run([prompt])[prompt])
+        return self.kept.pop(prompt.digest).loss(self.run([prompt])[prompt])
 
     def run(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
         """Run the tower once on the images of prompts and observations."""

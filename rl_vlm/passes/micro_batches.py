@@ -99,9 +99,8 @@ class Size:
     def added(completions: Sequence[Completion], prefix: int, vision_tokens: VisionTokens) -> Size:
         """Return the cost of completions without their prompt, which has `prefix` tokens."""
         lengths = [length for completion in completions for length in completion.path_lengths]
-        images = sum(
-            vision_tokens(each) for completion in completions for each in dict.fromkeys(completion.observations)
-        )
+        unlike = [{each.digest: each for each in completion.observations} for completion in completions]
+        images = sum(vision_tokens(each) for some in unlike for each in some.values())
         return Size(sum(lengths), len(lengths), prefix + max(lengths, default=0), images)
 
     def __add__(self, other: Size) -> Size:

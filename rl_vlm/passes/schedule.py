@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.model.vision import VisionEncoder
-from rl_vlm.types import Forward, MicroBatch, Prompt, Rendered, ScoredGroup, SubGroup, TowerBackward
+from rl_vlm.types import Forward, MicroBatch, Prompt, ScoredGroup, SubGroup, TowerBackward
 
 T = TypeVar("T")
 
@@ -73,21 +73,22 @@ def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Rou
     """Return the rounds of this rank's micro-batches. No features are kept before the first one.
 
     The tower runs on a prompt before the first forward that uses its kept features, and again after the last one.
+    Prompts and observations of equal images count as one.
     """
     apart = [vision.apart(batch) for batch in batches]
-    last = {prompt: i for i, prompts in enumerate(apart) for prompt in prompts}
+    last = {prompt.digest: i for i, prompts in enumerate(apart) for prompt in prompts}
     rounds: list[Round] = []
-    kept: set[Rendered] = set()
-    cached: set[Rendered] = set()
+    kept: set[bytes] = set()
+    cached: set[bytes] = set()
     for i, batch in enumerate(batches):
-        before = sum(prompt not in kept for prompt in apart[i])
-        kept.update(apart[i])
-        done = [prompt for prompt in apart[i] if last[prompt] == i]
+        before = sum(prompt.digest not in kept for prompt in apart[i])
+        kept.update(prompt.digest for prompt in apart[i])
+        done = [prompt for prompt in apart[i] if last[prompt.digest] == i]
         forward = Forward(batch, before, within=len(vision.calls(batch.rendered, kept | cached)))
         rounds.append(Round(forward, tuple(map(TowerBackward, done))))
-        kept.difference_update(done)
+        kept.difference_update(prompt.digest for prompt in done)
         if vision.is_frozen:
-            cached.update(batch.rendered)
+            cached.update(each.digest for each in batch.rendered if each.mm_inputs)
     return rounds
 
 

@@ -14,6 +14,7 @@ from rl_vlm.model import policy as policy_module
 from rl_vlm.model.layout import ForwardInputs, shared_inputs
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.shared_prefix import RowLayout
+from rl_vlm.model.vision import num_patches
 from rl_vlm.types import Completion, Context, Forward, Observation, ScoredGroup
 from tests.helpers.builders import (
     gradient_error,
@@ -25,7 +26,7 @@ from tests.helpers.builders import (
     sharp_checkpoint,
     whole,
 )
-from tests.helpers.family_parity import scores
+from tests.helpers.family_parity import scores, stock_scores
 
 FAMILIES = ["qwen2_5_vl", "gemma3"]
 """Positions in three dimensions; images that see themselves in both directions."""
@@ -147,3 +148,16 @@ def test_images_of_observations_train_a_tower_behind_a_frozen_language_model(che
     text = make_prompt(checkpoint, [], "Which?")
     assert policy.trains_on(replace(group, prompt=text).rendered)
     assert not policy.trains_on(replace(group, prompt=text, completions=[]).rendered)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_observations_of_equal_pixels_share_a_run_of_the_tower(checkpoint: Path, freeze: bool) -> None:
+    policy = make_policy(checkpoint, freeze_vision_tower=freeze)
+    for seeds, patches in (((1, 1), 1), ((2, 2), 2), ((2, 3), 3)):  # the prompt's image is that of seed 1
+        group = group_with(checkpoint, *seeds)
+        policy.start_step()
+        logprobs(policy, group)
+        one = num_patches(policy.transformer.config, group.group.prompt)
+        assert policy.counters["vision_patches"] == patches * one
+        for expected in (stock_scores(policy, [group]), scores(policy, [group], shared=False)):
+            assert gradient_error(scores(policy, [group], shared=True).gradients, expected.gradients) <= 1e-5

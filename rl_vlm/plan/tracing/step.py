@@ -50,12 +50,14 @@ def trace_steps(
 def models_without_storage(
     config: RunConfig, checkpoint: str, groups: Sequence[ScoredGroup]
 ) -> tuple[Policy, Reference | None]:
-    """Make the policy and the reference on the meta device, and compute the positions of the groups' prompts.
+    """Make the policy and the reference on the meta device, and compute positions and digests of the groups' prompts.
 
-    Positions are cached. transformers computes them from nested lists, which fake tensors cannot hold.
+    Both are cached. Digests need bytes, and transformers computes positions from nested lists, and fake tensors hold
+    neither.
     """
     policy = load_policy(config, checkpoint, empty=True)
     for group in groups:
+        assert group.group.prompt.digest
         policy.family.prompt_positions(policy.transformer, group.group.prompt)
     return policy, load_reference(config, checkpoint, policy, resumed=None, empty=True)
 

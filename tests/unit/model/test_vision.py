@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from zlib import crc32
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ IMAGE = 9
 
 
 def make_prompt(name: str, tokens_by_image: list[int]) -> Prompt:
-    """A prompt with a placeholder per image token; each image's pixels are its number of tokens."""
+    """A prompt with a placeholder per image token; each image's pixels are its number of tokens, and the name's id."""
     token_ids = torch.tensor([1] + [IMAGE] * sum(tokens_by_image) + [2])
-    mm_inputs = {"pixel_values": torch.tensor(tokens_by_image).float()[:, None]} if tokens_by_image else {}
+    pixels = torch.tensor(tokens_by_image).float()[:, None]
+    ids = torch.full((len(tokens_by_image),), crc32(name.encode()))
+    mm_inputs = {"pixel_values": pixels, "image_ids": ids} if tokens_by_image else {}
     return Prompt(Sample(name, [], cast(Any, [None] * len(tokens_by_image)), {}, ""), token_ids, {}, mm_inputs)
 
 
@@ -55,7 +58,7 @@ class Tower(nn.Module):
     def base_model(self) -> nn.Module:
         return self
 
-    def get_image_features(self, pixel_values: torch.Tensor, return_dict: bool) -> Any:
+    def get_image_features(self, pixel_values: torch.Tensor, image_ids: torch.Tensor, return_dict: bool) -> Any:
         self.calls += 1
         images = [self.visual(pixels.expand(int(pixels) + self.extra, 1)) for pixels in pixel_values]
         return SimpleNamespace(pooler_output=images if self.as_list else torch.cat(images))
@@ -123,6 +126,45 @@ def test_features_go_with_their_prompt():
     assert len(encoder.features) == 1
     del prompt
     assert len(encoder.features) == 0
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_equal_images_run_once_and_their_gradients_add_up(frozen):
+    encoder = make_encoder(frozen=frozen)
+    once, again, other = make_prompt("a", [2]), make_prompt("a", [2]), make_prompt("b", [2])
+    features = encoder.encode([once, again, other])
+    assert features[once] is features[again] is not features[other]
+    assert encoder.model.calls == 1 and encoder.counters["vision_patches"] == 0
+    assert [[each.sample.sample_id for each in call] for call in make_encoder().calls([again, other, once])] == [
+        ["a", "b"]
+    ]
+    if not frozen:
+        torch.cat([features[each].embeddings for each in (once, again)]).sum().backward()
+        assert encoder.model.visual.weight.grad.item() == 2 * 2 * 2  # two uses of two features of value 2 · weight
+
+
+def test_cached_features_stay_until_the_last_prompt_of_equal_images_goes():
+    encoder = make_encoder(frozen=True)
+    first, later = make_prompt("a", [2]), make_prompt("a", [2])
+    encoder.encode([first])
+    encoder.encode([later])
+    assert (encoder.model.calls, len(encoder.features)) == (1, 1)
+    del first
+    encoder.encode([later])
+    assert (encoder.model.calls, len(encoder.features)) == (1, 1)
+    del later
+    assert len(encoder.features) == 0
+
+
+def test_kept_features_serve_all_prompts_of_equal_images():
+    encoder, once, again = make_encoder(), make_prompt("a", [2]), make_prompt("a", [2])
+    batch = make_batch([once, again], [once, again])
+    encoder.keep(batch, num_runs=1)
+    features = encoder.encode([once, again])
+    (features[once].embeddings.sum() + 10 * features[again].embeddings.sum()).backward()
+    encoder.kept_loss(again).backward()
+    assert encoder.model.visual.weight.grad.item() == (1 + 10) * 2 * 2
+    assert (encoder.model.calls, encoder.kept) == (2, {})
 
 
 def make_batch(prompts: Sequence[Prompt], apart: Sequence[Prompt] = ()) -> MicroBatch:

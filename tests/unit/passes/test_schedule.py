@@ -62,6 +62,14 @@ def test_the_tower_runs_before_the_first_and_after_the_last_micro_batch_of_a_cut
     assert runs(make_schedule(CUT, make_encoder(frozen=True), SPARE)) == [(0, 1, ""), (0, 1, ""), (0, 0, "")]
 
 
+def test_prompts_of_equal_images_count_as_one() -> None:
+    again = make_prompt("a", [1])
+    batches = [make_batch([A], [A]), make_batch([A, again], [A]), make_batch([again], [again]), make_batch([again])]
+    assert runs(make_schedule(batches, make_encoder(), SPARE)) == [(1, 0, ""), (0, 0, ""), (0, 0, "a"), (0, 1, "")]
+    found = make_schedule(batches, make_encoder(frozen=True), SPARE)
+    assert runs(found) == [(0, 1, ""), (0, 0, ""), (0, 0, ""), (0, 0, "")]
+
+
 def test_gradients_are_exchanged_in_the_last_round() -> None:
     assert [each.is_last for each in make_schedule(CUT, make_encoder(), SPARE)] == [False, False, True]
     assert make_schedule([], make_encoder(), SPARE) == []
