@@ -7,7 +7,7 @@ CPU kernels compute, block by block.
     part        forward once per                    backward, in forwards
     vision      image patch                         2 if trained; 1 (attention 2) if gradients only pass through
     language    token of the row(s)                 2; with LoRA 1 for frozen matrices, 2 for attention and adapters
-    head        scored completion token             2 (LoRA 1), and 1 for logits, which chunked heads recompute
+    head        scored token                        2 (LoRA 1), and 1 for logits, which chunked heads recompute
 
 Checkpointing adds one forward of every layer that has a backward.
 """
@@ -23,32 +23,53 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """One group: a prompt of an image and text, and equally long completions."""
+    """One group: a prompt of an image and text, and equally long completions.
+
+    With observed tokens a completion has two turns, and an observation of its own image and text between them.
+    """
 
     image_tokens: int = 1000
     text_tokens: int = 40
     completion_tokens: int = 200
+    """Sampled tokens of a completion, of all turns."""
     num_generations: int = 8
+    observed_image_tokens: int = 0
+    observed_text_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         return self.image_tokens + self.text_tokens
 
     @property
+    def path_tokens(self) -> int:
+        """Return the tokens after the prompt of one completion, sampled and observed."""
+        return self.completion_tokens + self.observed_image_tokens + self.observed_text_tokens
+
+    @property
     def unique_tokens(self) -> int:
         """Return the tokens of the prompt and of all completions."""
-        return self.prompt_tokens + self.num_generations * self.completion_tokens
+        return self.prompt_tokens + self.num_generations * self.path_tokens
 
     @property
     def token_ratio(self) -> float:
         """rho = k (P + R) / (P + k R): language tokens of one row per completion over those of the shared row."""
-        return self.num_generations * (self.prompt_tokens + self.completion_tokens) / self.unique_tokens
+        return self.num_generations * (self.prompt_tokens + self.path_tokens) / self.unique_tokens
 
     @property
     def image_grid(self) -> tuple[int, int]:
         """Rows and columns of image tokens, as square as their number allows."""
-        rows = next(n for n in range(isqrt(self.image_tokens), 0, -1) if self.image_tokens % n == 0)
-        return rows, self.image_tokens // rows
+        return square_grid(self.image_tokens)
+
+    @property
+    def observation(self) -> Workload:
+        """Return the workload whose prompt is an observation."""
+        return replace(self, image_tokens=self.observed_image_tokens, text_tokens=self.observed_text_tokens)
+
+
+def square_grid(tokens: int) -> tuple[int, int]:
+    """Return rows and columns of an image of so many tokens."""
+    rows = next(n for n in range(isqrt(tokens), 0, -1) if tokens % n == 0)
+    return rows, tokens // rows
 
 
 SWEEPS: dict[str, tuple[int, ...]] = {
@@ -181,9 +202,13 @@ def head_flops(text: Any, tokens: float, passes: int = 1) -> float:
 
 
 def dense_flops(config: Any, work: Workload, training: Training, vision_once: bool = False) -> Flops:
-    """Compute the FLOPs of one row `[prompt][completion]` and, unless `vision_once`, one image per completion."""
-    count, row = work.num_generations, work.prompt_tokens + work.completion_tokens
-    rows = RowFlops(count * row, count * causal_pairs(row), count * work.completion_tokens)
+    """Compute the FLOPs of one row `[prompt][completion]` per completion.
+
+    With `vision_once`, as in this project, the prompt's image is encoded once, and observed tokens are not scored.
+    """
+    count, row = work.num_generations, work.prompt_tokens + work.path_tokens
+    scored = work.completion_tokens if vision_once else work.path_tokens
+    rows = RowFlops(count * row, count * causal_pairs(row), count * scored)
     if vision_once:
         return _pass_flops(config, work, training, rows)
     passed_through = training.gradient_checkpointing
@@ -238,9 +263,9 @@ class RowFlops:
 
 def shared_row(work: Workload) -> RowFlops:
     """Return the sizes of the row in which each token is once, and completions see their prompt and themselves."""
-    prefix, completion, count = work.prompt_tokens, work.completion_tokens, work.num_generations
-    pairs = causal_pairs(prefix) + count * (completion * prefix + causal_pairs(completion))
-    return RowFlops(work.unique_tokens, pairs, count * completion)
+    prefix, path, count = work.prompt_tokens, work.path_tokens, work.num_generations
+    pairs = causal_pairs(prefix) + count * (path * prefix + causal_pairs(path))
+    return RowFlops(work.unique_tokens, pairs, count * work.completion_tokens)
 
 
 def _pass_flops(
@@ -261,9 +286,8 @@ def _pass_flops(
     text, lora_r = config.text_config, training.lora_r
     again = plus_forward if training.gradient_checkpointing else lambda passes: passes
     vision = (again(FROZEN) if passed_through else FORWARD_ONLY) if lora_r else again(FULL)
-    one_image = vision_flops(config.vision_config, work.image_grid, vision)
     flops = Flops(
-        num_images * one_image,
+        tower_flops(config.vision_config, work, num_images, vision),
         language_flops(text, rows.tokens, rows.pairs, again(LORA if lora_r else FULL), lora_r),
         head_flops(text, rows.scored, (2 if lora_r else 3) + head_again),
     )
@@ -271,12 +295,20 @@ def _pass_flops(
         kept = language_flops(last_layer(text), rows.tokens, rows.pairs, Passes(1, 1, 1), lora_r)
         flops += Flops(0.0, -kept, 0.0)
     if training.beta > 0:
-        num_reference_images = num_images if passed_through or not lora_r else 0
+        runs_tower = passed_through or not lora_r
         flops += Flops(
-            num_reference_images * vision_flops(config.vision_config, work.image_grid),
+            tower_flops(config.vision_config, work, num_images) if runs_tower else 0.0,
             language_flops(text, rows.tokens, rows.pairs),
             head_flops(text, rows.scored),
         )
+    return flops
+
+
+def tower_flops(vision: Any, work: Workload, num_images: int, passes: Passes = FORWARD_ONLY) -> float:
+    """Compute the FLOPs of the prompt's image, encoded `num_images` times, and of each observation's image."""
+    flops = num_images * vision_flops(vision, work.image_grid, passes)
+    if work.observed_image_tokens:
+        flops += work.num_generations * vision_flops(vision, work.observation.image_grid, passes)
     return flops
 
 

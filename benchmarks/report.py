@@ -151,6 +151,39 @@ def train_step_chart(results: Results, pyplot: Any) -> Any:
     return figure
 
 
+def trajectories_table(results: Results) -> str:
+    head = ["two turns", "ρ", "speed-up", "FLOP ceiling", "share", "memory", "gradient Δ"]
+    keys = ("speedup_vs", "flop_ceiling", "share_of_ceiling", "peak_memory_vs")
+    rows = [
+        [
+            f"vs {peer}, G = {r['workload']['num_generations']}",
+            f"{r['token_ratio']:.2f}",
+            *(f"{r[key][peer]:.2f}" for key in keys),
+            f"{r['differences'][peer]['gradient']:.0e}",
+        ]
+        for r in results
+        for peer in r["speedup_vs"]
+    ]
+    return markdown_table(head, rows)
+
+
+def trajectories_chart(results: Results, pyplot: Any) -> Any:
+    """Draw the speed-up over each peer, with its FLOP ceiling."""
+    bars = [
+        (f"vs {peer}, G = {r['workload']['num_generations']}", r["speedup_vs"][peer], r["flop_ceiling"][peer])
+        for r in results
+        for peer in r["speedup_vs"]
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.5 * len(bars)))
+    names, speedups, ceilings = zip(*bars, strict=True)
+    axes.barh(names, speedups, color="tab:blue", height=0.6, label="measured")
+    axes.plot(ceilings, range(len(bars)), "k|", markersize=24, label="FLOP ceiling")
+    axes.invert_yaxis()
+    axes.set_xlabel("times faster than the peer")
+    axes.legend(fontsize=8, markerscale=0.5)
+    return figure
+
+
 def rollout_table(results: Results) -> str:
     head = ["rollout", "prefill FLOPs saved", "prefill faster", "whole rollout faster"]
     keys = ("prefill_work_vs_generate", "prefill_speedup", "rollout_speedup")
@@ -245,6 +278,7 @@ def patch_embed_chart(results: Results, pyplot: Any) -> Any:
 
 REPORTS: dict[str, tuple[Any, Any]] = {
     "train_step": (train_step_table, train_step_chart),
+    "trajectories": (trajectories_table, trajectories_chart),
     "rollout": (rollout_table, rollout_chart),
     "scaling": (scaling_table, scaling_chart),
     "patch_embed": (patch_embed_table, patch_embed_chart),

@@ -14,6 +14,7 @@ step --peer trl --lora --beta 0.04 --docs 6-trl-lora-beta-8
 step --peer dense --docs 7-dense-8
 step --peer trl --shape hybrid --docs 8-trl-hybrid-8
 step --peer dense --shape hybrid --docs 9-dense-hybrid-8
+"$python" benchmarks/trajectories.py --docs trajectories-8
 "$python" benchmarks/rollout.py --docs rollout-8
 "$python" benchmarks/rollout.py --num-generations 16 --docs rollout-16
 "$python" benchmarks/whole_run.py --docs whole_run-1-small

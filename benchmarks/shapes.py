@@ -11,6 +11,7 @@ among vision tower, language layers and LM head as those of Qwen2.5-VL-3B do. He
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.tiny.family import chat_template
 from rl_vlm.tiny.qwen import SPECIAL_TOKENS
 from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS, train_tokenizer
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
+from rl_vlm.types import Completion, Context, Group, MicroBatch, Observation, Prompt, Sample, ScoredGroup, SubGroup
 
 Shape = tuple[dict[str, Any], dict[str, Any]]
 """Sizes of the language model and of the vision tower."""
@@ -185,12 +186,12 @@ def make_image(work: Workload, shape: Shape, seed: int = 0) -> Image.Image:
     return Image.fromarray(torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8).numpy())
 
 
-def make_prompt(checkpoint: Path, work: Workload, shape: Shape) -> Prompt:
+def make_prompt(checkpoint: Path, work: Workload, shape: Shape, seed: int = 0) -> Prompt:
     """Build a prompt of exactly `work.prompt_tokens` tokens. Raises ValueError if it has more even without text."""
     from transformers import AutoProcessor
 
     builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
-    image = make_image(work, shape)
+    image = make_image(work, shape, seed)
 
     def build(num_characters: int) -> Prompt:
         text = "~" * num_characters  # one token each, as no merge of the tokenizer contains it
@@ -201,6 +202,32 @@ def make_prompt(checkpoint: Path, work: Workload, shape: Shape) -> Prompt:
     if missing < 0:
         raise ValueError(f"text_tokens is {work.text_tokens}; the chat template alone needs {-missing} more")
     return build(missing)
+
+
+def make_observations(checkpoint: Path, work: Workload, shape: Shape) -> list[Observation]:
+    """Build an observation for each completion: an image of its own and a text, in the tokens of a prompt of both.
+
+    There are none if the work observes nothing.
+    """
+    if not work.path_tokens > work.completion_tokens:
+        return []
+    rendered = [make_prompt(checkpoint, work.observation, shape, seed) for seed in range(1, 1 + work.num_generations)]
+    return [
+        Observation(f"observation {i}", each.token_ids, each.token_inputs, each.mm_inputs, (b"",))
+        for i, each in enumerate(rendered)
+    ]
+
+
+def make_trajectories(group: ScoredGroup, observations: Sequence[Observation]) -> ScoredGroup:
+    """Return the group with an observation in the middle of each completion."""
+
+    def observed(completion: Completion, observation: Observation) -> Completion:
+        first = len(completion.token_ids) // 2
+        context = Context((first, observation, len(completion.token_ids) - first))
+        return dataclasses.replace(completion, contexts=(context,))
+
+    completions = [observed(*pair) for pair in zip(group.group.completions, observations, strict=True)]
+    return dataclasses.replace(group, group=dataclasses.replace(group.group, completions=completions))
 
 
 def make_group(prompt: Prompt, work: Workload, seed: int = 0) -> ScoredGroup:

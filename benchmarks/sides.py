@@ -24,7 +24,9 @@ from benchmarks.shapes import (
     build_checkpoint,
     make_group,
     make_image,
+    make_observations,
     make_prompt,
+    make_trajectories,
     random_policy,
     write_config,
 )
@@ -64,7 +66,10 @@ class Setup:
             build_checkpoint(shape, directory)
         else:
             write_config(shape, directory)
-        return Setup(shape, work, training, directory, make_group(make_prompt(directory, work, shape), work), device)
+        group = make_group(make_prompt(directory, work, shape), work)
+        if observations := make_observations(directory, work, shape):
+            group = make_trajectories(group, observations)
+        return Setup(shape, work, training, directory, group, device)
 
     @property
     def dtype(self) -> str:
@@ -96,16 +101,18 @@ class Setup:
                 "algorithm": {"beta": self.training.beta, "loss_type": "dapo"},
                 "rollout": {
                     "num_generations": self.work.num_generations,
-                    "max_completion_length": self.work.completion_tokens,
+                    "max_completion_length": self.work.path_tokens,
                 },
                 "memory": {"gradient_checkpointing": self.training.gradient_checkpointing},
             }
         )
 
     def new_group(self) -> ScoredGroup:
-        """Return the group with a copy of its prompt, without features and positions cached for the old one."""
-        group = dataclasses.replace(self.group.group, prompt=dataclasses.replace(self.group.group.prompt))
-        return dataclasses.replace(self.group, group=group)
+        """Return the group with copies of its prompt and observations, without cached features and positions."""
+        prompt = dataclasses.replace(self.group.group.prompt)
+        group = dataclasses.replace(self.group, group=dataclasses.replace(self.group.group, prompt=prompt))
+        observations = [dataclasses.replace(each) for c in self.group.group.completions for each in c.observations]
+        return make_trajectories(group, observations) if observations else group
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,8 @@ def trl_side(setup: Setup, output_dir: Path) -> Side:
     image, content = make_image(setup.work, setup.shape), setup.group.group.prompt.sample.messages[0]["content"]
     row = {"prompt": [{"role": "user", "content": content[-1]["text"]}], "image": image}
     batch = trainer._generate_and_score_completions([row] * setup.work.num_generations)
+    if setup.work.observed_image_tokens:
+        batch |= trl_images(trainer, setup, torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1))
     reference: PreTrainedModel | None = trainer.ref_model
 
     def loss() -> Tensor:
@@ -195,6 +204,20 @@ def trl_side(setup: Setup, output_dir: Path) -> Side:
     return Side(model, lambda: [loss()])
 
 
+def trl_images(trainer: Any, setup: Setup, token_ids: Tensor) -> dict[str, Any]:
+    """Return what TRL's batch holds if tools return images: all images of each trajectory, and kinds of tokens by id.
+
+    TRL makes it from its own tool calls alone, and reads no images of a rollout function.
+    """
+    prompt, completions = setup.group.group.prompt, setup.group.group.completions
+    rows = [[prompt, *completion.observations] for completion in completions]
+    names = ("pixel_values", "image_grid_thw")
+    inputs = {name: torch.cat([each.mm_inputs[name] for row in rows for each in row]) for name in names}
+    kinds = (token_ids == trainer._image_pad_token_id).to(token_ids.dtype)
+    placed = {name: values.to(token_ids.device) for name, values in inputs.items()}
+    return {**placed, "num_images": [len(row) for row in rows], "mm_token_type_ids": kinds}
+
+
 def make_trainer(setup: Setup, output_dir: Path) -> Any:
     """Build a `GRPOTrainer` in the state that `train()` brings it to, with the group's completions as its rollouts."""
     from datasets import Dataset
@@ -202,16 +225,20 @@ def make_trainer(setup: Setup, output_dir: Path) -> Any:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     work, training = setup.work, setup.training
-    completion_ids = [c.token_ids.tolist() for c in setup.group.group.completions]
+    paths = [path for completion in setup.group.group.completions for path in completion.paths]
+    sampled = {
+        "completion_ids": [path.token_ids.tolist() for path in paths],
+        "env_mask": [path.sampled.int().tolist() for path in paths],
+    }
 
     def rollout(prompts: list, trainer: Any) -> dict[str, Any]:
         prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
-        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+        return {"prompt_ids": prompt_ids, "logprobs": None, **sampled}
 
     args = GRPOConfig(
         output_dir=str(output_dir), use_cpu=setup.dtype == "float32", bf16=False, report_to=[],
         num_generations=work.num_generations,
-        per_device_train_batch_size=work.num_generations, max_completion_length=work.completion_tokens,
+        per_device_train_batch_size=work.num_generations, max_completion_length=work.path_tokens,
         beta=training.beta, loss_type="dapo", gradient_checkpointing=training.gradient_checkpointing,
     )  # fmt: skip
     model = stock_model(setup, setup.dtype if training.lora_r else "float32")

@@ -22,6 +22,7 @@ from benchmarks import (
     sharding_tables,
     sides,
     train_step,
+    trajectories,
     vision_apart,
     whole_run,
     whole_run_sides,
@@ -33,6 +34,7 @@ from benchmarks.counting import counted_flops
 from benchmarks.decode_steps import decode_row
 from benchmarks.flops import (
     FORWARD_ONLY,
+    FULL,
     Flops,
     Passes,
     Training,
@@ -54,6 +56,7 @@ from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.types import RolloutRequest, Sampling
 
 WORK = Workload(image_tokens=24, text_tokens=20, completion_tokens=10, num_generations=3)
+TRAJECTORIES = Workload(24, 20, 10, 3, observed_image_tokens=12, observed_text_tokens=20)
 
 
 def test_token_ratio_is_dense_over_shared_tokens():
@@ -64,6 +67,22 @@ def test_token_ratio_is_dense_over_shared_tokens():
 @pytest.mark.parametrize(("tokens", "grid"), [(1000, (25, 40)), (1024, (32, 32)), (7, (1, 7))])
 def test_the_image_is_as_square_as_its_tokens_allow(tokens, grid):
     assert Workload(image_tokens=tokens).image_grid == grid
+
+
+def test_observations_are_tokens_of_the_path_and_images_of_each_completion():
+    work = Workload(30, 10, 20, 2, observed_image_tokens=15, observed_text_tokens=5)
+    assert (work.path_tokens, work.unique_tokens, work.token_ratio) == (40, 40 + 2 * 40, 2 * 80 / 120)
+    config = model_config(TOY)
+    tower, text = config.vision_config, config.text_config
+    prompt, crop = vision_flops(tower, (5, 6), FULL), vision_flops(tower, (3, 5), FULL)
+    shared, dense = shared_flops(config, work, Training()), dense_flops(config, work, Training(), vision_once=True)
+    trl = dense_flops(config, work, Training())
+    assert shared.vision == dense.vision == prompt + 2 * crop
+    assert trl.vision == 2 * prompt + 2 * crop
+    assert shared.language == language_flops(text, 120, 40 * 41 / 2 + 2 * (40 * 40 + 40 * 41 / 2), FULL)
+    assert dense.language == trl.language == language_flops(text, 2 * 80, 2 * 80 * 81 / 2, FULL)
+    assert shared.head == dense.head == head_flops(text, 2 * 20, 4)  # sampled tokens
+    assert trl.head == head_flops(text, 2 * 40, 4)  # observed ones too
 
 
 def test_language_flops_by_hand():
@@ -171,6 +190,18 @@ def test_flops_of_linear_attention_are_those_that_torch_counts(training, tmp_pat
     setup = Setup.build(TOY_HYBRID, work, training, tmp_path / "model")
     expected = shared_flops(model_config(TOY_HYBRID), work, training).total
     assert counted_flops(own_side(setup, True).run) == pytest.approx(expected, rel=0.06)
+
+
+def test_flops_of_trajectories_are_those_that_torch_counts(training, tmp_path):
+    """Both rows have the same gradients too."""
+    setup = Setup.build(TOY, TRAJECTORIES, training, tmp_path / "model")
+    config, sides = model_config(TOY), (own_side(setup, True), own_side(setup, False))
+    expected = shared_flops(config, TRAJECTORIES, training), dense_flops(config, TRAJECTORIES, training, True)
+    for side, flops in zip(sides, expected, strict=True):
+        assert counted_flops(side.run) == pytest.approx(flops.total, rel=0.06)
+    found = differences(*sides)
+    assert found["loss"] < 1e-5
+    assert found["gradient"] < 1e-4
 
 
 @pytest.mark.parametrize("shape", [TOY, TOY_HYBRID], ids=["attention", "hybrid"])
@@ -392,6 +423,18 @@ def test_train_step_against_trl(tmp_path: Path):
         result
     )
     assert "flop_ceiling" in train_step.table(result)
+
+
+@pytest.mark.slow
+def test_trajectories_against_trl():
+    arguments = "--shape toy --image-tokens 24 --observed-image-tokens 12 --num-generations 2 --repeats 1".split()
+    result = trajectories.measure(trajectories.parse([*arguments, "--completion-tokens", "9"]))
+    for peer in ("dense", "trl"):
+        assert result["differences"][peer]["gradient"] < 1e-4
+        assert result["counted_flops"][peer] == pytest.approx(result["flops"][peer], rel=0.1)
+        assert result["share_of_ceiling"][peer] > 0
+    assert "trl over shared: time" in trajectories.table(result)
+    assert "vs trl, G = 2" in report.trajectories_table([result])
 
 
 def test_a_stage_does_not_count_the_stages_within_it(monkeypatch: pytest.MonkeyPatch):
