@@ -14,6 +14,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.model.head import HEAD_CHUNK_ELEMENTS
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.vision import num_patches
+from rl_vlm.plan.observed import tokens_per_image
 from rl_vlm.plan.weights import traceable
 from rl_vlm.types import Prompt
 
@@ -42,7 +43,8 @@ def bytes_at_most(config: RunConfig, checkpoint: str, prompt: Prompt, tokens: in
     language = [p for p in policy.parameters() if p not in vision | of_vocabulary]
     patches = num_patches(model.config, prompt)
     row = len(prompt.token_ids) + config.rollout.max_completion_length
-    most_patches = patches * (1 + tokens // len(prompt.token_ids))
+    placeholders = int((prompt.token_ids == getattr(model.config, "image_token_id", -1)).sum())
+    most_patches = patches * (1 + tokens // tokens_per_image(config.rollout, len(prompt.token_ids), placeholders))
     values = (
         COPIES * sum(p.numel() for p in policy.parameters())
         + tokens * values_per_token(language, row)

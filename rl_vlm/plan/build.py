@@ -21,6 +21,7 @@ from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.hardware import Card, Hardware
 from rl_vlm.plan.memory import KV_CACHE, Load, MemoryPlan, Rollouts
+from rl_vlm.plan.observed import observed_images, tokens_per_image
 from rl_vlm.plan.packaged import config_source, not_found
 from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import MOST_TOKENS, Activations, trace_activations
@@ -167,7 +168,7 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
         rollouts=plan_rollouts(config, hardware, model),
         micro_batch_tokens=least if tokens == "auto" else tokens,
         load=micro_batch_load(config, model, least if tokens == "auto" else tokens),
-        patches_per_token=frozen_patches_per_token(model),
+        patches_per_token=frozen_patches_per_token(config, model),
         buffers=buffer_bytes(hardware.sharding, model.weights, hardware.num_ranks, model.width),
         largest_block=gathered_block(hardware, model),
         stages=planned_stages(config, hardware.num_ranks),
@@ -181,29 +182,39 @@ def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPl
 def micro_batch_load(config: RunConfig, model: Model, tokens: int) -> Load:
     """Return the largest micro-batch under the budget, or one completion if that is larger.
 
-    The budget ignores a frozen vision tower. Its largest load is a budget full of prompts with short completions: the
-    tower runs on all of their images at once.
+    The budget ignores a frozen vision tower. Its largest load is a budget full of prompts with short completions, or of
+    trajectories with many images: the tower runs on all of their images at once. A trained tower's load is the images
+    of one trajectory.
     """
-    budget = max(tokens, single_completion(config, model))
+    budget, images = max(tokens, single_completion(config, model)), images_together(config, model)
     if not model.weights.trains_vision:
-        return Load(budget, model.patches * max(1, budget // (model.prompt_tokens + 1)))
-    return Load(budget - model.image_price, model.patches)
+        between = tokens_per_image(config.rollout, model.prompt_tokens, model.image_tokens)
+        return Load(budget, model.patches * max(images, budget // between))
+    return Load(budget - images * model.image_price, images * model.patches)
 
 
-def frozen_patches_per_token(model: Model) -> float:
+def frozen_patches_per_token(config: RunConfig, model: Model) -> float:
     """Return the most patches per token of the budget if the vision tower is frozen; 0 if it is trained."""
-    return 0.0 if model.weights.trains_vision else model.patches / (model.prompt_tokens + 1)
+    between = tokens_per_image(config.rollout, model.prompt_tokens, model.image_tokens)
+    return 0.0 if model.weights.trains_vision else model.patches / between
+
+
+def images_together(config: RunConfig, model: Model) -> int:
+    """Return the images of a prompt and one completion."""
+    return 1 + observed_images(config.rollout, model.image_tokens)
 
 
 def single_completion(config: RunConfig, model: Model) -> int:
-    """Return the tokens of a prompt with its image and one completion of the longest length."""
-    return model.image_price + model.prompt_tokens + config.rollout.max_completion_length
+    """Return the tokens of a prompt and one completion of the longest length, with their images."""
+    images = images_together(config, model) * model.image_price
+    return images + model.prompt_tokens + config.rollout.max_completion_length
 
 
 def completions_together(config: RunConfig, model: Model, plan: MemoryPlan) -> int:
     """Return how many completions of the longest length fit in a micro-batch with their prompt, up to one group."""
-    tokens = min(plan.largest_tokens, plan.micro_batch_tokens) - model.prompt_tokens - model.image_price
-    return min(config.rollout.num_generations, max(1, tokens // config.rollout.max_completion_length))
+    beside = model.prompt_tokens + model.image_price
+    tokens = min(plan.largest_tokens, plan.micro_batch_tokens) - beside
+    return min(config.rollout.num_generations, max(1, tokens // (single_completion(config, model) - beside)))
 
 
 def planned_stages(config: RunConfig, num_ranks: int) -> tuple[Stage, ...]:
@@ -234,12 +245,18 @@ def plan_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollou
 
 
 def policy_rollouts(config: RunConfig, hardware: Hardware, model: Model) -> Rollouts:
-    """Return the memory of sampling from the trained model itself: caches, logits, and gathered weights."""
+    """Return the memory of sampling from the trained model itself: caches, logits, and gathered weights.
+
+    With tools, a later turn computes each completion's prompt and tokens so far as a prompt of its own. The plan has
+    the longest: all tokens but one.
+    """
     sampled = config.rollout
+    prompt, completion, group = model.prompt_tokens, sampled.max_completion_length, sampled.num_generations
+    if sampled.has_tools:
+        prompt, completion, group = prompt + completion - 1, 1, 1
     parts = {
         KV_CACHE: hf_cache_bytes(
-            model.config, model.prompt_tokens, sampled.max_completion_length, sampled.num_generations,
-            sampled.max_num_seqs,
+            model.config, prompt, completion, group, sampled.max_num_seqs,
             shares_prompts=config.model.attn_implementation == "sdpa" and not caches_latents(model.config),
             is_autocast=config.model.precision != "float32",
         ),

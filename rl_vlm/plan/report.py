@@ -10,10 +10,18 @@ from rl_vlm.config.batches import batch_settings, batch_sizes
 from rl_vlm.config.engines import engines_where
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.plan.batch import batch_table, global_batch
-from rl_vlm.plan.build import Model, completions_together, single_completion, vllm_fractions, vllm_needs
+from rl_vlm.plan.build import (
+    Model,
+    completions_together,
+    images_together,
+    single_completion,
+    vllm_fractions,
+    vllm_needs,
+)
 from rl_vlm.plan.hardware import CUDA_CONTEXT, GIB, NCCL_BUFFERS, Hardware
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import MemoryPlan, Phase, part_names
+from rl_vlm.plan.observed import observed_images
 from rl_vlm.plan.suggest import MAX_NODES, Setup
 
 LOGITS_COPIES = 2
@@ -47,7 +55,7 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
         f"{weights.num_trained / 1e9:.2f}B trained",
         f"{nodes}{hardware.gpus} x {plan.card.name} ({plan.card.memory / GIB:.1f} GiB), {plan.sharding.name}; "
         f"prompts of {model.prompt_tokens:,} tokens with an image of {model.patches:,} patches, completions of "
-        f"{config.rollout.max_completion_length:,}",
+        f"{config.rollout.max_completion_length:,}{observed(config, model)}",
         "",
         phase_table("GiB per GPU", plan.phases, not_planned(plan)),
         "",
@@ -60,6 +68,14 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
         *batch_lines(config, hardware),
     ]
     return "\n".join(lines)
+
+
+def observed(config: RunConfig, model: Model) -> str:
+    """Return what the plan assumes of observations; an empty text without tools."""
+    if not config.rollout.has_tools:
+        return ""
+    number = observed_images(config.rollout, model.image_tokens)
+    return f" with observations, of which up to {number:,} are assumed to have an image as large as the prompt's"
 
 
 def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:
@@ -98,7 +114,8 @@ def padded_rows(config: RunConfig, model: Model, plan: MemoryPlan, rows: int) ->
     """Return the peak of a trainer that pads each completion to a row and computes all logits of its rows at once."""
     length, found = config.rollout.max_completion_length, plan.activations
     logits = LOGITS_COPIES * 4 * rows * length * model.config.get_text_config().vocab_size
-    activations = rows * ((model.prompt_tokens + length) * found.per_token + model.patches * found.per_patch)
+    patches = images_together(config, model) * model.patches
+    activations = rows * ((model.prompt_tokens + length) * found.per_token + patches * found.per_patch)
     return round(plan.beside_micro_batch + activations + logits)
 
 
@@ -241,6 +258,7 @@ def plan_data(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryP
         "micro_batch_tokens": plan.micro_batch_tokens,
         "largest_micro_batch_tokens": plan.largest_tokens,
         "completions_per_micro_batch": completions_together(config, model, plan),
+        "observed_images": observed_images(config.rollout, model.image_tokens),
         "vllm_gpu_memory_utilization": vllm_fractions(config, model, plan) if shares_cards else None,
         "global_batch": asdict(batches) | {"completions_per_step": batches.completions_per_step},
         "patch_price": plan.activations.patch_price,

@@ -9,10 +9,19 @@ import pytest
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shardings import SHARDINGS
 from rl_vlm.errors import ConfigError
-from rl_vlm.plan.build import PLANNED_STAGES, Model, plan_memory, planned_stages
+from rl_vlm.model.group_cache import ROOM
+from rl_vlm.plan.build import (
+    PLANNED_STAGES,
+    Model,
+    completions_together,
+    plan_memory,
+    planned_stages,
+    single_completion,
+)
 from rl_vlm.plan.hardware import Card, Hardware
 from rl_vlm.plan.host import host_phases
 from rl_vlm.plan.memory import Load, MemoryPlan, Rollouts
+from rl_vlm.plan.observed import observed_images
 from rl_vlm.plan.packaged import packaged_config
 from rl_vlm.plan.tracing.activations import Activations
 from rl_vlm.plan.weights import Weights, count_weights
@@ -135,6 +144,38 @@ def test_patches_of_a_frozen_tower_are_those_of_short_completions():
     plan = planned(config)
     assert (plan.load, plan.patches_per_token) == (Load(500, 400), 0.8)  # 10 prompts of 49 tokens and one
     assert planned(config, trains_vision=True).patches_per_token == 0
+
+
+def test_images_of_observations_are_planned():
+    """Images of 30 tokens and 40 patches: 100 tokens of a trajectory hold 3, one after each of 3 turns of 4."""
+    tools: dict[str, Any] = {"engine": "hf", "tools": ["tools.py:crop"]}
+    for turns, images in ((4, 3), (3, 2), (10, 3), (1, 0)):
+        config = a_config(max_turns=turns, **tools)
+        assert observed_images(config.rollout, 30) == images
+        trained = replace(a_model(trains_vision=True), image_tokens=30)  # a patch costs 3 / 4 of a token
+        assert single_completion(config, trained) == 49 + 100 + (1 + images) * 30
+    assert observed_images(a_config(max_turns=4).rollout, 30) == 0  # without tools
+    assert observed_images(a_config(max_turns=4, **tools).rollout, 0) == 0  # without an image in the prompt
+
+    config = a_config(max_turns=4, **tools)
+    config.memory.micro_batch_tokens = 500
+    frozen = plan_memory(config, Hardware(CARD, 1, 1, SHARDINGS["ddp"]), replace(a_model(), image_tokens=30))
+    # An image for every 33 tokens of trajectories, where prompts alone have one for every 50.
+    assert (frozen.load, frozen.patches_per_token) == (Load(500, 40 * 15), 40 / 33)
+    trained = replace(a_model(trains_vision=True), image_tokens=30)
+    plan = plan_memory(config, Hardware(CARD, 1, 1, SHARDINGS["ddp"]), trained)
+    assert plan.load == Load(500 - 4 * 30, 4 * 40)
+    # 421 tokens beside the prompt and its image hold 2 completions of 100 tokens and 3 images.
+    assert completions_together(config, trained, replace(plan, card=Card("test", 100 * GIB))) == 2
+
+
+def test_later_turns_hold_a_copy_of_the_prompt_for_each_completion():
+    """148 tokens are computed again for each of 6 completions, and kept in float32 and in bfloat16."""
+    per_token, copied = 2 * 2 * 4 * 2, 6 * (1 + ROOM)
+    expected = (3 * 6 * 148 + copied) * per_token + copied * per_token // 2
+    config = a_config(engine="hf", max_num_seqs=6, tools=["tools.py:crop"])
+    assert planned(config).rollouts.while_sampling["KV cache"] == expected
+    assert planned(a_config(engine="hf", max_num_seqs=6)).rollouts.while_sampling["KV cache"] < expected
 
 
 @pytest.mark.parametrize(

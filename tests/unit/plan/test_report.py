@@ -70,6 +70,18 @@ def test_the_plan_as_text():
     assert "global batch = 16 per device × 1 accumulation × 2 ranks = 32 completions" in text
 
 
+def test_the_plan_says_what_it_assumes_of_observations():
+    assert "observations" not in describe_plan(RUN, MACHINES, MODEL, PLAN)
+    run = run_config(rollout={"tools": ["tools.py:crop"], "max_turns": 4})
+    model = replace(MODEL, image_tokens=16)
+    plan = plan_memory(run, MACHINES, model)
+    text = describe_plan(run, MACHINES, model, plan)
+    assert (
+        "completions of 380 with observations, of which up to 3 are assumed to have an image as large as the prompt's\n"
+    ) in text
+    assert plan_data(run, MACHINES, model, plan)["observed_images"] == 3
+
+
 def documented(heading: str) -> set[str]:
     """Return the names in code style of the first column of the table after a line of docs/memory.md."""
     table = MEMORY.read_text().partition(heading)[2].strip().partition("\n\n")[0]
