@@ -76,8 +76,8 @@ def build_trajectories(
     rollout = config.rollout
     if keeps_instances and rollout.max_environments is not None and rollout.max_environments < num_at_once:
         raise ConfigError(
-            f"rollout.max_environments {rollout.max_environments} is too small: a reward function names `environments`, "
-            f"so the environments of all {num_at_once} completions that are scored together must be kept"
+            f"rollout.max_environments {rollout.max_environments} is too small: a reward function names "
+            f"`environments`, so the environments of all {num_at_once} completions that are scored together must be kept"
         )
     limits = Limits(
         rollout.max_turns, rollout.max_turn_tokens, rollout.tool_timeout, rollout.tool_errors == "mask",

@@ -1,18 +1,15 @@
 """Trajectories with a scripted engine: what runs, what the model sees, and what becomes of failures."""
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from rl_vlm.config.schema import RolloutConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.turns import TurnFormat
-from rl_vlm.functions import LIVE
 from rl_vlm.rollout.environments import contract
-from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, load_toolbox, tool_names
+from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, tool_names
 from rl_vlm.rollout.environments.driver import UNLIKE_STARTS, Limits, Trajectories
 from rl_vlm.rollout.environments.instances import Instances
 from rl_vlm.types import Completion, Group, Observation, RolloutRequest, Sample, Sampling
@@ -83,8 +80,8 @@ def toolbox_of(*environments: type) -> Toolbox:
         cls: EnvironmentKind(cls, cls(), [contract.schema_of(getattr(cls(), name)) for name in tool_names(cls)])
         for cls in environments
     }
-    named = {None: kinds[environments[0]]} if len(kinds) == 1 else {cls.__name__: k for cls, k in kinds.items()}
-    return Toolbox({"double": double}, [contract.schema_of(double)], dict(named))
+    named = {None if len(kinds) == 1 else cls.__name__: kind for cls, kind in kinds.items()}
+    return Toolbox({"double": double}, [contract.schema_of(double)], named)
 
 
 class Run:
@@ -196,8 +193,7 @@ def test_a_failing_environment_is_a_fault_of_its_completion_alone(
     def script(index: int, turn: int) -> str:
         return [call("fail", kind=kind) if index == 1 else call("add", number=1), "Done"][turn]
 
-    settings = {"tool_timeout": 0.5} if kind == "hang" else {}
-    run = Run(builder, script, num=3, masks_errors=kind == "exit", **settings)
+    run = Run(builder, script, num=3, masks_errors=kind == "exit", tool_timeout=0.5 if kind == "hang" else 20.0)
     assert ends(run.groups[0]) == ["stop", "fault", "stop"]
     failed = run.groups[0].completions[1]
     assert failed.fault and failed.fault.startswith(f"{fault}: ") and failed.environment_reward is None
@@ -217,7 +213,7 @@ def test_limits_of_turns_and_tokens(builder: PromptBuilder) -> None:
 
 def test_an_observation_without_room_is_left_out_whole(builder: PromptBuilder) -> None:
     roomy = Run(builder, scripted(call("add", number=1), "Done"))
-    first, second = (part for part in roomy.completion.contexts[0].parts if isinstance(part, int))
+    first, _ = (part for part in roomy.completion.contexts[0].parts if isinstance(part, int))
     (seen,) = roomy.completion.observations
     needed = first + len(seen.token_ids) + 1
     exact = Run(builder, scripted(call("add", number=1), "Done"), max_tokens=needed)
@@ -243,13 +239,13 @@ def test_members_with_equal_starts_share_a_prompt(builder: PromptBuilder) -> Non
     starts = [[completion.start for completion in group.completions] for group in shared.groups]
     assert [len(set(of_group)) for of_group in starts] == [1, 1] and starts[0][0] is not starts[1][0]
     assert [len(group.by_prompt()) for group in shared.groups] == [1, 1]
-    assert starts[0][0].num_images == 1
+    assert starts[0][0] is not None and starts[0][0].num_images == 1
     assert shared.trajectories.take_counters()[UNLIKE_STARTS] == 0
     assert [len(wave) for wave in shared.engine.waves] == [2]  # a request per group, sampled at once
     assert all(request.partial is None for request in shared.engine.waves[0])
 
     unlike = Run(builder, scripted("Done"), toolbox_of(Unseeded), num=3)
-    assert [members for members in unlike.groups[0].by_prompt()] == [[0], [1], [2]]
+    assert unlike.groups[0].by_prompt() == [[0], [1], [2]]
     assert unlike.trajectories.take_counters()[UNLIKE_STARTS] == 1
 
 
