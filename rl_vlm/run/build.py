@@ -180,10 +180,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         ranks, progress, policy.vision, planned, config.memory.micro_batch_tokens,
         partial(append_change, directory.path),
     )  # fmt: skip
-    large_prompts = LargePrompts(budget, smallest_max_pixels(data.processor))
-    with ranks.agree():
-        if ranks.is_main:
-            large_prompts.check(data.largest_prompts())
+    large_prompts = checked_large_prompts(data, budget, ranks)
     logger.info(batch_line(plan, progress.max_steps))
     optimizer = Optimizer(strategy, policy.train(), config.train, progress.max_steps)
     before = allocated_bytes()
@@ -195,9 +192,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
-    trajectories = trajectories_of(config, toolbox, data, rewards, plan, ranks)
-    if trajectories is not None:
-        opened.callback(trajectories.close)
+    trajectories = trajectories_of(config, toolbox, data, rewards, plan, ranks, opened)
     collector = Collector(
         config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost, trajectories
     )
@@ -209,6 +204,15 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         config, ranks, strategy, directory, saved, trackers, rewards, data, evaluator, collector, trainer, budget, made,
         sources,
     )  # fmt: skip
+
+
+def checked_large_prompts(data: Data, budget: TokenBudget, ranks: Ranks) -> LargePrompts:
+    """Check the prompts of the largest rows. Raises DataError if one exceeds the budget."""
+    large_prompts = LargePrompts(budget, smallest_max_pixels(data.processor))
+    with ranks.agree():
+        if ranks.is_main:
+            large_prompts.check(data.largest_prompts())
+    return large_prompts
 
 
 def measures_budget(config: RunConfig, planned: PlannedBudget, ranks: Ranks) -> bool:
@@ -322,14 +326,18 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
 
 
 def trajectories_of(
-    config: RunConfig, toolbox: Toolbox, data: Data, rewards: RewardSuite, plan: BatchSizes, ranks: Ranks
-) -> Trajectories | None:
-    """Build what generates trajectories, if the run has tools."""
+    config: RunConfig, toolbox: Toolbox, data: Data, rewards: RewardSuite, plan: BatchSizes, ranks: Ranks,
+    opened: ExitStack,
+) -> Trajectories | None:  # fmt: skip
+    """Build the generator of trajectories, if the run has tools; `opened` closes it."""
     if data.turns is None:
         return None
     num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // ranks.world_size
     with ranks.agree():
-        return build_trajectories(config, toolbox, data.turns, "environments" in rewards.columns, num_at_once, ranks)
+        keeps = "environments" in rewards.columns
+        trajectories = build_trajectories(config, toolbox, data.turns, keeps, num_at_once, ranks)
+    opened.callback(trajectories.close)
+    return trajectories
 
 
 def build_evaluator(

@@ -111,7 +111,9 @@ def test_turns_go_on_after_observations_with_images(checkpoint: Path, engine: VL
     groups = engine.generate(side.requests, limits)
     for _ in range(2):
         waiting = [
-            replace(g, completions=[replace(g.completions[i], finish_reason="paused", pending=seen[i]) for i in range(3)])
+            replace(
+                g, completions=[replace(g.completions[i], finish_reason="paused", pending=seen[i]) for i in range(3)]
+            )
             for g in groups
         ]
         groups = engine.generate([RolloutRequest(g.group_id, g.prompt, g) for g in waiting], limits)

@@ -14,7 +14,7 @@ from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import family_of
 from rl_vlm.model.loading import checkpoint_config, token_rules
 from rl_vlm.rollout.environments.contract import COLUMN, Toolbox
-from rl_vlm.rollout.environments.driver import Limits, Trajectories
+from rl_vlm.rollout.environments.driver import Trajectories, TurnLimits
 from rl_vlm.rollout.environments.instances import Instances
 from rl_vlm.types import Prompt, Sample
 
@@ -77,9 +77,9 @@ def build_trajectories(
     if keeps_instances and rollout.max_environments is not None and rollout.max_environments < num_at_once:
         raise ConfigError(
             f"rollout.max_environments {rollout.max_environments} is too small: a reward function names "
-            f"`environments`, so the environments of all {num_at_once} completions that are scored together must be kept"
+            f"`environments`, so the environments of all {num_at_once} completions of a window must be kept"
         )
-    limits = Limits(
+    limits = TurnLimits(
         rollout.max_turns, rollout.max_turn_tokens, rollout.tool_timeout, rollout.tool_errors == "mask",
         config.data.max_image_pixels, config.data.max_prompt_length,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a user writes: tools and environments, in the form that TRL documents.
+"""The contract of users: tools and environments, in the form that TRL documents.
 
     def crop(x: int, y: int) -> list[dict]           a tool: a function with type hints and a Google docstring
     class Env:
@@ -98,7 +98,7 @@ class Toolbox:
         return self.kinds.get(None) or self.kinds.get(columns.get(COLUMN))
 
     def schemas_of(self, columns: Mapping[str, Any]) -> list[Schema]:
-        """Return the schemas of all tools of a row: tools without an environment, then those of its environment."""
+        """Return the schemas of all tools of a row: tools without an environment, then tools of its environment."""
         kind = self.kind_of(columns)
         return [*self.schemas, *(kind.schemas if kind else [])]
 
@@ -158,7 +158,7 @@ def load_toolbox(rollout: RolloutConfig) -> Toolbox:
 
 
 def load_tools(sources: Sequence[str], problems: list[str]) -> tuple[dict[str, Callable[..., Any]], list[Schema]]:
-    """Load functions and their schemas. Add what is wrong to `problems`."""
+    """Load functions and their schemas. Add problems to the list."""
     functions: dict[str, Callable[..., Any]] = {}
     schemas: list[Schema] = []
     for source in sources:
@@ -201,7 +201,7 @@ def load_kind(source: str, problems: list[str]) -> EnvironmentKind | None:
 
 
 def kind_problems(first: Any) -> Iterator[str]:
-    """Yield what is wrong with the class of an instance, except with its tools."""
+    """Yield the problems of the class of an instance, except with its tools."""
     cls = type(first)
     if not inspect.isfunction(getattr(cls, "reset", None)):
         yield f"{cls.__name__} needs a method `reset`, which is called at the start of a completion"
@@ -220,7 +220,7 @@ def tool_names(cls: type) -> list[str]:
 
 
 def read_content(value: Any, max_image_pixels: int) -> Content:
-    """Read what `reset` or a tool returned. Images are decoded and encoded at once, since callers may change them.
+    """Read the content that `reset` or a tool returned. Images are encoded at once, since callers may change them.
 
     A list of dicts that all have a `type` is read as blocks. Anything else becomes text, as in TRL. Raises DataError if
     an image cannot be read, and ValueError for other blocks.

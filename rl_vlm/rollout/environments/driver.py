@@ -26,7 +26,7 @@ from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.errors import DataError
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.environments.contract import COLUMN, Content, EnvironmentKind, Schema, Toolbox, read_content
-from rl_vlm.rollout.environments.instances import Call, Failure, Instance, Instances
+from rl_vlm.rollout.environments.instances import Instance, Instances, QueuedCall, ToolFailure
 from rl_vlm.types import (
     NO_TOKENS,
     Completion,
@@ -49,7 +49,7 @@ CHARACTERS_PER_TOKEN = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class TurnLimits:
     """Limits of trajectories."""
 
     max_turns: int
@@ -103,7 +103,7 @@ class Running(NamedTuple):
 
     member: Member
     turn: ParsedTurn
-    calls: list[Call | str]
+    calls: list[QueuedCall | str]
     """One per call of the turn: the call, or why it cannot be made."""
 
     def seen(self, results: Sequence[ToolResult] = ()) -> Turn:
@@ -118,7 +118,7 @@ class Trajectories:
         self,
         toolbox: Toolbox,
         formats: Mapping[str | None, TurnFormat],
-        limits: Limits,
+        limits: TurnLimits,
         instances: Instances,
         keeps_instances: bool = False,
         together: Collectives | None = None,
@@ -174,7 +174,7 @@ class Trajectories:
 
     def admit(self, waiting: deque[Member], seed: int) -> list[Member]:
         """Start as many completions as there are instances for. Their environments are reset concurrently."""
-        admitted, resets = list[Member](), list[tuple[Member, Call]]()
+        admitted, resets = list[Member](), list[tuple[Member, QueuedCall]]()
         while waiting and (instance := self.instances.acquire(waiting[0].kind)) is not None:
             member = waiting.popleft()
             member.instance = instance
@@ -186,7 +186,7 @@ class Trajectories:
             self.start(member, call)
         return admitted
 
-    def start(self, member: Member, call: Call) -> None:
+    def start(self, member: Member, call: QueuedCall) -> None:
         """Give a completion the prompt with the content that `reset` returned."""
         assert member.instance is not None
         try:
@@ -194,7 +194,7 @@ class Trajectories:
             content = None if returned is None else read_content(returned, self.limits.max_image_pixels)
             if content is not None:
                 member.completion = replace(member.completion, start=self.starting_prompt(member, content))
-        except Failure as failure:
+        except ToolFailure as failure:
             member.fail("reset" if failure.kind == "exception" else failure.kind, f"reset: {failure.message}")
         except (DataError, ValueError) as error:
             member.fail("reset", f"reset: {error}")
@@ -256,7 +256,7 @@ class Trajectories:
         running.calls.extend(self.begin_call(member, call) for call in running.turn.calls)
         return running
 
-    def begin_call(self, member: Member, call: ToolCall) -> Call | str:
+    def begin_call(self, member: Member, call: ToolCall) -> QueuedCall | str:
         """Start a call, or return why it cannot be made."""
         assert member.instance is not None
         if problem := problem_of_call(call, member.schemas):
@@ -275,7 +275,7 @@ class Trajectories:
                 return member.end("length", running.seen())
             images = [[decoded(image) for image in result.images] for result in results]
             seen = member.format.observe(member.name, completion.last_turn.tolist(), turn.calls, results, images)
-        except Failure as failure:
+        except ToolFailure as failure:
             return member.fail(failure.kind, failure.message, running.seen())
         except DataError as error:
             return member.fail("observation", str(error), running.seen())
@@ -286,14 +286,14 @@ class Trajectories:
         )  # fmt: skip
         return None
 
-    def result(self, member: Member, call: Call | str) -> ToolResult:
-        """Wait for a call. Raises Failure if its environment has failed."""
+    def result(self, member: Member, call: QueuedCall | str) -> ToolResult:
+        """Wait for a call. Raises ToolFailure if its environment has failed."""
         if isinstance(call, str):
             return told(call)
         assert member.instance is not None
         try:
             content = read_content(member.instance.finish(call, self.limits.tool_timeout), self.limits.max_image_pixels)
-        except Failure as failure:
+        except ToolFailure as failure:
             if failure.kind != "exception" or self.limits.masks_errors:
                 raise
             return told(failure.text, call.seconds)
@@ -313,7 +313,7 @@ class Trajectories:
         for member in members:
             self.free(member)
 
-    def add_reward(self, member: Member, call: Call) -> None:
+    def add_reward(self, member: Member, call: QueuedCall) -> None:
         """Add what `get_reward` returned: a number, or None if it does not apply."""
         assert member.instance is not None
         try:
@@ -321,7 +321,7 @@ class Trajectories:
             if reward is not None:
                 reward = float(reward)
             member.completion = replace(member.completion, environment_reward=reward)
-        except Failure as failure:
+        except ToolFailure as failure:
             member.fail("get_reward" if failure.kind == "exception" else failure.kind, failure.message)
         except (TypeError, ValueError) as error:
             member.fail("get_reward", f"get_reward must return a number: {error}")

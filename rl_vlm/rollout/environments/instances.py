@@ -21,7 +21,7 @@ from rl_vlm.distributed.signals import WAIT_SECONDS, stop
 from rl_vlm.rollout.environments.contract import EnvironmentKind
 
 
-class Failure(Exception):
+class ToolFailure(Exception):
     """A call that failed. `kind` names the fault: `timeout`, `connection` or `exception`."""
 
     def __init__(self, kind: str, message: str, text: str = "") -> None:
@@ -32,7 +32,7 @@ class Failure(Exception):
         self.text = text
 
 
-class Call:
+class QueuedCall:
     """A call that runs in an instance's thread."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -55,13 +55,13 @@ class Call:
         self.seconds = time.monotonic() - self.started
 
     def result(self, timeout: float) -> Any:
-        """Wait for the result until `timeout` seconds after the start. Raises Failure if the call fails."""
+        """Wait for the result until `timeout` seconds after the start. Raises ToolFailure if the call fails."""
         waiting_since = time.monotonic()
         while not self.future.done():
             stop.check()
             left = (self.started or waiting_since) + timeout - time.monotonic()
             if left <= 0:
-                raise Failure("timeout", f"no answer within {timeout:g} seconds (rollout.tool_timeout)")
+                raise ToolFailure("timeout", f"no answer within {timeout:g} seconds (rollout.tool_timeout)")
             wait([self.future], min(left, WAIT_SECONDS))
         return self.future.result()
 
@@ -75,7 +75,7 @@ class Instance:
         self.environment = environment
         self.is_lost = False
         """True if a call has not ended in time."""
-        self.calls: SimpleQueue[Call | None] = SimpleQueue()
+        self.calls: SimpleQueue[QueuedCall | None] = SimpleQueue()
         Thread(target=self.serve, name="environment", daemon=True).start()
 
     def serve(self) -> None:
@@ -83,13 +83,13 @@ class Instance:
         while (call := self.calls.get()) is not None:
             call.run()
 
-    def call(self, function: Callable[[], Any]) -> Call:
+    def call(self, function: Callable[[], Any]) -> QueuedCall:
         """Queue a call."""
-        call = Call(function)
+        call = QueuedCall(function)
         self.calls.put(call)
         return call
 
-    def method(self, name: str, arguments: Mapping[str, Any]) -> Call:
+    def method(self, name: str, arguments: Mapping[str, Any]) -> QueuedCall:
         """Queue a call of one of the environment's methods."""
         return self.call(partial(self.call_method, name, arguments))
 
@@ -100,11 +100,11 @@ class Instance:
             self.environment = self.kind.factory()
         return getattr(self.environment, name)(**arguments)
 
-    def finish(self, call: Call, timeout: float) -> Any:
-        """Wait for a call. Raises Failure if it fails. After a timeout the instance is lost."""
+    def finish(self, call: QueuedCall, timeout: float) -> Any:
+        """Wait for a call. Raises ToolFailure if it fails. After a timeout the instance is lost."""
         try:
             return call.result(timeout)
-        except Failure as failure:
+        except ToolFailure as failure:
             self.is_lost = self.is_lost or failure.kind == "timeout"
             raise
 
@@ -170,9 +170,9 @@ async def awaited(awaitable: Any) -> Any:
     return await awaitable
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> ToolFailure:
     """Describe an error of a user's code."""
-    if isinstance(error, Failure):
+    if isinstance(error, ToolFailure):
         return error
     kind = "connection" if isinstance(error, ConnectionError) else "timeout" if isinstance(error, TimeoutError) else ""
-    return Failure(kind or "exception", describe(error), str(error))
+    return ToolFailure(kind or "exception", describe(error), str(error))

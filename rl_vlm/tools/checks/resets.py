@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_vlm.errors import DataError, Finding
 from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, read_content
 from rl_vlm.rollout.environments.driver import digest_of, offered
-from rl_vlm.rollout.environments.instances import Failure, Instance
+from rl_vlm.rollout.environments.instances import Instance, ToolFailure
 from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt
 from rl_vlm.tools.checks.environments import toolbox
 from rl_vlm.tools.checks.model import Prompts, prompts
@@ -38,7 +38,7 @@ def reset_twice(subject: Subject, box: Toolbox, kind: EnvironmentKind, found: Pr
     where = f"reset of {kind.name} on {rows.place(row)}"
     try:
         first, second = reset_digests(subject, kind, found, row)
-    except (Failure, DataError, ValueError) as error:
+    except (ToolFailure, DataError, ValueError) as error:
         yield Finding("error", "environment that fails", f"{where}: {error}", FAILS)
         return
     if first != second:
@@ -50,7 +50,7 @@ def reset_twice(subject: Subject, box: Toolbox, kind: EnvironmentKind, found: Pr
 def reset_digests(subject: Subject, kind: EnvironmentKind, found: Prompts, row: int) -> list[str | None]:
     """Return digests of the contents of two resets, None without content.
 
-    Raises Failure if a reset fails, and DataError or ValueError if its content cannot be read.
+    Raises ToolFailure if a reset fails, and DataError or ValueError if its content cannot be read.
     """
     config = subject.config
     request = RolloutRequest("doctor", found.builder.build(found.train.rows[row]))

@@ -10,7 +10,7 @@ from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.rollout.environments import contract
 from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, tool_names
-from rl_vlm.rollout.environments.driver import UNLIKE_STARTS, Limits, Trajectories
+from rl_vlm.rollout.environments.driver import UNLIKE_STARTS, Trajectories, TurnLimits
 from rl_vlm.rollout.environments.instances import Instances
 from rl_vlm.types import Completion, Group, Observation, RolloutRequest, Sample, Sampling
 from tests.helpers.scripted import Script, ScriptedEngine, call, grey
@@ -97,7 +97,7 @@ class Run:
         self.format = TurnFormat.choose(builder, stops, toolbox.all_schemas, "auto", "auto", True)
         self.engine = ScriptedEngine(tokenizer, END, script)
         default = {"max_turns": 10, "max_turn_tokens": None, "tool_timeout": 20.0, "masks_errors": False}
-        bounds = Limits(**{**default, "max_image_pixels": 10**7, "max_prompt_length": None} | limits)
+        bounds = TurnLimits(**{**default, "max_image_pixels": 10**7, "max_prompt_length": None} | limits)
         self.instances = Instances(max_num)
         formats = dict.fromkeys(toolbox.kinds or [None], self.format)
         self.trajectories = Trajectories(toolbox, formats, bounds, self.instances, keeps)
