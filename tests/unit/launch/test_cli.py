@@ -335,7 +335,11 @@ def test_help(arguments, capsys):
     ("arguments", "shown", "hidden"),
     [
         (["--help-all"], ["  adam_beta1: number = 0.9\n", "  learning_rate: ", "  timeout: "], []),
-        (["--help", "rollout"], ["  min_p: ", "  num_generations: whole number = 8\n"], ["learning_rate", "timeout"]),
+        (
+            ["--help", "rollout"],
+            ["  min_p: ", "  num_generations: whole number = 8\n"],
+            ["learning_rate", "  timeout: "],
+        ),
         (["--help", "rewards"], ["  reward_weights: ", "  timeout: "], ["learning_rate"]),
     ],
 )

@@ -40,9 +40,9 @@ def names_run(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-SECONDS = ["needed_settings", "batches", "sampling_temperature", "rewards", "token_loss"]
+SECONDS = ["needed_settings", "batches", "sampling_temperature", "rewards", "toolbox", "token_loss"]
 AROUND = ["output_directory", "packages", "model_files"]
-ROWS = ["machine", "every_row", "duplicates", "golds", "prompts", "size"]
+ROWS = ["machine", "every_row", "duplicates", "golds", "prompts", "resets", "size"]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ ROWS = ["machine", "every_row", "duplicates", "golds", "prompts", "size"]
         ("train", Cost.SECONDS, [*SECONDS, "first_rows", *AROUND]),
         ("train", Cost.ROWS, [*SECONDS, *AROUND, *ROWS]),
         ("train", Cost.MODEL, [*SECONDS, *AROUND, *ROWS, "loaded_model", "two_steps"]),
-        ("eval", Cost.SECONDS, ["needed_settings", "rewards", "first_rows", "evaluation_options", *AROUND]),
+        ("eval", Cost.SECONDS, ["needed_settings", "rewards", "toolbox", "first_rows", "evaluation_options", *AROUND]),
         ("serve", Cost.SECONDS, ["packages", "model_files"]),
     ],
 )
