@@ -388,7 +388,7 @@ class AlgorithmConfig(Section):
     num_iterations: int = Field(default=1, ge=1)
     """Number of training passes over each generated window."""
     mask_truncated_completions: bool = False
-    """Exclude completions that reach `max_completion_length` from the loss."""
+    """Exclude completions that reach `max_completion_length` or `max_turns` from the loss."""
     top_entropy_quantile: float = Field(default=1.0, gt=0, le=1)
     """Train only on this fraction of the optimizer step's tokens, those with the highest entropy; 1 is off."""
 

@@ -250,6 +250,24 @@ def test_all_functions_of_a_run_are_checked_and_their_scales_compared(capsys: py
     assert [f["function"] for f in report["functions"]] == ["exact_match", "format_tags"]
 
 
+def test_functions_for_a_run_with_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    """One reads the first turn. Another reads environments, and is left out."""
+    Path("mine.py").write_text(
+        "def f(completions, solution):\n"
+        "    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]\n"
+        "    return [float(f'>{s}<' in text) for text, s in zip(texts, solution)]\n"
+        "def g(environments): return [e.score for e in environments]\n"
+    )
+    tools = "rollout: {environment: 'mine.py:Game'}\n"
+    text = "model: {model_name_or_path: none}\nrewards: {reward_funcs: ['mine.py:f', 'mine.py:g']}\n"
+    Path("run.yaml").write_text(text + tools)
+    report = check("run.yaml", capsys, "data.text_only=true")[1]
+    assert [f["function"] for f in report["functions"]] == ["f"]
+    assert [f["function"] for f in report["findings"] if f["kind"] == "first turn"] == ["f"]
+    Path("run.yaml").write_text(text)
+    assert "first turn" not in kinds(check("run.yaml", capsys, "data.text_only=true")[1])
+
+
 def test_a_check_that_checks_nothing_says_so_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(
         "model: {model_name_or_path: none}\n"
