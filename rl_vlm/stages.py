@@ -103,7 +103,8 @@ NO_ONE = Stages()
 COLUMNS = frozenset(
     """
     step group_id sample_id completion_index policy_version prompt completion finish_reason prompt_length
-    completion_length image_sizes model_image_sizes reward advantage fault row images
+    completion_length image_sizes model_image_sizes reward advantage fault row images turns num_turns environment
+    environments observed_length
     """.split()
 )
 """Columns of the completions files. Reward functions use other names."""
@@ -133,7 +134,7 @@ def is_column(name: str) -> bool:
 
 def is_taken(name: str) -> bool:
     """Return whether a reward function cannot have this name, since the run writes a column or a count under it."""
-    return is_column(name) or is_column(f"{name}/") or name in ("all", "environment") or "/" in name
+    return is_column(name) or is_column(f"{name}/") or name == "all" or "/" in name
 
 
 def is_metric(name: str) -> bool:

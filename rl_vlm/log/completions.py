@@ -19,6 +19,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
 from rl_vlm.log.images import PromptImages
+from rl_vlm.log.trajectories import has_trajectories, trajectory_columns, turns_json, turns_text
 from rl_vlm.stages import is_column
 from rl_vlm.types import Completion, Prompt, RewardTable, ScoredGroup, ServedCompletion
 
@@ -77,8 +78,12 @@ class CompletionsLog:
             columns = data_columns(sample.columns)
             if self.images is not None and (paths := self.images.write(sample)) is not None:
                 columns["images"] = paths
-            for _ in scored.group.completions:
-                next(position).update(columns)
+            for completion in scored.group.completions:
+                row = next(position)
+                row.update(columns)
+                keep = self.images and self.images.of_completion(sample, row["completion_index"])
+                if completion.turns and keep is not None:
+                    row["turns"] = turns_json(completion.turns, keep)
 
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
@@ -86,6 +91,7 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
 
     A reward is None if it does not apply or failed. A length is None if it is not known, a fault if there is none.
     """
+    in_turns = has_trajectories(groups)
     return [
         {
             "step": step,
@@ -104,6 +110,7 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
             "reward": number(scored.rewards_G[g].item()),
             "advantage": scored.advantages_G[g].item(),
             "fault": "\n".join(table.faults.get((p, g), [])) or None,
+            **(trajectory_columns(completion) if in_turns else {}),
             **{name: column[p][g] for name, column in table.breakdown.items()},
         }
         for p, scored in enumerate(groups)
@@ -154,10 +161,13 @@ def rollout_table(path: Path, step: int, functions: Sequence[str]) -> RolloutTab
     groups = [group for window in windows for group in window]
     chosen = sorted(groups, key=lambda group: not group[0].get("images"))[:MOST_TRACKED_GROUPS]
     columns = ["sample_id", "prompt", "completion", *functions, "reward", "advantage", "finish_reason"]
+    tracked = [row for group in chosen for row in group[:MOST_TRACKED_COMPLETIONS]]
+    if any(row.get("turns") for row in tracked):
+        columns.append("turns")
+        tracked = [row | {"turns": turns_text(row)} for row in tracked]
     rows = [
         [path.parent / row["images"][0] if row.get("images") else None, step, *(row.get(name) for name in columns)]
-        for group in chosen
-        for row in group[:MOST_TRACKED_COMPLETIONS]
+        for row in tracked
     ]
     return RolloutTable(["image", "step", *columns], rows)
 
@@ -235,7 +245,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
         title = f"[{row['group_id']} #{row['completion_index']}, reward {reward}]"
-        tqdm.write(f"\n{title}\n{row['prompt']}\n-> {row['completion']}")
+        tqdm.write(f"\n{title}\n{row['prompt']}\n{turns_text(row) or '-> ' + row['completion']}")
 
 
 def window_path(output_dir: Path, step: int) -> Path:

@@ -1,12 +1,15 @@
-"""Small copies of some prompts' images for the report, stored with the completions."""
+"""Small copies of the images of some prompts and their trajectories for the report, stored with the completions."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_vlm.data.images import decode_image
 from rl_vlm.log.files import atomic_write
+from rl_vlm.log.trajectories import KeepImages
 from rl_vlm.types import Sample
 
 if TYPE_CHECKING:
@@ -17,6 +20,9 @@ MOST_PROMPTS = 200
 MOST_HELD_OUT = 50
 """Approximate number of held-out prompts whose images are kept."""
 MOST_PER_PROMPT = 4
+MOST_COMPLETIONS = 2
+"""Completions of a group whose observed images are kept, since each draw of a prompt has new ones."""
+MOST_PER_COMPLETION = 4
 LONG_SIDE = 448
 """Pixels of the long side of a copy."""
 QUALITY = 80
@@ -39,6 +45,21 @@ class PromptImages:
         if not sample.images or not is_kept(sample.sample_id, self.share):
             return None
         return [f"{self.folder.name}/{self.write_image(image).name}" for image in sample.images[:MOST_PER_PROMPT]]
+
+    def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
+        """Return the function that writes the first images of a tool's result and returns their paths.
+
+        Return None if the images of the prompt are not kept, or if enough completions of the group come before.
+        """
+        if index >= MOST_COMPLETIONS or not is_kept(sample.sample_id, self.share):
+            return None
+        left = iter(range(MOST_PER_COMPLETION))
+
+        def keep(files: Sequence[bytes]) -> list[str]:
+            chosen = [file for file, _ in zip(files, left, strict=False)]
+            return [f"{self.folder.name}/{self.write_image(decode_image(file)).name}" for file in chosen]
+
+        return keep
 
     def write_image(self, image: Image) -> Path:
         """Write an image, unless it exists, and return the path."""

@@ -18,8 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from rl_vlm.algorithm.advantages import reward_std
 from rl_vlm.algorithm.losses import LossMetrics, MetricSum
 from rl_vlm.log.files import atomic_write
+from rl_vlm.log.trajectories import is_trajectory, num_observed
 from rl_vlm.stages import AHEAD, NO_ONE, PARTS_OF_TRAINING, Listener, Stage, Stages
-from rl_vlm.types import ScoredGroup
+from rl_vlm.types import Completion, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,12 @@ NUM_GROUPS = "completions/num_groups"
 """Groups of a step."""
 FAULTED = "frac_reward_faults"
 """Share of a window's completions on which a reward function failed. Only the window's first step has it."""
+CALL_FREQUENCY = "tools/call_frequency"
+"""Calls per completion."""
+FAILURE_FREQUENCY = "tools/failure_frequency"
+"""Failed calls per call."""
+TURNS = "environment/turns"
+"""Turns per completion."""
 ITERATION = "sampling/iteration"
 """How often earlier steps have trained on the groups of a step. Later iterations repeat the metrics of the groups."""
 
@@ -182,7 +189,7 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     As in TRL, `reward_std` is the standard deviation over all rewards of the step, not within groups. There are two
     differences. `step_tokens` counts one step, while TRL's `num_tokens` adds up over the run. If no completion
     terminated, the terminated lengths are left out, while TRL logs 0. TRL has neither the mean of the groups' best
-    rewards nor that of their distinct answers.
+    rewards nor that of their distinct answers. Lengths leave out faults of environments.
     """
     if not groups:
         return
@@ -200,11 +207,29 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     completions = [completion for scored in groups for completion in scored.group.completions]
     lengths = torch.tensor([float(len(c.token_ids)) for c in completions])  # sampled ones, as TRL counts them
     clipped = torch.tensor([c.finish_reason == "length" for c in completions])
-    for kind, some in (("length", lengths), ("terminated_length", lengths[~clipped])):
+    whole = (lengths > 0) & torch.tensor([c.finish_reason != "fault" for c in completions])
+    for kind, some in (("length", lengths[whole]), ("terminated_length", lengths[whole & ~clipped])):
         metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})
     metrics.add_values(clipped.float(), mean="completions/clipped_ratio")
     num_prompt_tokens = sum(len(scored.group.prompt.token_ids) for scored in groups)
     metrics.add_sum("step_tokens", lengths.double().sum().item() + num_prompt_tokens)
+    add_trajectory_metrics(metrics, [completion for completion in completions if is_trajectory(completion)])
+
+
+def add_trajectory_metrics(metrics: StepMetrics, trajectories: Sequence[Completion]) -> None:
+    """Add the frequency of calls and of failed calls as TRL defines them, and means of turns and observed tokens.
+
+    A call counts if it was run. A call that cannot be read is none. If there are no calls, the frequency of failures is
+    left out, while TRL logs 0.
+    """
+    turns = [turn for completion in trajectories for turn in completion.turns if turn.calls and turn.results]
+    num_calls = sum(len(turn.calls) for turn in turns)
+    num_failed = sum(result.error is not None for turn in turns for result in turn.results)
+    num = len(trajectories)
+    metrics.add_mean(CALL_FREQUENCY, num_calls, num)
+    metrics.add_mean(FAILURE_FREQUENCY, num_failed, num_calls)
+    metrics.add_mean(TURNS, sum(len(completion.turns) for completion in trajectories), num)
+    metrics.add_mean("environment/observed_tokens", sum(map(num_observed, trajectories)), num)
 
 
 def is_number(value: Any) -> bool:
