@@ -29,6 +29,7 @@ from rl_vlm.tools.report.diversity import MOST_LISTED, diversity_of
 from rl_vlm.tools.report.draw import chart_data, clock_of, figure_of, number
 from rl_vlm.tools.report.read import RunResults, holds_results, place_of, read_runs
 from rl_vlm.tools.report.rollouts import MOST_ROLLOUTS, browser_data, faulty_rows
+from rl_vlm.tools.report.turns import reward_by_turns
 from rl_vlm.tools.report.verdict import RunRow, columns_of, fault_counts, verdict_of
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ def build_page(runs: Sequence[RunResults], reloads: bool = False, most: int = MO
         data=script_json(data),
         notes=[(run.name, note) for run in runs for note in run.notes],
         diversities=[diversity_of(run, function) for run in runs if run.rows for function in run.decisive],
+        by_turns=[(run.name, found) for run in runs if (found := reward_by_turns(run))],
         resampled=[run.name for run in runs if run.settings.get("rollout", {}).get("max_resampling_rounds")],
         most_listed=MOST_LISTED,
         counted=[(run.name, counts) for run in runs if (counts := fault_counts(run))],

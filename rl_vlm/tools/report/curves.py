@@ -12,6 +12,8 @@ from rl_vlm.log.curve import Point, Series, held_out_points, metric_points, rewa
 from rl_vlm.log.metrics import (
     BEST_OF_GROUP,
     DISTINCT_ANSWERS,
+    FAILURE_FREQUENCY,
+    TURNS,
     WITHOUT_VARIANCE,
     function_name,
     seconds_of,
@@ -93,6 +95,8 @@ def internal_charts(runs: Sequence[RunResults]) -> list[Chart]:
         metric_chart(runs, "Best of a group", "mean over groups of the best reward", [BEST_OF_GROUP]),
         *([equal] if len(runs) > 1 else []),
         metric_chart(runs, "Cut off", "share of completions at the length limit", ["completions/clipped_ratio"]),
+        metric_chart(runs, "Turns", "of a completion, mean", [TURNS]),
+        metric_chart(runs, "Failed calls", "share of calls of tools", [FAILURE_FREQUENCY]),
         metric_chart(runs, "Entropy", "mean per token, in nats", ["entropy"]),
         metric_chart(runs, "KL", "mean per token, to the reference", ["kl"]),
         metric_chart(runs, "Clipped tokens", "share of tokens whose ratio is clipped", list(CLIPPED)),

@@ -50,7 +50,8 @@
       if (want.high !== null && score > want.high) return false;
     }
     if (!want.text) return true;
-    const texts = [row.before || "", row.thought || "", row.text, data.prompts[group.prompt], group.id, ...Object.values(group.data)];
+    const ofTurns = (row.turns || []).flatMap((turn) => [turn.text, ...turn.results.map((result) => result.text)]);
+    const texts = [...ofTurns, row.before || "", row.thought || "", row.text, data.prompts[group.prompt], group.id, ...Object.values(group.data)];
     return texts.some((text) => text.toLowerCase().includes(want.text));
   }
 
@@ -329,8 +330,11 @@
         ...data.names[group.run].map((name, f) => figure(name, number(row.scores[f]))),
         part(group) === "training" ? figure("advantage", signed(row.advantage)) : null,
         figure("finish", row.end),
+        row.turns ? figure("turns", String(row.turns.length)) : null,
         row.tokens === null ? null : figure("tokens", String(row.tokens))),
-      ...completionText(row));
+      ...(row.turns || []).slice(0, -1).map(turnItem),
+      ...completionText(row),
+      ...(row.turns || []).slice(-1).flatMap((turn) => turn.results.map(resultItem)));
     if (row.fault) item.append(element("p", { class: "fault" }, row.fault));
     if (Object.keys(row.logged).length) {
       const logged = element("dl", { class: "data" });
@@ -342,6 +346,21 @@
     item.addEventListener("focusin", pick);
     items.push({ item, group, i });
     return item;
+  }
+
+  // A turn of the model and the results of its calls, folded.
+  function turnItem(turn, i) {
+    const failed = turn.results.some((result) => result.failed);
+    const summary = element("summary", {}, `turn ${i + 1}${turn.calls.length ? ": " + turn.calls.join(", ") : ""} `,
+      failed ? element("b", { class: "failed" }, "error") : "");
+    return element("details", { class: "turn" }, summary, element("div", { class: "text" }, turn.text || "(empty)"), ...turn.results.map(resultItem));
+  }
+
+  function resultItem(result) {
+    const left = result.left ? element("p", { class: "quiet" }, `${result.left} image${result.left === 1 ? "" : "s"}, not kept`) : null;
+    return element("div", { class: result.failed ? "result failed" : "result" },
+      ...result.images.map((image) => element("img", { src: data.images[image], alt: "Observed image" })), left,
+      result.text ? element("div", { class: "text" }, result.text) : null);
   }
 
   function completionText(row) {

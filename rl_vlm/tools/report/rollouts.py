@@ -20,6 +20,7 @@ from rl_vlm.log.images import LONG_SIDE, QUALITY, small_copy
 from rl_vlm.reward.regions import Regions
 from rl_vlm.stages import COLUMN_PREFIX, is_column
 from rl_vlm.tools.report.read import Row, RunResults
+from rl_vlm.tools.report.turns import described_turns
 
 MOST_ROLLOUTS = 10_000
 """Completions on the page."""
@@ -125,7 +126,7 @@ def browser_data(runs: Sequence[RunResults], most: int = MOST_ROLLOUTS) -> dict[
         images=Images(),
         prompts={prompt: i for i, prompt in enumerate(prompts)},
         regions=regions,
-        text_limit=length_limit([num_bytes(row["completion"]) for row in rows], TEXT_BYTES),
+        text_limit=length_limit([num_bytes(row.get("turns") or row["completion"]) for row in rows], TEXT_BYTES),
         cell_limit=length_limit([cells_size(cells) for one in shown for cells in (one.data, *one.logged)], CELL_BYTES),
     )
     return {
@@ -272,8 +273,14 @@ def describe_group(one: Shown, run: RunResults, page: Page) -> dict[str, Any]:
 
 def describe_row(row: Row, logged: Mapping[str, str], run: RunResults, page: Page) -> dict[str, Any]:
     """Describe one completion."""
+    turns = described_turns(
+        row,
+        lambda name: page.images.add(run.image_folder / name, run.root),
+        lambda text: cut(text, page.text_limit // max(1, row["num_turns"])),
+    )
     return {
         **described_text(row["completion"], page.text_limit),
+        **({"turns": turns} if turns else {}),
         "end": row["finish_reason"],
         "tokens": row["completion_length"],
         "reward": rounded(row["reward"]),
