@@ -184,6 +184,21 @@ def test_a_template_that_shows_one_of_two_images_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("for content in message['content'] %}", "for content in message['content'] | reverse %}"),
+        ("{{ content['text'] }}", "{{ content['text'] }} {{ content['text'] }}"),
+    ],
+)
+def test_a_template_that_writes_results_twice_or_backwards_is_refused(old: str, new: str, tmp_path: Path):
+    builder = builder_of("qwen2_5_vl", tmp_path)
+    assert old in builder.processor.chat_template
+    builder.processor.chat_template = builder.processor.chat_template.replace(old, new)
+    with pytest.raises(ConfigError, match="changes the order of results in user messages"):
+        choose(builder, [END])
+
+
+@pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
         ("{{- tool_call.arguments | tojson }}", "{{- {} | tojson }}", "leaves out calls"),
