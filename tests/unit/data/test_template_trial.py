@@ -44,7 +44,7 @@ CHOSEN = {
     "gemma4_v4": f"{GEMMA}tool messages: {STAY}",
     "gemma4_v5": f"{GEMMA}tool messages: {PRESERVE}; {STAY}",
 }
-FAST = {"qwen2_5_vl", "qwen3_vl", "gemma4_v3"}
+FAST = {"qwen2_5_vl", "qwen3_vl", "qwen3_6", "gemma4_v3"}
 
 MISTRAL = """
 {%- set last = namespace(at=-1) -%}
