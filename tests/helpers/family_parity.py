@@ -186,6 +186,15 @@ def everything_in_fp64() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_fp64(policy: Policy) -> Iterator[Policy]:
+    """The policy with fp64 weights, and everything in fp64. Its weights stay so."""
+    policy.transformer.set_experts_implementation("eager")  # the usual kernel knows no fp64
+    policy.compute_dtype = torch.float64
+    with everything_in_fp64():
+        yield policy.double()
+
+
 @dataclass(frozen=True)
 class Measured:
     """One family's row of the table; None where the family does not run so."""
@@ -200,10 +209,8 @@ def measure(checkpoint: Path, names: Sequence[str]) -> Measured:
     """The worst over the cases, with every weight trained."""
     policy = make_policy(checkpoint)
     dense, shared = compare(policy, checkpoint, names, torch.float32)
-    policy.transformer.set_experts_implementation("eager")  # the usual kernel knows no fp64
-    policy.compute_dtype = torch.float64
-    with everything_in_fp64():
-        dense_fp64, shared_fp64 = compare(policy.double(), checkpoint, names, torch.float64)
+    with in_fp64(policy):
+        dense_fp64, shared_fp64 = compare(policy, checkpoint, names, torch.float64)
     return Measured(dense, dense_fp64, shared, shared_fp64)
 
 

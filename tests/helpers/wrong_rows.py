@@ -9,7 +9,7 @@ import torch
 from rl_vlm.model import policy as policy_module
 from rl_vlm.model.layout import ForwardInputs, shared_inputs
 from rl_vlm.model.policy import Policy
-from rl_vlm.types import Forward, ScoredGroup
+from rl_vlm.types import Forward, Observation, ScoredGroup
 from tests.helpers.builders import whole
 
 
@@ -37,7 +37,16 @@ def another_image(rows: ForwardInputs) -> ForwardInputs:
     return replace(rows, rendered=[replace(prompt, mm_inputs=prompt.mm_inputs | {"pixel_values": pixels})])
 
 
+def another_observed_image(rows: ForwardInputs) -> ForwardInputs:
+    """An image of the same size in the observation that is first in the row, wherever it is."""
+    seen = next(each for each in rows.rendered if isinstance(each, Observation) and each.mm_inputs)
+    pixels = torch.randn(seen.mm_inputs["pixel_values"].shape, generator=torch.Generator().manual_seed(0))
+    other = replace(seen, mm_inputs=seen.mm_inputs | {"pixel_values": pixels})
+    return replace(rows, rendered=[other if each is seen else each for each in rows.rendered])
+
+
 WRONG_ROWS = [see_each_other, positions_go_on, another_image]
+WRONG_TURNS = [see_each_other, positions_go_on, another_observed_image]
 
 
 def effect(policy: Policy, groups: Sequence[ScoredGroup], change: Callable[[ForwardInputs], ForwardInputs]) -> float:

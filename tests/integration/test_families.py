@@ -16,7 +16,8 @@ from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.hf import HFEngine
 from rl_vlm.rollout.partial import InFlight, roll_on
 from rl_vlm.types import Group, Observation, Prompt, RolloutRequest, Sampling
-from tests.helpers.builders import make_observation, make_policy, make_prompt, noise_image
+from tests.helpers.builders import gradient_error, make_observation, make_policy, make_prompt, noise_image
+from tests.helpers.cut_groups import cut, cut_gradients
 from tests.helpers.family_parity import (
     CASES,
     FP32_ROUNDING,
@@ -26,13 +27,15 @@ from tests.helpers.family_parity import (
     Parity,
     case_groups,
     cases,
+    in_fp64,
     measure,
     observed_text,
     scores,
+    stock_scores,
 )
 from tests.helpers.stock import generate_with_transformers, stock_logprobs
 from tests.helpers.tiers import FAST_FAMILIES, families_in_tiers, in_tiers
-from tests.helpers.wrong_rows import WRONG_ROWS, effect
+from tests.helpers.wrong_rows import WRONG_ROWS, WRONG_TURNS, another_observed_image, effect
 from tests.tiny.build import ALL_FAMILIES, TINY_FAMILIES
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -43,10 +46,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give each test the families of its tier. One short test has every family in `make test-ci`."""
+    """Give each test the families of its tier. One short test has every family in `make test-ci`, and one has few."""
     if "family" in metafunc.fixturenames:
-        has_all = metafunc.function is test_generator_logprobs_are_those_of_the_models_own_forward
-        families = in_tiers(sorted(TINY_FAMILIES), FAST_FAMILIES) if has_all else families_in_tiers(TINY_FAMILIES)
+        families = families_in_tiers(TINY_FAMILIES)
+        if metafunc.function is test_generator_logprobs_are_those_of_the_models_own_forward:
+            families = in_tiers(sorted(TINY_FAMILIES), FAST_FAMILIES)
+        elif metafunc.function is test_trajectories_are_exact_for_each_way_to_train:
+            families = in_tiers(sorted(TINY_FAMILIES), fast=(), ci=FAST_FAMILIES)
         metafunc.parametrize("family", families, scope="module")
 
 
@@ -91,6 +97,32 @@ def test_shared_equals_dense_for_each_way_to_train(family: str, checkpoint: Path
     parity = Parity.of(scores(policy, groups, shared=True), dense)
     assert parity.logprobs <= 1e-5
     assert parity.gradients <= FP32_ROUNDING.get(family, 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["every weight", *VARIANTS])
+def test_trajectories_are_exact_for_each_way_to_train(family: str, checkpoint: Path, variant: str) -> None:
+    """In fp64, of several prompts in one row, and of groups that are cut into micro-batches."""
+    policy = make_policy(checkpoint, **VARIANTS.get(variant, {}))
+    with in_fp64(policy):
+        groups = case_groups(checkpoint, IMAGE_TURNS if IMAGE_TURNS in cases(family) else TEXT_TURNS, torch.float64)
+        if len(groups) == 1 and family != "mllama":  # it has one prompt in a row
+            groups += case_groups(checkpoint, "several prompts", torch.float64)
+        expected = stock_scores(policy, groups)
+        assert Parity.of(scores(policy, groups, shared=True), expected).worst <= 1e-9
+        assert Parity.of(scores(policy, groups, shared=False), expected).worst <= 1e-9
+        batches = cut(policy, groups)
+        assert len(batches) > len(groups)
+        assert gradient_error(cut_gradients(policy, groups, batches), expected.gradients) <= 1e-9
+
+
+@pytest.mark.parametrize("change", WRONG_TURNS)
+def test_what_must_not_happen_in_turns_would_show(
+    family: str, checkpoint: Path, policy: Policy, change: Callable[[ForwardInputs], ForwardInputs]
+) -> None:
+    case = IMAGE_TURNS if IMAGE_TURNS in cases(family) else TEXT_TURNS
+    if case == TEXT_TURNS and change is another_observed_image:
+        pytest.skip("its observations have no image")
+    assert effect(policy, case_groups(checkpoint, case)[:1], change) >= 0.01
 
 
 @pytest.mark.parametrize("change", WRONG_ROWS)

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from rl_vlm.model.policy import Policy
-from rl_vlm.passes.micro_batches import make_micro_batches
-from rl_vlm.passes.schedule import make_schedule
-from rl_vlm.types import MicroBatch, ScoredGroup
-from tests.helpers.builders import gradient_error, make_policy, take_gradients
+from tests.helpers.builders import gradient_error, make_policy
+from tests.helpers.cut_groups import cut, cut_gradients
 from tests.helpers.family_parity import case_groups, cases, scores, stock_scores
-from tests.helpers.given_groups import make_budget
 from tests.helpers.tiers import families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
@@ -39,34 +33,6 @@ def policy(checkpoint: Path) -> Policy:
     return make_policy(checkpoint)
 
 
-def cut(policy: Policy, groups: Sequence[ScoredGroup]) -> list[MicroBatch]:
-    """Micro-batches of at most 14 tokens more than the longest prompt has."""
-    longest = max(len(group.group.prompt.token_ids) for group in groups)
-    return make_micro_batches(
-        groups,
-        longest + 14,
-        "shared",
-        make_budget(policy).price,
-        mixes_prompts=not policy.family.cross_attends,
-    )
-
-
-def gradients(policy: Policy, groups: Sequence[ScoredGroup], batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Gradients of the sum that `family_parity.scores` takes, added up over micro-batches as in training."""
-    lengths = [len(completion.token_ids) for group in groups for completion in group.group.completions]
-    weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    owners = [(id(group), member) for group in groups for member in range(len(group.group.completions))]
-    by_completion = dict(zip(owners, weights.split(lengths), strict=True))
-    for work in make_schedule(batches, policy.vision, groups[0]):
-        rows = policy(work.forward).logprobs_NT
-        found = [by_completion[id(s.scored), member] for s in work.forward.batch.subgroups for member in s.members]
-        torch.stack([(row[: len(w)] * w.to(row)).sum() for row, w in zip(rows, found, strict=True)]).sum().backward()
-        for tower_backward in work.tower_backwards:
-            policy(tower_backward).backward()
-    assert not policy.vision.kept
-    return take_gradients(policy)
-
-
 def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
     family: str, policy: Policy, checkpoint: Path
 ) -> None:
@@ -76,7 +42,7 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
         with_images = [g.group.prompt for g in groups if g.group.prompt.mm_inputs]
         apart = {s.prompt for batch in batches for s in batch.subgroups if s.vision_apart}
         policy.counters.clear()
-        found = gradients(policy, groups, batches)
+        found = cut_gradients(policy, groups, batches)
         assert apart <= set(with_images)
         assert bool(apart) == bool(with_images), case
         unlike = {prompt.digest for prompt in apart}
@@ -91,7 +57,7 @@ def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant:
     policy = make_policy(checkpoint, **VARIANTS[variant])
     case = "several prompts" if "several prompts" in cases(family) else "two images"
     groups = case_groups(checkpoint, case)
-    found = gradients(policy, groups, cut(policy, groups))
+    found = cut_gradients(policy, groups, cut(policy, groups))
     expected = scores(policy, groups, shared=True).gradients
     assert any(f".{module}." in f".{name}" for name in expected for module in policy.family.vision_modules)
     assert gradient_error(found, expected) <= BOUNDS.get(family, 1e-5)
