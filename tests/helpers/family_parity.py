@@ -34,7 +34,7 @@ from tests.helpers.builders import (
     take_gradients,
     whole,
 )
-from tests.helpers.stock import stock_logprobs
+from tests.helpers.stock import own_attention, stock_logprobs
 from tests.tiny.build import TINY_FAMILIES
 
 TABLE_BEGINS, TABLE_ENDS = "<!-- table: begin -->", "<!-- table: end -->"
@@ -64,14 +64,15 @@ def scores(policy: Policy, groups: Sequence[ScoredGroup], shared: bool) -> Score
 
 def stock_scores(policy: Policy, groups: Sequence[ScoredGroup]) -> Scores:
     """Of the family's own forward on one unpadded row at a time, which chooses its positions and masks itself."""
-    logprobs = torch.cat(
-        [
-            stock_logprobs(policy.transformer, policy.family, group.group.prompt, completion)
-            for group in groups
-            for completion in group.group.completions
-        ]
-    )
-    weighted_sum(logprobs).backward()
+    with own_attention(policy.transformer):  # also where checkpointing computes layers again
+        logprobs = torch.cat(
+            [
+                stock_logprobs(policy.transformer, policy.family, group.group.prompt, completion)
+                for group in groups
+                for completion in group.group.completions
+            ]
+        )
+        weighted_sum(logprobs).backward()
     return Scores(logprobs.detach(), take_gradients(policy))
 
 
@@ -97,12 +98,12 @@ class Parity:
 
 
 FP32_ROUNDING = {
-    "gemma4": 5e-5,
+    "gemma4": 1e-4,
     "gemma4_bidirectional": 5e-5,
     "gemma4_moe": 5e-5,
 }
 """Where rounding in fp32 moves gradients by more than 1e-5: Gemma 4 does not scale its attention logits. In fp64 it is
-as exact as the others."""
+as exact as the others. In turns, gradients of its own forward in fp32 are 1.7e-4 from those in fp64."""
 
 ONE_IMAGE = [noise_image(32, 24, seed=1)]
 TWO_IMAGES = [noise_image(48, 16, seed=2), noise_image(16, 64, seed=3)]

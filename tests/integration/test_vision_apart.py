@@ -10,12 +10,10 @@ import pytest
 from rl_vlm.model.policy import Policy
 from tests.helpers.builders import gradient_error, make_policy
 from tests.helpers.cut_groups import cut, cut_gradients
-from tests.helpers.family_parity import case_groups, cases, scores, stock_scores
+from tests.helpers.family_parity import FP32_ROUNDING, case_groups, cases, scores, stock_scores
 from tests.helpers.tiers import families_in_tiers, in_tiers
 from tests.tiny.build import TINY_FAMILIES
 
-BOUNDS: dict[str, float] = dict.fromkeys(("gemma4", "gemma4_bidirectional", "gemma4_moe"), 5e-5)
-"""Where rounding in fp32 moves gradients by more than 1e-5; test_families.py has the reasons."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "LoRA": {"use_peft": True, "lora_r": 4, "lora_exclude_modules": []},
@@ -48,8 +46,9 @@ def test_gradients_are_those_of_whole_groups_and_of_the_models_own_forward(
         unlike = {prompt.digest for prompt in apart}
         joint = sum(len(policy.vision.calls(b.rendered, unlike)) for b in batches)
         assert policy.counters["vision_forwards"] == 2 * len(unlike) + joint
-        assert gradient_error(found, scores(policy, groups, shared=True).gradients) <= BOUNDS.get(family, 1e-5), case
-        assert gradient_error(found, stock_scores(policy, groups).gradients) <= BOUNDS.get(family, 1e-5), case
+        bound = FP32_ROUNDING.get(family, 1e-5)
+        assert gradient_error(found, scores(policy, groups, shared=True).gradients) <= bound, case
+        assert gradient_error(found, stock_scores(policy, groups).gradients) <= bound, case
 
 
 @pytest.mark.parametrize("variant", in_tiers(VARIANTS, fast={"checkpointing", "LoRA, checkpointing"}, ci=()))
@@ -60,4 +59,4 @@ def test_gradients_for_each_way_to_train(family: str, checkpoint: Path, variant:
     found = cut_gradients(policy, groups, cut(policy, groups))
     expected = scores(policy, groups, shared=True).gradients
     assert any(f".{module}." in f".{name}" for name in expected for module in policy.family.vision_modules)
-    assert gradient_error(found, expected) <= BOUNDS.get(family, 1e-5)
+    assert gradient_error(found, expected) <= FP32_ROUNDING.get(family, 1e-5)
