@@ -168,7 +168,9 @@ class WordleEnv:
             raise ValueError("Game over.")
         self.guesses += 1
         letters = guess.strip("[]")
-        feedback = "".join("G" if a == b else "Y" if a in self.word else "X" for a, b in zip(letters, self.word))
+        feedback = "".join(
+            "G" if a == b else "Y" if a in self.word else "X" for a, b in zip(letters, self.word, strict=False)
+        )
         self.reward = feedback.count("G") / len(self.word)
         self.done = feedback == "G" * len(self.word) or self.guesses == 6
         return feedback

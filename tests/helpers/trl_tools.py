@@ -22,7 +22,7 @@ from rl_vlm.data.samples import load_rows
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.environments.contract import load_toolbox
-from rl_vlm.rollout.environments.driver import Limits, Trajectories
+from rl_vlm.rollout.environments.driver import Trajectories, TurnLimits
 from rl_vlm.rollout.environments.instances import Instances
 from rl_vlm.rollout.scoring import score_groups, weighted_rewards
 from rl_vlm.types import Group, RolloutRequest, Sampling, ScoredGroup, TrainerState
@@ -156,7 +156,7 @@ def our_groups(
     turns = TurnFormat.choose(
         builder, stops, toolbox.all_schemas, rollout.tool_format, rollout.observation_role, takes_images=True
     )
-    limits = Limits(rollout.max_turns, rollout.max_turn_tokens, rollout.tool_timeout, False, 10**7, None)
+    limits = TurnLimits(rollout.max_turns, rollout.max_turn_tokens, rollout.tool_timeout, False, 10**7, None)
     trajectories = Trajectories(toolbox, {None: turns}, limits, Instances(None))
     rows = load_rows(config.data, "train")
     prompts = [turns.builder.build(sample) for sample in rows]

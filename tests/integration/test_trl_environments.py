@@ -1,6 +1,8 @@
 """Tools and environments of TRL's documentation run unchanged, also on models whose chat templates TRL refuses."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,7 +14,7 @@ from rl_vlm.grpo_trainer import GRPOTrainer
 from rl_vlm.run.run import Run
 from tests.helpers import tiny_run, trl_documented, trl_tools
 from tests.helpers.scripted import ScriptedEngine, call
-from tests.helpers.templates import STOPS
+from tests.helpers.templates import STOPS, builder_of, message, renderer_of, turn
 from tests.helpers.tiers import in_tiers
 
 pytestmark = pytest.mark.ci
@@ -24,10 +26,10 @@ class Case(NamedTuple):
     """What TRL's trainer is given, and the turns of four completions."""
 
     turns: list[list[str]]
-    rewards: list[str] = []
-    tools: list[str] = []
+    rewards: Sequence[str] = ()
+    tools: Sequence[str] = ()
     environment: str | dict[str, str] | None = None
-    columns: list[dict[str, Any]] = [{}, {}]
+    columns: Sequence[dict[str, Any]] = ({}, {})
     """Columns of the two rows."""
     num_images: int = 0
     """Images after the rows' prompts, of both groups."""
@@ -206,7 +208,7 @@ def test_documented_tools_and_environments_run_where_trl_refuses(template: str, 
     assert expected["self-rewarding"] == [1.0, 4.0, 0.0, 7.0] * 2
     assert expected["dataset and functions"] == [1.3, 4.5, 0.1, 7.3] * 2
     assert expected["coding and game"] == [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.0, 0.0]
-    assert expected["wordle"] == [0.8, 0.6, 0.0, 0.6, 0.6, 0.4, 0.0, 1.0]
+    assert expected["wordle"] == [1.0, 0.6, 0.0, 0.6, 0.4, 0.2, 0.0, 1.0]
     assert expected["catch"] == [1.0, 0.5, 0.75, 0.0] * 2
 
 
@@ -221,3 +223,39 @@ def test_the_trainer_takes_trls_arguments(published: Any, tmp_path: Path) -> Non
     trainer.train()
     lines = tiny_run.metric_lines(tmp_path / "run")
     assert [line["rewards/IncrementEnv/mean"] for line in lines if "loss" in line] == [0.0, 0.0]
+
+
+def test_results_of_sync_and_async_tools_stay_in_the_order_of_calls(published: Any, tmp_path: Path) -> None:
+    """TRL appends the results of async tools after the others."""
+    both = call("async_add", a=3, b=4) + "\n" + call("multiply", a=3, b=4)
+    case = Case([[both, "Done."]] * 4, ["length_reward"], ["multiply", "async_add"])
+    checkpoint = published("qwen3_vl")
+    groups, _ = our_step(case, checkpoint, "qwen3_vl", tmp_path / "ours")
+    (result, other) = groups[0].group.completions[0].turns[0].results
+    assert [result.content[0]["text"], other.content[0]["text"]] == ["7", "12"]
+    seen: list[Any] = []
+    with mock.patch.object(
+        trl_documented, "length_reward", lambda completions, **_: seen.extend(completions) or [0] * 8
+    ):
+        trainer = trl_of(case, checkpoint, tmp_path / "trl", script_of(case))
+    trainer._generate_and_score_completions([row for row in rows_of(case) for _ in range(4)])
+    assert [message["content"] for message in seen[0]][1:3] == ["12", "7"]
+
+
+def test_results_of_two_calls_have_their_own_names_on_gemma_4(tmp_path: Path) -> None:
+    """TRL labels both with the first tool's name."""
+    from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
+
+    builder = builder_of("gemma4_v4", tmp_path)
+    stub: Any = SimpleNamespace(
+        _is_vlm=True, processing_class=builder.processor, chat_template=None, chat_template_kwargs={},
+        _tokenizer=builder.processor.tokenizer,
+    )  # fmt: skip
+    results = [{"role": "tool", "name": name, "content": f"{name} result"} for name in ("crop", "search")]
+    decode = builder.processor.tokenizer.decode
+    of_trl = decode(TRLTrainer._get_tool_suffix_ids(stub, results))
+    assert (of_trl.count("response:crop"), of_trl.count("response:search")) == (2, 0)
+    shown = [message("tool", f"{name} result") for name in ("crop", "search")]
+    ended = turn(builder, "7", "<|tool_response>")
+    ours = decode(renderer_of("gemma4_v4", builder).render("o", shown, [], [], ended, ["crop", "search"]).token_ids)
+    assert (ours.count("response:crop"), ours.count("response:search")) == (1, 1)
