@@ -127,8 +127,9 @@ def trl_trainer(
         per_device_train_batch_size=num_completions, gradient_accumulation_steps=1, num_generations=num_generations,
         **settings,
     )  # fmt: skip
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     trainer = GRPOTrainer(
-        model=AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32),
+        model=model,
         reward_funcs=list(reward_funcs) or None,
         args=args,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "unused"}]}]),
@@ -136,7 +137,7 @@ def trl_trainer(
         tools=list(tools) if tools else None,
         environment_factory=environment_factory,
     )
-    trainer.model.train()
+    model.train()
     trainer.current_gradient_accumulation_steps = 1
     if script is not None:
         turns: Any = ScriptedTurns(trainer._tokenizer, stop, script, num_generations)
@@ -171,7 +172,7 @@ def our_groups(
 def scored(config: RunConfig, groups: Sequence[Group]) -> list[ScoredGroup]:
     """The groups with the rewards and advantages of a run."""
     with RewardSuite(config.rewards, load_toolbox(config.rollout).rewarding) as rewards:
-        rewards.use_forms(["messages"] * len(rewards.functions))
+        rewards.use_forms(["messages" for _ in rewards.functions])
         table = rewards.score(groups, TrainerState(0, 1, 0.0))
         assert table.valid_PG.all(), table.fault_messages
         rewards_PG = weighted_rewards(table, rewards.weights)

@@ -125,10 +125,11 @@ class Pair:
         policy = make_policy(self.checkpoint)
         trainer = given_groups.make_trainer(policy, self.scored, **self.settings)
         ours = given_groups.accumulate(trainer, self.scored)
-        trls = self.trainer._compute_loss(self.trainer.model, self.batch)
+        model: Any = self.trainer.model
+        trls = self.trainer._compute_loss(model, self.batch)
         trls.backward()
         torch.testing.assert_close(ours, trls.detach(), rtol=0, atol=TOLERANCE)
-        assert gradient_error(take_gradients(policy.transformer), take_gradients(self.trainer.model)) <= 1e-5
+        assert gradient_error(take_gradients(policy.transformer), take_gradients(model)) <= 1e-5
 
 
 TEMPLATES = ["qwen3_vl", "lfm2_2_5_vl", "qwen3_5_nothink"]
