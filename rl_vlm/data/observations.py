@@ -11,9 +11,12 @@ The turn itself ends with a stop token, which the template writes as well. The o
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import jinja2
 
@@ -47,6 +50,8 @@ class ObservationRenderer:
         self.stops: list[str] = tokenizer.convert_ids_to_tokens(list(stop_token_ids))
         tokens = special_tokens(builder) | set(self.stops)
         self.special = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+        self.rendered: WeakValueDictionary[Any, Observation] = WeakValueDictionary()
+        """Observations that completions still have, by what was rendered. Completions of a group often see the same."""
 
     def render(
         self,
@@ -66,6 +71,24 @@ class ObservationRenderer:
 
         Raises DataError if the template or the processor refuses the messages, or if it leaves something out.
         """
+        # no token of the observation but the first ends a turn, so it depends on the turn's last token only
+        key = (json.dumps(messages), tuple(files), tuple(turn[-1:]), tuple(calls))
+        known = self.rendered.get(key)
+        if known is not None:
+            return replace(known, name=name)
+        self.rendered[key] = made = self.render_anew(name, messages, images, files, turn, calls)
+        return made
+
+    def render_anew(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        images: Sequence[Image],
+        files: Sequence[bytes],
+        turn: Sequence[int],
+        calls: Sequence[str],
+    ) -> Observation:
+        """Render messages, even if equal ones have been rendered. See `render`."""
         try:
             check_images(messages, images, files)
             text = self.text_after_turn(messages, images, calls)

@@ -162,3 +162,28 @@ def test_an_observation_is_whole_or_refused(
         DataError, match=f"row 3: the model's processor refuses the observation: .*{re.escape(problem)}"
     ):
         renderer.render("row 3", messages, [FIRST] * images, [b""] * images, [1], calls)
+
+
+def test_equal_observations_are_rendered_once_while_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = builder_of("qwen3_vl", tmp_path)
+    renderer, stop = renderer_of("qwen3_vl", builder), STOPS["qwen3_vl"][0]
+    after, seen = turn(builder, "7", stop), [message("user", "Here.", "image")]
+    rendered: list[str] = []
+    anew = renderer.render_anew
+    monkeypatch.setattr(renderer, "render_anew", lambda name, *rest: rendered.append(name) or anew(name, *rest))
+    first = renderer.render("o1", seen, [FIRST], [b"first"], after)
+    same = renderer.render("o2", seen, [FIRST], [b"first"], turn(builder, "8", stop))
+    assert (first.name, same.name) == ("o1", "o2") and same is not first
+    assert same.token_ids is first.token_ids and same.mm_inputs is first.mm_inputs
+    others = [
+        renderer.render("image", seen, [SECOND], [b"second"], after),
+        renderer.render("text", [message("user", "There.", "image")], [FIRST], [b"first"], after),
+        renderer.render("no stop", seen, [FIRST], [b"first"], after[:-1]),
+    ]
+    assert rendered == ["o1", *(other.name for other in others)]
+    assert len(others[2].token_ids) == len(first.token_ids) + 1
+    del first
+    renderer.render("o3", seen, [FIRST], [b"first"], after)
+    assert rendered[-1] == "o3"
