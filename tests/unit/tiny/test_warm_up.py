@@ -8,13 +8,16 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from rl_vlm.config.schema import DataConfig
+from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.data.prompts import PromptBuilder, load_processor
+from rl_vlm.data.turns import TurnFormat
 from rl_vlm.tiny.build import build_tiny
 from rl_vlm.tiny.families import TINY_FAMILIES
-from rl_vlm.tiny.warm_up import random_answers, warm_up
+from rl_vlm.tiny.warm_up import completion_of, random_answers, warm_up
 from tests.helpers.tiny_run import ROWS
 
 ANSWERS = ["<answer>yes</answer>", "<answer>no</answer>"]
@@ -45,6 +48,28 @@ def test_the_loss_of_random_answers_falls_to_their_entropy(tmp_path: Path, caplo
 def test_fewer_rows_than_images_are_enough(tmp_path: Path):
     build_tiny("qwen2_5_vl", tmp_path, hidden_size=48)
     warm_up(tmp_path, DataConfig(dataset_name=ROWS), random_answers(ANSWERS, 0), num_steps=1, num_images=100)
+
+
+def test_a_trajectory_has_the_turns_and_what_the_tool_shows(tmp_path: Path):
+    """The turn with a call ends with the token of its closing tag; the last turn ends with EOS."""
+    opening, closing = '<tool_call>{"name": "look", "arguments": ', "{}}</tool_call>"
+    look = opening + closing
+    build_tiny("qwen2_5_vl", tmp_path, hidden_size=48, whole_tokens=("<answer>", "</answer>", opening, closing))
+    config = ModelConfig(model_name_or_path=str(tmp_path))
+    builder = PromptBuilder(load_processor(str(tmp_path), config, DataConfig()), DataConfig())
+    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+    end, image = builder.processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|image_pad|>"])
+    form = TurnFormat.choose(builder, [end], [schema], "auto", "auto", takes_images=True)
+    completion = completion_of([look, Image.new("RGB", (16, 16)), "<answer>7</answer>"], form)
+    (path,), (observation,) = completion.paths, completion.observations
+    tokens = form.tokenizer
+    assert tokens.decode(path.token_ids[path.sampled]) == f"{look}<answer>7</answer><|im_end|>"
+    assert path.sampled.tolist() == [*[True] * 2, *[False] * len(observation.token_ids), *[True] * 4]
+    assert int((path.token_ids == image).sum()) == 4
+    assert tokens.decode(path.token_ids[2:4]) == "<|im_end|>\n"
+    assert completion_of("<answer>7</answer>", form).token_ids.tolist() == [
+        *tokens.convert_tokens_to_ids(["<answer>", "7", "</answer>"]), end,
+    ]  # fmt: skip
 
 
 PAGE = (Path(__file__).parents[3] / "docs/warming_up.md").read_text()
