@@ -22,7 +22,7 @@ from rl_vlm.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-TINY = {"digits", "digits_lora", "grounding"}
+TINY = {"digits", "digits_lora", "grounding", "look_closer"}
 """Configs of models and data that a run makes itself, on a CPU."""
 KEPT = ROOT / "tests/data/dry_runs"
 
