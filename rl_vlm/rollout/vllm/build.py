@@ -15,7 +15,7 @@ from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.families import TokenRules
-from rl_vlm.model.loading import adapter_rank, base_of, is_adapter
+from rl_vlm.model.loading import adapter_rank, base_of, is_adapter, token_rules
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.rollout.vllm.arguments import engine_arguments, keeps_weights, weight_transfer
 from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient

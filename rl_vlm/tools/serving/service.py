@@ -170,11 +170,11 @@ def checked(read: Callable[..., T], url: str, max_image_pixels: int, param: str)
 
 def to_choice(completion: Completion, stops: Sequence[str], tokenizer: Any) -> Choice:
     """Cut a completion before its first stop text. The tokens up to the end of that text are counted."""
-    assert completion.finish_reason != "paused", "only training pauses completions"
-    text, num_tokens = completion.text, len(completion.token_ids)
+    reason, text, num_tokens = completion.finish_reason, completion.text, len(completion.token_ids)
+    assert reason == "stop" or reason == "length", "single turns that are not paused end so"
     starts = [start for stop in stops if (start := text.find(stop)) >= 0]
     if not starts:
-        return Choice(text, completion.finish_reason, num_tokens)
+        return Choice(text, reason, num_tokens)
 
     def has_stop(num: int) -> bool:
         ids = completion.token_ids[:num]

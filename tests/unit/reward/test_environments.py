@@ -165,7 +165,8 @@ def test_what_is_refused(functions: list, environments: list[str], message: str)
 
 def test_a_run_needs_a_reward_with_a_weight() -> None:
     without_weight = RewardSpec(function="exact_match", weight=0.0)
-    for functions in ([], [without_weight]):
+    choices: list[list[str | RewardSpec]] = [[], [without_weight]]
+    for functions in choices:
         with pytest.raises(RewardError, match="no reward has a weight: set `rewards"):
             RewardSuite(RewardsConfig(reward_funcs=functions), []).check_weights()
     RewardSuite(RewardsConfig(reward_funcs=[without_weight]), ["Game"]).check_weights()
