@@ -225,7 +225,7 @@ class RolloutConfig(Section):
     """Tokens that the model may sample in one turn. `max_completion_length` counts all tokens after the prompt.
     Default: no limit."""
     max_environments: int | None = Field(default=None, ge=1)
-    """Instances of the environment per process. Default: as many as completions are sampled at once."""
+    """Instances of the environment per process. Default: one for each completion of a window."""
     tool_timeout: float = Field(default=60.0, gt=0)
     """Seconds for a call of a tool, of `reset` or of `get_reward`. After it, the completion is masked."""
     tool_errors: Literal["tell", "mask"] = "tell"

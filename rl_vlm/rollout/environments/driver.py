@@ -23,7 +23,7 @@ from rl_vlm.data.images import decoded
 from rl_vlm.data.tool_calls import CLOSE, problem_of_call
 from rl_vlm.data.turns import ParsedTurn, TurnFormat
 from rl_vlm.distributed.collectives import Collectives
-from rl_vlm.errors import DataError
+from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.environments.contract import COLUMN, Content, EnvironmentKind, Schema, Toolbox, read_content
 from rl_vlm.rollout.environments.instances import Instance, Instances, QueuedCall, ToolFailure
@@ -148,6 +148,11 @@ class Trajectories:
         waiting, active = deque(chain.from_iterable(by_request)), list[Member]()
         while self.goes_on(bool(waiting or active)):
             active += self.admit(waiting, sampling.seed)
+            if waiting and not active:
+                raise RolloutError(
+                    f"rollout.max_environments {self.instances.max_num} is too small: all environments are kept for "
+                    "reward functions that name `environments`, and further completions wait for one"
+                )
             sampled = [member for member in active if member.is_active]
             self.sample_turns(engine, sampled, sampling)
             self.answer(sampled, sampling.max_completion_length)

@@ -76,7 +76,8 @@ class Instance:
         self.is_lost = False
         """True if a call has not ended in time."""
         self.calls: SimpleQueue[QueuedCall | None] = SimpleQueue()
-        Thread(target=self.serve, name="environment", daemon=True).start()
+        self.thread: Thread | None = None
+        """Started with the first call."""
 
     def serve(self) -> None:
         """Run calls in their order, until `close`."""
@@ -85,6 +86,9 @@ class Instance:
 
     def call(self, function: Callable[[], Any]) -> QueuedCall:
         """Queue a call."""
+        if self.thread is None:
+            self.thread = Thread(target=self.serve, name="environment", daemon=True)
+            self.thread.start()
         call = QueuedCall(function)
         self.calls.put(call)
         return call

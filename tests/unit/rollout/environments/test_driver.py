@@ -8,6 +8,7 @@ import pytest
 
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.turns import TurnFormat
+from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.environments import contract
 from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, tool_names
 from rl_vlm.rollout.environments.driver import UNLIKE_STARTS, Trajectories, TurnLimits
@@ -264,6 +265,11 @@ def test_kept_instances_are_those_of_their_completions_until_they_are_released(b
     assert len(run.instances.busy) == 3
     run.trajectories.release()
     assert not run.instances.busy and len(run.instances.idle) == 3
+
+
+def test_kept_instances_that_are_too_few_are_an_error(builder: PromptBuilder) -> None:
+    with pytest.raises(RolloutError, match="max_environments 2 is too small"):
+        Run(builder, scripted("Done"), num=3, max_num=2, keeps=True)
 
 
 def test_rows_choose_among_environments(builder: PromptBuilder) -> None:
