@@ -244,15 +244,15 @@ class Context:
         if any(isinstance(part, int) and part < 1 for part in self.parts):
             raise ValueError("a turn must have at least one token")
 
-    @property
+    @cached_property
     def observations(self) -> list[Observation]:
         return [part for part in self.parts if isinstance(part, Observation)]
 
-    @property
+    @cached_property
     def num_sampled(self) -> int:
         return sum(part for part in self.parts if isinstance(part, int))
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Return the number of tokens, sampled and observed."""
         return sum(part if isinstance(part, int) else len(part.token_ids) for part in self.parts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
@@ -131,21 +131,37 @@ def token_inputs(
     positions = family.prompt_positions(model, prompt)  # (axes, prompt tokens)
     later = positions.max() + 1 + torch.cat([torch.arange(length) for length in [0, *lengths]])
     positions = torch.cat([positions, later.expand(len(positions), -1)], dim=-1)
+    known: dict[Any, Tensor] = {}
     for at, path in zip(accumulate(lengths, initial=start), paths, strict=False):
         for place, observation in path.observations.items():
             for name, own in observation.token_inputs.items():
                 values[name][at + place : at + place + len(own)] = own
         if any(observation.mm_inputs for observation in path.observations.values()):
-            here = slice(at, at + len(path.token_ids))
-            row = {name: torch.cat([value[:start], value[here]]) for name, value in values.items()}
-            images = [each.mm_inputs for each in (prompt, *path.observations.values())]
-            positions[:, here] = family.row_positions(model, row, images)[:, start:]
+            here, form = slice(at, at + len(path.token_ids)), form_of(path)
+            if form not in known:
+                row = {name: torch.cat([value[:start], value[here]]) for name, value in values.items()}
+                images = [each.mm_inputs for each in (prompt, *path.observations.values())]
+                known[form] = family.row_positions(model, row, images)[:, start:]
+            positions[:, here] = known[form]
     if "cross_attention_mask" in prompt.mm_inputs:
         # (1, tokens, images, tiles); completions attend to the same images as the prompt's last token
         mask = prompt.mm_inputs["cross_attention_mask"][0].movedim(0, -1)
         last = mask[..., -1:].expand(*mask.shape[:2], sum(lengths))
         values["cross_attention_mask"] = torch.cat([mask, last], dim=-1)
     return {"attention_mask": torch.ones_like(values["input_ids"]), "position_ids": positions, **values}
+
+
+def form_of(path: Path) -> Any:
+    """Return what the positions of a path depend on: where observations are, their tokens, and their images' sizes."""
+    return len(path.token_ids), *(
+        (place, *observation.token_ids.tolist(), *map(size_of, observation.mm_inputs.values()))
+        for place, observation in path.observations.items()
+    )
+
+
+def size_of(values: Tensor) -> Any:
+    """Return an input of images if it is whole numbers, such as a grid, and otherwise its shape."""
+    return values.shape if values.is_floating_point() else str(values.tolist())
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]], device: torch.device, pad_left: bool = False) -> dict[str, Tensor]:

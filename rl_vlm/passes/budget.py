@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from rl_vlm.distributed.collectives import Collectives
@@ -85,8 +86,13 @@ class TokenBudget:
         """Return the cost of images in a micro-batch, in language tokens; 0 if the tower is frozen."""
         if self.vision.is_frozen:
             return 0
-        config = self.vision.model.config
-        return math.ceil((self.patch_price or patch_cost(config)) * num_patches(config, rendered))
+        price = self.patch_price or self.patch_cost
+        return math.ceil(price * num_patches(self.vision.model.config, rendered)) if rendered.mm_inputs else 0
+
+    @cached_property
+    def patch_cost(self) -> float:
+        """Return the cost of a patch as the model's config gives it."""
+        return patch_cost(self.vision.model.config)
 
     def tokens_of(self, batch: MicroBatch) -> int:
         """Return the tokens of a micro-batch."""
