@@ -121,7 +121,8 @@ def refuse_unread_images(source: Table, config: DataConfig, name: str, used: Col
         raise DataError(
             f"{name}: no row has an image in column `image` or `images`, so that a vision-language model would see "
             f"text alone. The columns are {', '.join(source.columns)}. If one of them holds images, name it with "
-            "data.columns: {image: its name}. If the data is meant to be text, set data.text_only: true."
+            "data.columns: {image: its name}. If the data is meant to be text, or if its images come from tools or an "
+            "environment, set data.text_only: true."
         )
 
 

@@ -154,7 +154,7 @@ def test_images_of_observations_are_planned():
         assert observed_images(config.rollout, 30) == images
         trained = replace(a_model(trains_vision=True), image_tokens=30)  # a patch costs 3 / 4 of a token
         assert single_completion(config, trained) == 49 + 100 + (1 + images) * 30
-    assert observed_images(a_config(max_turns=4).rollout, 30) == 0  # without tools
+    assert observed_images(a_config().rollout, 30) == 0  # without tools
     assert observed_images(a_config(max_turns=4, **tools).rollout, 0) == 0  # without an image in the prompt
 
     config = a_config(max_turns=4, **tools)
