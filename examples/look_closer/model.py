@@ -22,6 +22,8 @@ from rl_vlm.tiny.warm_up import Turns, random_answers, warm_up
 
 RESOLUTION = Resolution(side=16, tokens_per_side=1)
 """An image is a single token."""
+MEAN, SPREAD = 0.43, 0.12
+"""Brightness that the processor subtracts and divides by. They are those of these pictures, so that a digit shows."""
 OPENING, CLOSING = '<tool_call>{"name": "crop", "arguments": {"cell": "', '"}}</tool_call>'
 NUM_IMAGES = 64
 """Number of pictures in the warm-up."""
@@ -49,6 +51,8 @@ def answering_model(directory: Path, seed: int) -> None:
 
 def build(directory: Path, seed: int) -> None:
     """Write a model with random weights. The text that describes the tool is one token."""
+    from transformers import AutoProcessor
+
     from rl_vlm.tiny.build import build_tiny
     from rl_vlm.tiny.tokenizer import DEFAULT_CORPUS
 
@@ -58,6 +62,9 @@ def build(directory: Path, seed: int) -> None:
         "qwen3_vl", directory, corpus=(*DEFAULT_CORPUS, QUESTION), whole_tokens=words, initializer_range=0.1,
         resolution=RESOLUTION, seed=seed,
     )  # fmt: skip
+    processor = AutoProcessor.from_pretrained(directory)
+    processor.image_processor.image_mean, processor.image_processor.image_std = [MEAN] * 3, [SPREAD] * 3
+    processor.save_pretrained(directory)
 
 
 def random_looks(seed: int) -> Iterator[Turns]:

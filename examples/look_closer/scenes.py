@@ -1,6 +1,6 @@
 """Large pictures of noise with one small handwritten digit, and the tool that shows a part of them.
 
-`configs/look_closer.yaml` names `train_rows`, `held_out_rows` and `Picture`.
+`configs/look_closer.yaml` names `train_rows`, `held_out_rows`, `Picture` and `seen_and_read`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOISE = (70, 150)
 """Lowest and highest brightness of the background."""
 GRAIN = 8
 """Side of a square of noise."""
-SHOWN = 1.0
+SHOWN = 0.2
 """Reward of a completion that has seen the digit."""
 NUM_TRAINING, NUM_HELD_OUT = 4096, 512
 
@@ -126,3 +126,18 @@ class Picture:
     def get_reward(self) -> float:
         """Return a small reward if the digit has been seen."""
         return SHOWN if self.target in self.seen else 0.0
+
+
+def seen_and_read(
+    completions: list[str], turns: list[list[dict[str, Any]]], cell: list[str], solution: list[str], **_: Any
+) -> list[float]:
+    """Return 1 for a right answer after the digit has been seen. A guess is not rewarded."""
+    return [
+        float(answer == f"<answer>{digit}</answer>" and target in looked_at(some))
+        for answer, some, target, digit in zip(completions, turns, cell, solution, strict=True)
+    ]
+
+
+def looked_at(turns: list[dict[str, Any]]) -> list[str]:
+    """Return the cells that turns have asked for."""
+    return [call["arguments"].get("cell") for turn in turns for call in turn["calls"]]

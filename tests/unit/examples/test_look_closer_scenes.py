@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.look_closer.scenes import CELLS, Picture, cropped, draw_rows, place, split
+from examples.look_closer.scenes import CELLS, Picture, cropped, draw_rows, place, seen_and_read, split
 
 ROWS = draw_rows(40, "test")
 
@@ -49,7 +49,7 @@ def test_crop_shows_the_middle_of_a_cell_and_pays_for_the_digit():
     assert environment.get_reward() == 0
     (block,) = environment.crop(row["cell"])
     assert np.asarray(block["image"]).max() > 200
-    assert environment.get_reward() == 1
+    assert environment.get_reward() == 0.2
     environment.reset(image=picture, cell=row["cell"])
     assert environment.get_reward() == 0
     with pytest.raises(ValueError, match="there is no cell e1"):
@@ -67,3 +67,19 @@ def test_held_out_scans_are_others_and_rows_are_the_same_in_every_run():
     assert (len(split(True)), len(split(False))) == (450, 1347)
     assert not held_out & trained
     assert draw_rows(2, "test") == ROWS[:2]
+
+
+def test_only_an_answer_after_the_digit_has_been_seen_is_rewarded():
+    def turns(*cells: str) -> list[dict]:
+        return [{"calls": [{"name": "crop", "arguments": {"cell": cell}}]} for cell in cells] + [{"calls": []}]
+
+    right, wrong = "<answer>7</answer>", "<answer>1</answer>"
+    cases = [
+        (right, turns("b3")),
+        (right, turns("a1", "b3")),
+        (right, turns("a1")),
+        (right, turns()),
+        (wrong, turns("b3")),
+    ]
+    rewards = seen_and_read([answer for answer, _ in cases], [some for _, some in cases], ["b3"] * 5, ["7"] * 5)
+    assert rewards == [1, 1, 0, 0, 0]
