@@ -76,6 +76,8 @@ class Evaluator:
         self.rewards = rewards
         self.trajectories = trajectories
         usable = checked_rows(config, "eval", rewards, ranks) if usable is None else usable
+        if trajectories is not None:
+            trajectories.toolbox.check_rows(usable.rows)
         limit = config.data.max_prompt_length
         self.usable = fitting_rows(usable, builder, limit) if isinstance(builder, PromptBuilder) else usable
         self.rows = usable.rows

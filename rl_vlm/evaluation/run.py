@@ -120,6 +120,8 @@ def evaluate_in(
         kept = kept_range(options, rewards, config.rollout.num_generations_eval)
         choose_forms(rewards, usable, ranks)
         for name, config in configs.items():
+            if summaries:  # the environments of a model are closed after it
+                toolbox = load_toolbox(config.rollout)
             model = EvaluatedModel(config, ranks, usable, rewards, directories[name], toolbox)
             summaries[name] = model.evaluate(options.by, kept)
             if ranks.is_main and "reward" not in summaries[name]:

@@ -35,7 +35,7 @@ from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import ConfigError, DataError
-from rl_vlm.evaluation.evaluator import Evaluator
+from rl_vlm.evaluation.evaluator import Evaluator, prompts_per_chunk
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
@@ -333,6 +333,9 @@ def trajectories_of(
     if data.turns is None:
         return None
     num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // ranks.world_size
+    num_at_once *= 1 + config.rollout.max_resampling_rounds  # replaced groups are kept until the window is scored
+    if config.data.eval_dataset_name is not None:
+        num_at_once = max(num_at_once, prompts_per_chunk(config) * config.rollout.num_generations_eval)
     with ranks.agree():
         keeps = "environments" in rewards.columns
         trajectories = build_trajectories(config, toolbox, data.turns, keeps, num_at_once, ranks)

@@ -79,9 +79,13 @@ def build_trajectories(
             f"rollout.max_environments {rollout.max_environments} is too small: a reward function names "
             f"`environments`, so the environments of all {num_at_once} completions of a window must be kept"
         )
+    longest = config.data.max_prompt_length
+    if "vllm_max_model_length" in rollout.facts.reads and config.vllm.vllm_max_model_length is not None:
+        fitting = config.vllm.vllm_max_model_length - rollout.max_completion_length
+        longest = fitting if longest is None else min(longest, fitting)
     limits = TurnLimits(
         rollout.max_turns, rollout.max_turn_tokens, rollout.tool_timeout, rollout.tool_errors == "mask",
-        config.data.max_image_pixels, config.data.max_prompt_length,
+        config.data.max_image_pixels, longest,
     )  # fmt: skip
     together = ranks if rollout.facts.spans_ranks and ranks.world_size > 1 else None
     return Trajectories(

@@ -8,6 +8,7 @@ A failure of an environment ends its completion as a fault, which is masked. It 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections import Counter, deque
@@ -185,8 +186,8 @@ class Trajectories:
             member.instance = instance
             admitted.append(member)
             if member.kind is not None:
-                arguments = member.kind.reset_arguments(offered(member.request, seed))
-                resets.append((member, instance.method("reset", arguments)))
+                arguments = own_copy(member.kind.reset_arguments(offered(member.request, seed)))
+                resets.append((member, instance.method("reset", arguments, self.read)))
         for member, call in resets:
             self.start(member, call)
         return admitted
@@ -195,14 +196,17 @@ class Trajectories:
         """Give a completion the prompt with the content that `reset` returned."""
         assert member.instance is not None
         try:
-            returned = member.instance.finish(call, self.limits.tool_timeout)
-            content = None if returned is None else read_content(returned, self.limits.max_image_pixels)
+            content = member.instance.finish(call, self.limits.tool_timeout)
             if content is not None:
                 member.completion = replace(member.completion, start=self.starting_prompt(member, content))
         except ToolFailure as failure:
             member.fail("reset" if failure.kind == "exception" else failure.kind, f"reset: {failure.message}")
-        except (DataError, ValueError) as error:
+        except DataError as error:
             member.fail("reset", f"reset: {error}")
+
+    def read(self, returned: Any) -> Content | None:
+        """Read the content that `reset` returned, if any, or the content that a tool returned."""
+        return None if returned is None else read_content(returned, self.limits.max_image_pixels)
 
     def starting_prompt(self, member: Member, content: Content) -> Prompt:
         """Return the prompt with content at its end. Members of a group share it if their content is equal.
@@ -251,7 +255,7 @@ class Trajectories:
         if completion.finish_reason != "stop":  # a turn at a limit can hold half a call
             member.end("length", Turn(completion.text, completion.text.strip()))
             return None
-        running = Running(member, member.format.parse(completion.last_turn.tolist()), [])
+        running = Running(member, parsed(member), [])
         if not running.turn.calls and running.turn.problem is None:
             member.end("stop", running.seen())
             return None
@@ -267,8 +271,12 @@ class Trajectories:
         if problem := problem_of_call(call, member.schemas):
             return problem
         if call.name in self.toolbox.functions:
-            return member.instance.call(partial(self.toolbox.functions[call.name], **call.arguments))
-        return member.instance.method(call.name, call.arguments)
+            return member.instance.call(partial(self.toolbox.functions[call.name], **call.arguments), self.read_result)
+        return member.instance.method(call.name, call.arguments, self.read_result)
+
+    def read_result(self, returned: Any) -> Content:
+        """Read the content that a tool returned. As in TRL, None is the text "None"."""
+        return read_content(returned, self.limits.max_image_pixels)
 
     def observe(self, running: Running, max_tokens: int) -> None:
         """Wait for the calls of a turn, and show their results to the model, all or none of them."""
@@ -281,6 +289,8 @@ class Trajectories:
             images = [[decoded(image) for image in result.images] for result in results]
             seen = member.format.observe(member.name, completion.last_turn.tolist(), turn.calls, results, images)
         except ToolFailure as failure:
+            assert member.instance is not None
+            member.instance.drop([call for call in running.calls if isinstance(call, QueuedCall)])
             return member.fail(failure.kind, failure.message, running.seen())
         except DataError as error:
             return member.fail("observation", str(error), running.seen())
@@ -297,19 +307,17 @@ class Trajectories:
             return told(call)
         assert member.instance is not None
         try:
-            content = read_content(member.instance.finish(call, self.limits.tool_timeout), self.limits.max_image_pixels)
+            content = member.instance.finish(call, self.limits.tool_timeout)
         except ToolFailure as failure:
             if failure.kind != "exception" or self.limits.masks_errors:
                 raise
             return told(failure.text, call.seconds)
-        except (DataError, ValueError) as error:
-            return told(str(error), call.seconds)
         return ToolResult(content.blocks, content.images, None, call.seconds)
 
     def finish(self, members: Sequence[Member]) -> None:
         """Ask the environments of completions that have ended for their rewards, and free their instances."""
         asked = [
-            (member, member.instance.method("get_reward", {}))
+            (member, member.instance.method("get_reward", {}, read_reward))
             for member in members
             if member.instance and member.kind and member.kind.has_reward and not member.completion.fault
         ]
@@ -323,13 +331,9 @@ class Trajectories:
         assert member.instance is not None
         try:
             reward = member.instance.finish(call, self.limits.tool_timeout)
-            if reward is not None:
-                reward = float(reward)
             member.completion = replace(member.completion, environment_reward=reward)
         except ToolFailure as failure:
             member.fail("get_reward" if failure.kind == "exception" else failure.kind, failure.message)
-        except (TypeError, ValueError) as error:
-            member.fail("get_reward", f"get_reward must return a number: {error}")
 
     def free(self, member: Member) -> None:
         """Free the instance of a completion, or keep it until `release`."""
@@ -403,6 +407,34 @@ def offered(request: RolloutRequest, seed: int) -> dict[str, Any]:
         "prompt": sample.prompt,
         **sample.columns,
     }
+
+
+def parsed(member: Member) -> ParsedTurn:
+    """Read the last turn of a completion. A call with values that JSON cannot hold is a problem to tell the model."""
+    completion = member.completion
+    try:
+        turn = member.format.parse(completion.last_turn.tolist())
+        json.dumps([[call.name, call.arguments] for call in turn.calls], ensure_ascii=False).encode()
+    except Exception as error:  # a sampled call can hold anything
+        problem = f"the call cannot be read: {type(error).__name__}"
+        return ParsedTurn(completion.text, completion.text.strip(), problem=problem)
+    return turn
+
+
+def read_reward(returned: Any) -> float | None:
+    """Read what `get_reward` returned: a number, or None if it does not apply."""
+    return None if returned is None else float(returned)
+
+
+def own_copy(value: Any) -> Any:
+    """Return a copy for one environment, which may draw into images and change lists. Siblings have others."""
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: own_copy(item) for key, item in value.items()}
+    return [own_copy(item) for item in value] if isinstance(value, list) else copy.copy(value)
 
 
 def told(error: str, seconds: float = 0.0) -> ToolResult:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from rewards.calling import background_loop, describe
+from rewards.calling import describe
 from rl_vlm.distributed.signals import WAIT_SECONDS, stop
 from rl_vlm.rollout.environments.contract import EnvironmentKind
+
+CLOSE_SECONDS = 10.0
+"""Seconds for the methods `close` of all instances at the end of a run."""
 
 
 class ToolFailure(Exception):
@@ -35,24 +38,30 @@ class ToolFailure(Exception):
 class QueuedCall:
     """A call that runs in an instance's thread."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[[], Any], read: Callable[[Any], Any] | None = None) -> None:
+        """`read` converts the returned value, in the same thread, so that later calls cannot change it."""
         self.function = function
+        self.read = read
         self.future: Future[Any] = Future()
         self.started: float | None = None
         self.seconds = 0.0
 
-    def run(self) -> None:
-        """Call the function in this thread. An async function runs in the loop of all environments."""
+    def run(self, runner: asyncio.Runner) -> None:
+        """Call the function in this thread, unless the call was cancelled. `runner` runs async functions."""
+        if not self.future.set_running_or_notify_cancel():
+            return
         self.started = time.monotonic()
         try:
             returned = self.function()
             if inspect.isawaitable(returned):
-                returned = asyncio.run_coroutine_threadsafe(awaited(returned), background_loop("environments")).result()
+                returned = runner.run(awaited(returned))
+            returned = returned if self.read is None else self.read(returned)
         except BaseException as error:  # a user's code can raise anything, and its thread goes on
+            self.seconds = time.monotonic() - self.started
             self.future.set_exception(failure_of(error))
         else:
+            self.seconds = time.monotonic() - self.started
             self.future.set_result(returned)
-        self.seconds = time.monotonic() - self.started
 
     def result(self, timeout: float) -> Any:
         """Wait for the result until `timeout` seconds after the start. Raises ToolFailure if the call fails."""
@@ -81,21 +90,22 @@ class Instance:
 
     def serve(self) -> None:
         """Run calls in their order, until `close`."""
-        while (call := self.calls.get()) is not None:
-            call.run()
+        with asyncio.Runner() as runner:
+            while (call := self.calls.get()) is not None:
+                call.run(runner)
 
-    def call(self, function: Callable[[], Any]) -> QueuedCall:
+    def call(self, function: Callable[[], Any], read: Callable[[Any], Any] | None = None) -> QueuedCall:
         """Queue a call."""
         if self.thread is None:
             self.thread = Thread(target=self.serve, name="environment", daemon=True)
             self.thread.start()
-        call = QueuedCall(function)
+        call = QueuedCall(function, read)
         self.calls.put(call)
         return call
 
-    def method(self, name: str, arguments: Mapping[str, Any]) -> QueuedCall:
+    def method(self, name: str, arguments: Mapping[str, Any], read: Callable[[Any], Any] | None = None) -> QueuedCall:
         """Queue a call of one of the environment's methods."""
-        return self.call(partial(self.call_method, name, arguments))
+        return self.call(partial(self.call_method, name, arguments), read)
 
     def call_method(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a method, in the thread of the instance."""
@@ -105,12 +115,21 @@ class Instance:
         return getattr(self.environment, name)(**arguments)
 
     def finish(self, call: QueuedCall, timeout: float) -> Any:
-        """Wait for a call. Raises ToolFailure if it fails. After a timeout the instance is lost."""
+        """Wait for a call. Raises ToolFailure if it fails. If it has not ended, the instance is lost."""
         try:
             return call.result(timeout)
-        except ToolFailure as failure:
-            self.is_lost = self.is_lost or failure.kind == "timeout"
-            raise
+        finally:
+            self.is_lost = self.is_lost or not call.future.done()
+
+    def drop(self, calls: Sequence[QueuedCall]) -> None:
+        """Cancel calls that have not begun. If one still runs, the instance is lost."""
+        running = [call for call in calls if not call.future.cancel() and not call.future.done()]
+        self.is_lost = self.is_lost or bool(running)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the thread has ended after `close`, if it can end."""
+        if self.thread is not None and not self.is_lost:
+            self.thread.join(max(0.0, seconds))
 
     def close(self) -> None:
         """End the thread after its last call, which closes the environment if it has a method `close`."""
@@ -163,10 +182,13 @@ class Instances:
             self.idle.append(instance)
 
     def close(self) -> None:
-        """Close all instances."""
-        for instance in (*self.idle, *self.busy):
-            instance.close()
+        """Close all instances, and wait for them for at most `CLOSE_SECONDS`."""
+        instances, deadline = (*self.idle, *self.busy), time.monotonic() + CLOSE_SECONDS
         self.idle, self.busy = [], []
+        for instance in instances:
+            instance.close()
+        for instance in instances:
+            instance.wait(deadline - time.monotonic())
 
 
 async def awaited(awaitable: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rl_vlm.data.images import decoded
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.errors import RolloutError
@@ -153,13 +154,35 @@ def test_tools_run_between_turns_and_the_environment_rewards(builder: PromptBuil
 
 
 def test_images_are_copied_when_they_arrive(builder: PromptBuilder) -> None:
-    from io import BytesIO
-
-    from PIL import Image
-
     run = Run(builder, scripted(call("add", number=10), call("add", number=20), "Done"))
     files = [file for observation in run.completion.observations for file in observation.images]
-    assert [Image.open(BytesIO(file)).getpixel((0, 0)) for file in files] == [(10, 10, 10), (30, 30, 30)]
+    assert [decoded(file).getpixel((0, 0)) for file in files] == [(10, 10, 10), (30, 30, 30)]
+
+
+def test_images_of_calls_of_one_turn_are_copied_one_by_one(builder: PromptBuilder) -> None:
+    run = Run(builder, scripted(call("add", number=10) + call("add", number=20), "Done"))
+    (observation,) = run.completion.observations
+    assert [decoded(file).getpixel((0, 0)) for file in observation.images] == [(10, 10, 10), (30, 30, 30)]
+
+
+def test_an_environment_draws_into_its_own_copy_of_a_row(builder: PromptBuilder) -> None:
+    class Drawing(Game):
+        def reset(self, marks: list[int], **columns: Any) -> str:
+            self.count = 0
+            marks.append(1)
+            return f"{len(marks)} marks"
+
+    run = Run(builder, scripted("Done"), toolbox_of(Drawing), rows=[{"marks": []}], num=3)
+    assert len({completion.start for completion in run.groups[0].completions}) == 1
+
+
+def test_a_call_that_hangs_does_not_delay_the_next_completion(builder: PromptBuilder) -> None:
+    def script(index: int, turn: int) -> str:
+        both = call("fail", kind="connection") + call("fail", kind="hang")
+        return [both if index == 0 else call("add", number=1), "Done"][turn]
+
+    run = Run(builder, script, num=3, max_num=1, tool_timeout=3.0)
+    assert ends(run.groups[0]) == ["fault", "stop", "stop"]
 
 
 def test_several_calls_of_a_turn_are_answered_in_their_order(builder: PromptBuilder) -> None:
@@ -177,6 +200,7 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(builder: PromptBuil
         (call("subtract", number=1), "subtract"),
         (call("add", number="three"), "number"),
         ('<tool_call>\n{"name": "add", "arguments": {"number": }}\n</tool_call>', "JSON"),
+        ('<tool_call>\n{"name": "add", "arguments": {"number": "\\ud83d"}}\n</tool_call>', "cannot be read"),
     ],
 )
 def test_what_a_model_gets_wrong_is_told(builder: PromptBuilder, turn: str, told: str) -> None:
