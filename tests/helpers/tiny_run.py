@@ -100,9 +100,17 @@ def metric_lines(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def completions(output_dir: Path, of: str = "completions") -> dict[str, list[dict[str, Any]]]:
-    """The rows of each window's file, or of each `held_out` one, by its name."""
+    """The rows of each window's file, or of each `held_out` one, by its name, without the seconds of calls."""
     paths = sorted((output_dir / "completions").glob(f"{of}_*.parquet"))
-    return {path.name: pyarrow.parquet.read_table(path).to_pylist() for path in paths}
+    return {path.name: list(map(without_seconds, pyarrow.parquet.read_table(path).to_pylist())) for path in paths}
+
+
+def without_seconds(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a completions file without the times that calls of tools took."""
+    turns = json.loads(row.get("turns") or "[]")
+    for result in (result for turn in turns for result in turn["results"]):
+        result.pop("seconds")
+    return row | ({"turns": json.dumps(turns)} if turns else {})
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
