@@ -22,9 +22,9 @@ PIXELS = 4 * CELL
 """Side of a picture."""
 DIGIT = 50
 """Side of a digit."""
-CROP = 80
+CROP = 64
 """Side of what `crop` shows: the middle of a cell."""
-OFF_CENTRE = 8
+OFF_CENTRE = 6
 """Largest distance, to the right and down, between the middles of a digit and of its cell."""
 NOISE = (70, 150)
 """Lowest and highest brightness of the background."""

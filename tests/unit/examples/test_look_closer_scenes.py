@@ -28,8 +28,8 @@ def test_a_digit_is_in_the_middle_of_its_cell_and_nowhere_else():
         assert pixels.shape == (512, 512)
         rows, columns = np.nonzero(pixels >= 160)  # noise ends at 149
         x, y = place(row["cell"])
-        assert x + 24 <= columns.min() and columns.max() < x + 104
-        assert y + 24 <= rows.min() and rows.max() < y + 104
+        assert x + 32 <= columns.min() and columns.max() < x + 96
+        assert y + 32 <= rows.min() and rows.max() < y + 96
         assert max(np.ptp(columns), np.ptp(rows)) < 50
 
 
@@ -44,7 +44,7 @@ def test_crop_shows_the_middle_of_a_cell_and_pays_for_the_digit():
     environment = Picture()
     environment.reset(image=picture, **{name: row[name] for name in ("cell", "prompt", "solution")})
     (block,) = environment.crop(other)
-    assert block["image"].size == (80, 80)
+    assert block["image"].size == (64, 64)
     assert np.asarray(block["image"]).max() < 160
     assert environment.get_reward() == 0
     (block,) = environment.crop(row["cell"])
@@ -59,7 +59,7 @@ def test_crop_shows_the_middle_of_a_cell_and_pays_for_the_digit():
 def test_a_crop_has_the_pixels_of_the_picture():
     picture = Image.fromarray(np.arange(512 * 512, dtype=np.int32).reshape(512, 512))
     pixels = np.asarray(cropped(picture, "b3"))
-    assert (pixels[0, 0], pixels[79, 79]) == (280 * 512 + 152, 359 * 512 + 231)
+    assert (pixels[0, 0], pixels[63, 63]) == (288 * 512 + 160, 351 * 512 + 223)
 
 
 def test_held_out_scans_are_others_and_rows_are_the_same_in_every_run():
