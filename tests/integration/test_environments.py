@@ -76,7 +76,7 @@ def test_what_is_sampled_is_what_is_trained(family: str, tmp_path: Path) -> None
         assert (row[:number] - completion.generator_logprobs).abs().max() <= 2e-5
 
 
-@pytest.mark.parametrize("step", in_tiers(list(range(1, 11)), {4}))
+@pytest.mark.parametrize("step", in_tiers(list(range(1, 11)), {4}, {9}))
 def test_a_killed_run_goes_on_within_a_window_of_trajectories(
     checkpoint: Path, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
