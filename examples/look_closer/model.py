@@ -27,6 +27,8 @@ MEAN, SPREAD = 0.43, 0.12
 OPENING, CLOSING = '<tool_call>{"name": "crop", "arguments": {"cell": "', '"}}</tool_call>'
 NUM_IMAGES = 64
 """Number of pictures in the warm-up."""
+NUM_STEPS = 100
+"""Steps of the warm-up."""
 DATA = DataConfig(dataset_name="examples.look_closer.scenes:train_rows", max_pixels=RESOLUTION.side**2)
 
 
@@ -39,14 +41,16 @@ def tools() -> list[dict[str, Any]]:
 def starting_model(directory: Path, seed: int) -> None:
     """Write a model that looks at one cell, and then answers `<answer>d</answer>`, both at random."""
     build(directory, seed)
-    warm_up(directory, DATA, random_looks(seed), tools=tools(), num_images=NUM_IMAGES)
+    warm_up(directory, DATA, random_looks(seed), tools=tools(), num_steps=NUM_STEPS, num_images=NUM_IMAGES)
 
 
 @cached_model(scenes)
 def answering_model(directory: Path, seed: int) -> None:
     """Write the model of the control without a tool: it answers `<answer>d</answer>` at random."""
     build(directory, seed)
-    warm_up(directory, DATA, random_answers([f"<answer>{digit}</answer>" for digit in range(10)], seed))
+    warm_up(
+        directory, DATA, random_answers([f"<answer>{digit}</answer>" for digit in range(10)], seed), num_steps=NUM_STEPS
+    )
 
 
 def build(directory: Path, seed: int) -> None:

@@ -31,9 +31,9 @@ def test_a_run_starts_from_well_formed_trajectories(tmp_path: Path):
     assert len(rows) == 128
     assert all(row["fault"] is None for row in rows)
     answers = [row for row in rows if row["completion"].startswith("<answer>") and row["finish_reason"] == "stop"]
-    assert len(answers) > 0.9 * len(rows)
+    assert len(answers) > 0.85 * len(rows)
     # a call has 3 tokens, an answer 4 with its end
-    assert sum(row["completion_length"] == 7 for row in answers) > 0.9 * len(rows)
+    assert sum(row["completion_length"] == 7 for row in answers) > 0.85 * len(rows)
 
 
 def test_the_control_answers_without_a_call(tmp_path: Path):
