@@ -16,7 +16,7 @@ def run(output_dir: Path, *overrides: str) -> list[dict]:
     settings = [f"output_dir={output_dir}", "max_steps=2", "eval_steps=0", "save_steps=0", "prompts_per_step=8"]
     settings += ["eval_dataset_name=null", "disable_tqdm=true", "report=false", *overrides]
     assert cli.run("train", ["configs/look_closer.yaml", *settings]) == 0
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def completions(output_dir: Path) -> list[dict]:
