@@ -37,6 +37,7 @@ def test_a_run_starts_from_well_formed_trajectories(tmp_path: Path):
 
 
 def test_the_control_answers_without_a_call(tmp_path: Path):
-    run(tmp_path, "model_name_or_path=examples/look_closer/model.py:answering_model", "environment=null")
+    settings = ["environment=null", "max_turns=10", "reward_funcs=[exact_match]"]
+    run(tmp_path, "model_name_or_path=examples/look_closer/model.py:answering_model", *settings)
     rows = completions(tmp_path)
     assert sum(row["completion_length"] == 4 for row in rows) > 0.9 * len(rows)
