@@ -1,13 +1,17 @@
 """Errors that a user can get. Each message names the problem, its place and a solution."""
 
 import difflib
+import errno
 import importlib.util
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import TracebackException
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class RLVLMError(Exception):
@@ -86,6 +90,44 @@ class TrainingError(RLVLMError):
 
 class OutOfMemory(RLVLMError):
     """Work that does not fit in memory and cannot be split further."""
+
+
+OF_MACHINE = {
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EAGAIN, errno.EBUSY, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN,
+}  # fmt: skip
+"""Numbers of system errors that say nothing about a file's content."""
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Return whether an error is about the machine, such as its memory, disks or open files, and not about a file."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in OF_MACHINE)
+
+
+class Problems:
+    """Collects the errors of several calls, so that a user gets all of them at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[RLVLMError] = []
+
+    def call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T | None:
+        """Call a function. If it raises an RLVLMError, keep the error and return None. Raise `Stopped` again."""
+        try:
+            return function(*arguments, **keywords)
+        except Stopped:
+            raise
+        except RLVLMError as error:
+            self.errors.append(error)
+            return None
+
+    def refuse(self) -> None:
+        """Raise one error with all messages, if there are any. Its class is that of the errors, or ConfigError."""
+        if not self.errors:
+            return
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        classes = {type(error) for error in self.errors}
+        raise (classes.pop() if len(classes) == 1 else ConfigError)("\n".join(map(str, self.errors)))
 
 
 Severity = Literal["error", "warning", "info"]

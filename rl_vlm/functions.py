@@ -52,8 +52,7 @@ def load_function(
     source, colon, attribute = name.rpartition(":")
     if not colon:
         return _load_named(name, built_ins, group)
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    search_working_directory()
     with chdir("."):  # an import may change the working directory
         module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
     registered = getattr(module, registry, None) if registry else None
@@ -66,6 +65,12 @@ def load_function(
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     own += [key for key in registered if key not in own]
     raise LoadError(f"{module.__file__} {found} {attribute!r}{did_you_mean(attribute, own)}; it defines: {listed(own)}")
+
+
+def search_working_directory() -> None:
+    """Search the working directory for modules, after all packages."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
 
 
 def _attribute(module: ModuleType, path: str) -> Any:

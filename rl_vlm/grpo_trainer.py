@@ -289,7 +289,7 @@ class GRPOTrainer:
         return [(path, path.stat().st_mtime_ns) for path in complete(Path(self.config.train.output_dir))]
 
     def _log(self) -> AbstractContextManager[Any]:
-        """Show the log in a block, unless the program has handlers of its own."""
+        """Show the log in a block, unless the program handles it itself."""
         return nullcontext() if logging.getLogger("rl_vlm").hasHandlers() else shown_log()
 
     @contextmanager

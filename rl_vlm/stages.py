@@ -104,13 +104,13 @@ COLUMNS = frozenset(
     """
     step group_id sample_id completion_index policy_version prompt completion finish_reason prompt_length
     completion_length image_sizes model_image_sizes reward advantage fault row images turns num_turns environment
-    environments observed_length
+    environments observed_length videos video_duration video_frame_times
     """.split()
 )
 """Columns of the completions files. Reward functions use other names."""
 COLUMN_PREFIX = "data/"
 TAKEN_NAME = "the name has a slash, or the run uses it for a column or a count; give it another `name`"
-"""The reason for which a name is refused, with what to do."""
+"""The reason why a name is refused, with a solution."""
 
 METRICS = frozenset(
     """

@@ -59,7 +59,7 @@ class Trainer:
         self.progress = progress
         self.passes = passes
         self.recovery = passes.recovery
-        self.start_check = StartCheck(config, ranks, passes)
+        self.start_check = StartCheck(config, passes, optimizer.strategy)
         self.stages = stages
         self.loss_form = configured_loss(config.algorithm)
         self.contributes = partial(contributes, has_kl=reference is not None, trains_on=policy.trains_on)
@@ -110,10 +110,10 @@ class Trainer:
             self.start_step()
 
     def check_rows(self, window: Window, metrics: StepMetrics) -> None:
-        """Raise ModelError if shared rows differ from dense rows. Only the first step of a process compares them."""
+        """Prove the rows of the first step of a process, see `StartCheck`."""
         if self.start_check.is_due:
             with metrics.stage(Stage.CHECK):
-                self.start_check.run(window.groups)
+                self.start_check.run(window.groups, self.progress.policy_version)
 
     def add_logprobs(
         self, stage: LogprobStage, model: Policy | Reference | None, groups: Sequence[ScoredGroup], metrics: StepMetrics

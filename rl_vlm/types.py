@@ -16,23 +16,110 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
+from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
-Sharing = Literal["auto", "shared", "dense"]
+Sharing = Literal["auto", "shared", "dense", "unproven"]
 """How often a group's prompt is computed: once (shared), once per completion (dense), or whichever is cheaper."""
+VideoFormat = Literal["native", "frames"]
+"""Whether a model gets a video through its own input for videos, or its frames as images."""
 FinishReason = Literal["stop", "length", "turns", "fault", "paused"]
 """Why a completion ends: a stop token, a length limit, the limit of turns, or an environment that failed. A paused one
 goes on later: its rollout was at its token limit, or its environment has answered."""
+
+
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Frames of one video. They are chosen once, and have the size that the vision tower gets."""
+
+    frames: UInt8[np.ndarray, "frames height width 3"]
+    indices: tuple[int, ...]
+    """The number of each frame in the file, or milliseconds if frames of the file have no constant rate."""
+    fps: float
+    """Frames per second of the file, or 1000 for milliseconds."""
+    total_num_frames: int
+    """Frames of the file from the clip's start to its end, or that time in milliseconds. Processors divide by it to
+    know how many seconds lie between the chosen frames."""
+    duration: float
+    """Seconds of the file."""
+    path: str | None = None
+    """The file or folder, or None if the row holds the video itself."""
+    reader: str = ""
+    """Name and version of the software that decoded the frames."""
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the frames."""
+        return blake2b(self.frames.tobytes(), digest_size=16).hexdigest()
+
+    @property
+    def times(self) -> list[float]:
+        """The second of the file at which each frame is shown."""
+        return [index / self.fps for index in self.indices]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The times of the frames, as processors read them. They change its list of indices, so each call makes one."""
+        height, width = self.frames.shape[1:3]
+        return {
+            "total_num_frames": self.total_num_frames, "fps": self.fps, "frames_indices": list(self.indices),
+            "duration": self.duration, "height": height, "width": width,
+        }  # fmt: skip
+
+
+@cache
+def pillow_version() -> str:
+    """Return the version of the package that decodes images."""
+    return version("pillow")
+
+
+class MediumRead(NamedTuple):
+    """The pixels of an image or a video, in plain values for checkpoints."""
+
+    kind: str
+    path: str | None
+    size: tuple[int, int]
+    """Width and height."""
+    indices: tuple[int, ...]
+    """`Video.indices`, or nothing for an image."""
+    fps: float | None
+    """`Video.fps`, or None for an image."""
+    digest: str
+    """A hash of the pixels."""
+    reader: str
+    """Name and version of the software that decoded the pixels."""
+
+    @classmethod
+    def of_image(cls, image: Image, path: str | None) -> MediumRead:
+        digest = blake2b(image.tobytes(), digest_size=16).hexdigest()
+        return cls("image", path, image.size, (), None, digest, f"Pillow {pillow_version()}")
+
+    @classmethod
+    def of_video(cls, video: Video) -> MediumRead:
+        height, width = video.frames.shape[1:3]
+        return cls("video", video.path, (width, height), video.indices, video.fps, video.digest, video.reader)
+
+    def is_same(self, other: MediumRead) -> bool:
+        """Return whether both have equal pixels and times. The path and the reader may differ."""
+        return self._replace(path=None, reader="") == other._replace(path=None, reader="")
+
+    def __str__(self) -> str:
+        """Return it for error messages."""
+        frames = f", frames {', '.join(map(str, self.indices))} at {self.fps:g} per second" if self.indices else ""
+        reader = f", read with {self.reader}" if self.reader else ""
+        width, height = self.size
+        return f"{self.path or 'a value of the row'}{frames}, {width} × {height} pixels, digest {self.digest}{reader}"
 
 
 @dataclass(frozen=True)
@@ -52,8 +139,40 @@ class Sample:
     servers unchanged; other images are sent as PNG."""
     image_files: list[str | None] = field(default_factory=list)
     """Path of each image, or None for an image that is not a file."""
-    is_made: bool = False
-    """Whether an environment made it from the row, by its `reset`. It cannot be made again without the environment."""
+    videos: list[Video] = field(default_factory=list)
+    """`{"type": "video"}` blocks of `messages` stand for them, in order."""
+    frames_of: list[Video] = field(default_factory=list)
+    """Videos whose frames are among `images`, in order. They have no blocks of their own."""
+    frame_starts: list[int] = field(default_factory=list)
+    """Index in `images` of the first frame of each of `frames_of`."""
+
+    @property
+    def all_videos(self) -> list[Video]:
+        """Its videos, in whichever form the model gets them."""
+        return self.videos or self.frames_of
+
+    @property
+    def own_images(self) -> list[int]:
+        """Indices in `images` of those that are no frames of a video."""
+        pairs = zip(self.frame_starts, self.frames_of, strict=True)
+        frames = {start + i for start, video in pairs for i in range(len(video.frames))}
+        return [i for i in range(len(self.images)) if i not in frames]
+
+    @cached_property
+    def reads(self) -> list[MediumRead]:
+        """The pixels that were read for the prompt. A resumed run compares them with those that it reads."""
+        files = self.image_files or [None] * len(self.images)
+        images = [MediumRead.of_image(image, path) for image, path in zip(self.images, files, strict=True)]
+        return images + [MediumRead.of_video(video) for video in self.videos or self.frames_of]
+
+    @property
+    def media_text(self) -> str:
+        """How errors describe its images and videos, such as "images of 64x48 pixels". Empty without any."""
+        images = ", ".join(f"{self.images[i].width}x{self.images[i].height}" for i in self.own_images)
+        shapes = [video.frames.shape for video in self.all_videos]
+        videos = ", ".join(f"{number} frames of {width}x{height}" for number, height, width, _ in shapes)
+        named = [f"images of {images} pixels"] if images else []
+        return " and ".join([*named, *([f"videos of {videos} pixels"] if videos else [])])
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +188,8 @@ class Prompt:
     token_inputs: dict[str, Tensor]
     """The processor's other per-token inputs, each of shape (prompt_tokens,), such as `mm_token_type_ids`."""
     mm_inputs: dict[str, Tensor]
-    """The processor's per-image inputs under the model's names (`pixel_values`, `image_grid_thw`); empty for text."""
+    """The processor's inputs of images and videos under the model's names (`pixel_values`, `image_grid_thw`,
+    `pixel_values_videos`); empty for text."""
     image_sizes: list[tuple[int, int]] | None = None
     """Width and height of each image in pixels, after the processor's resizing. None if the processor makes tiles, or
     is not known (endpoints)."""
@@ -83,9 +203,15 @@ class Prompt:
     def num_images(self) -> int:
         return len(self.sample.images)
 
+    @property
+    def own_image_sizes(self) -> list[tuple[int, int]] | None:
+        """`image_sizes` of images that are no frames of a video."""
+        sizes = self.image_sizes
+        return None if sizes is None else [sizes[i] for i in self.sample.own_images]
+
     @cached_property
     def digest(self) -> bytes:
-        """A hash of its images, as the processor made them. Those of equal digests share features."""
+        """A hash of its images, as the processor made them. Equal images share features."""
         return digest_of(self.mm_inputs)
 
 
@@ -151,7 +277,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool returned, or what the model is told about a call that failed."""
+    """The result of a call: content that the tool returned, or a message to the model about a failure."""
 
     content: list[dict[str, Any]]
     """Content blocks. `{"type": "image"}` blocks stand for `images`, in order."""
@@ -173,7 +299,10 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
     """One per call, in order, as the model saw them. If a call cannot be read, there are no calls, and one result that
-    says why. Empty if the trajectory ended with this turn."""
+    says why. Empty if the trajectory ended with this turn. A step has one result, also at the end of a
+    trajectory, unless it did not fit."""
+    reward: float | None = None
+    """The reward of this turn's step. None if it is no step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +331,7 @@ class Observation:
 
     @cached_property
     def digest(self) -> bytes:
-        """A hash of its images, as the processor made them. Those of equal digests share features."""
+        """A hash of its images, as the processor made them. Equal images share features."""
         return digest_of(self.mm_inputs)
 
 
@@ -218,6 +347,16 @@ class Path(NamedTuple):
     """True at the tokens that are trained on."""
     observations: dict[int, Observation]
     """By the place of their first token, in order."""
+
+    @classmethod
+    def of(cls, parts: Sequence[int | Observation], sampled: Int[Tensor, " sampled"]) -> Path:
+        """Return the tokens of parts, of which `sampled` are the sampled ones."""
+        turns = iter(sampled.split([part for part in parts if isinstance(part, int)]))
+        tokens = [next(turns) if isinstance(part, int) else part.token_ids for part in parts]
+        masks = [torch.full((len(some),), isinstance(part, int)) for some, part in zip(tokens, parts, strict=True)]
+        starts = accumulate((len(some) for some in tokens), initial=0)
+        observations = {at: part for at, part in zip(starts, parts, strict=False) if isinstance(part, Observation)}
+        return cls(torch.cat([sampled[:0], *tokens]), torch.cat([torch.ones(0).bool(), *masks]), observations)
 
     def without_last(self) -> Path:
         """Return the path without its last token, which predicts none."""
@@ -255,16 +394,11 @@ class Context:
     @cached_property
     def num_tokens(self) -> int:
         """Return the number of tokens, sampled and observed."""
-        return sum(part if isinstance(part, int) else len(part.token_ids) for part in self.parts)
+        return num_tokens(self.parts)
 
     def path(self, sampled: Int[Tensor, " sampled"]) -> Path:
         """Return the context's tokens, of which `sampled` are the sampled ones."""
-        turns = iter(sampled.split([part for part in self.parts if isinstance(part, int)]))
-        tokens = [next(turns) if isinstance(part, int) else part.token_ids for part in self.parts]
-        masks = [torch.full((len(some),), isinstance(part, int)) for some, part in zip(tokens, self.parts, strict=True)]
-        starts = accumulate((len(some) for some in tokens), initial=0)
-        observations = {at: part for at, part in zip(starts, self.parts, strict=False) if isinstance(part, Observation)}
-        return Path(torch.cat(tokens), torch.cat(masks), observations)
+        return Path.of(self.parts, sampled)
 
     def first_tokens(self, number: int) -> Context:
         """Return the context up to its `number`-th token, or up to the last sampled one before.
@@ -300,6 +434,8 @@ class Completion:
     """How the sampled tokens follow each other and observations. Empty for one turn."""
     pending: Observation | None = None
     """The observation that a paused completion goes on after, if its environment has answered."""
+    edited: tuple[Observation, ...] = ()
+    """What a new context begins with, in which a paused completion goes on. Empty if it goes on in its last one."""
     turns: tuple[Turn, ...] = ()
     """The turns of a trajectory. Empty without tools."""
     start: Prompt | None = None
@@ -307,7 +443,7 @@ class Completion:
     fault: str | None = None
     """Kind and message of a failure of its environment, if `finish_reason` is "fault"."""
     environment_reward: float | None = None
-    """What the environment's `get_reward` returned."""
+    """The reward that the environment's `get_reward` returned."""
     environment_name: str | None = None
     """Name of its environment's class."""
     environment: Any = field(default=None, compare=False, repr=False)
@@ -323,6 +459,24 @@ class Completion:
         return self.finish_reason in ("length", "turns")
 
     @property
+    def turn_lengths(self) -> list[int]:
+        """Return the number of sampled tokens of each turn."""
+        lengths = [part for context in self.contexts for part in context.parts if isinstance(part, int)]
+        return lengths or [len(self.token_ids)]
+
+    def turn_starts(self, prompt: Prompt) -> list[Rendered]:
+        """Return the observation before each turn, or the prompt before the first turn of a context."""
+        starts: list[Rendered] = []
+        for context in self.contexts:
+            start: Rendered = prompt
+            for part in context.parts:
+                if isinstance(part, int):
+                    starts.append(start)
+                else:
+                    start = part
+        return starts or [prompt]
+
+    @property
     def paths(self) -> list[Path]:
         """Return the tokens of each context. A completion of one turn has a single context."""
         if not self.contexts:
@@ -335,6 +489,17 @@ class Completion:
         """Return the observations of all contexts, in order. One that several contexts hold is there several times."""
         return [observation for context in self.contexts for observation in context.observations]
 
+    def span(self, contexts: range) -> slice:
+        """Return where the sampled tokens of some consecutive contexts are among all."""
+        ends = list(accumulate((context.num_sampled for context in self.contexts), initial=0))
+        return slice(ends[contexts.start], ends[contexts.stop])
+
+    def part(self, contexts: range) -> Completion:
+        """Return the completion in some consecutive contexts alone."""
+        span, some = self.span(contexts), self.contexts[contexts.start : contexts.stop]
+        token_ids, logprobs = self.token_ids[span], self.generator_logprobs[span]
+        return replace(self, token_ids=token_ids, generator_logprobs=logprobs, contexts=some)
+
     @property
     def path_lengths(self) -> list[int]:
         """Return the number of tokens of each context, sampled and observed."""
@@ -346,9 +511,16 @@ class Completion:
         return sum(self.path_lengths)
 
     @property
+    def parts_so_far(self) -> tuple[int | Observation, ...]:
+        """Return the parts of the context that the next turn goes on in, with the pending observation."""
+        only_turn = (len(self.token_ids),) * bool(len(self.token_ids))
+        parts = self.edited or (self.contexts[-1].parts if self.contexts else only_turn)
+        return parts if self.pending is None else (*parts, self.pending)
+
+    @property
     def length_so_far(self) -> int:
         """Return the number of tokens of `so_far`."""
-        return self.path_lengths[-1] + (0 if self.pending is None else len(self.pending.token_ids))
+        return num_tokens(self.parts_so_far)
 
     @property
     def last_turn(self) -> Int[Tensor, " turn"]:
@@ -359,32 +531,24 @@ class Completion:
         return self.token_ids[-last:] if isinstance(last, int) and last else self.token_ids[:0]
 
     def so_far(self) -> Path:
-        """Return the tokens of its last context, with the pending observation: what it goes on after."""
-        (path,) = self.paths[-1:]
-        if self.pending is None:
-            return path
-        observed = self.pending.token_ids
-        return Path(
-            torch.cat([path.token_ids, observed]),
-            torch.cat([path.sampled, torch.zeros_like(observed, dtype=torch.bool)]),
-            path.observations | {len(path.token_ids): self.pending},
-        )
+        """Return the tokens that the next turn follows: those of `parts_so_far`."""
+        parts = self.parts_so_far
+        num_sampled = sum(part for part in parts if isinstance(part, int))
+        return Path.of(parts, self.token_ids[len(self.token_ids) - num_sampled :])
 
     def continued(
         self, token_ids: Int[Tensor, " new"], logprobs: Float[Tensor, " new"], finish_reason: FinishReason, text: str
     ) -> Completion:
-        """Return the completion with newly sampled tokens after what it has so far."""
-        contexts = self.contexts
-        if contexts or self.pending is not None:
-            parts = contexts[-1].parts if contexts else (len(self.token_ids),) * bool(len(self.token_ids))
-            added = (len(token_ids),) if self.pending is None else (self.pending, len(token_ids))
-            if parts and isinstance(parts[-1], int) and self.pending is None:
-                parts, added = parts[:-1], (parts[-1] + len(token_ids),)
-            contexts = (*contexts[:-1], Context((*parts, *added)))
+        """Return the completion with newly sampled tokens at its end."""
+        *before, last = self.parts_so_far or (0,)
+        parts = (*before, last + len(token_ids)) if isinstance(last, int) else (*before, last, len(token_ids))
+        contexts = self.contexts if self.edited else self.contexts[:-1]
+        if contexts or len(parts) > 1:
+            contexts = (*contexts, Context(parts))
         return replace(
             self, token_ids=torch.cat([self.token_ids, token_ids]),
             generator_logprobs=torch.cat([self.generator_logprobs, logprobs]),
-            finish_reason=finish_reason, text=text, contexts=contexts, pending=None,
+            finish_reason=finish_reason, text=text, contexts=contexts, pending=None, edited=(),
         )  # fmt: skip
 
     def first_tokens(self, number: int) -> Completion:
@@ -502,26 +666,37 @@ class ScoredGroup:
     rewards_G: Float[Tensor, " group"]
     """Weighted sum of the rewards; NaN if `valid_G` is False."""
     advantages_G: Float[Tensor, " group"]
-    """0 if `valid_G` is False."""
+    """0 if `valid_G` is False. If turns have their own, the mean over the completion's turns."""
     valid_G: Bool[Tensor, " group"]
     has_variance: bool
-    """False if all valid rewards are equal: the group has no policy gradient."""
+    """False if all advantages are 0, as with equal rewards: the group has no policy gradient."""
     num_answers: int | None = None
     """Distinct answers, as the first reward function of the largest weight reads them; None if they are not counted."""
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By completion, once computed. A window's first optimizer step uses its own forward's, detached."""
     ref_logprobs: dict[int, Tensor] = field(default_factory=dict)
     """By completion, if the KL term needs them."""
+    turn_advantages: list[Tensor] = field(default_factory=list)
+    """For each completion, the advantages of its turns. Empty if all turns have the completion's advantage."""
+
+    def token_advantages(self, member: int) -> Float[Tensor, " sampled"]:
+        """Return the advantage of each sampled token of a completion."""
+        completion = self.group.completions[member]
+        if not self.turn_advantages:
+            return self.advantages_G[member].expand(len(completion.token_ids))
+        return self.turn_advantages[member].repeat_interleave(torch.tensor(completion.turn_lengths))
 
 
 @dataclass(frozen=True)
 class SubGroup:
-    """Some completions of one group that share their prompt in one micro-batch."""
+    """Some completions of one group, or contexts of them, that share their prompt in one micro-batch."""
 
     scored: ScoredGroup
     members: list[int]
     vision_apart: bool = False
     """Whether the group is cut, so that a trained vision tower runs apart from its micro-batches."""
+    contexts: dict[int, range] = field(default_factory=dict)
+    """The contexts of a completion that is cut, whose other contexts are in other micro-batches."""
 
     @property
     def prompt(self) -> Prompt:
@@ -529,12 +704,42 @@ class SubGroup:
 
     @property
     def completions(self) -> list[Completion]:
-        return [self.scored.group.completions[i] for i in self.members]
+        """Return its completions. Those that are cut have its contexts alone."""
+        every = self.scored.group.completions
+        return [every[i].part(self.contexts[i]) if i in self.contexts else every[i] for i in self.members]
+
+    @property
+    def spans(self) -> list[slice]:
+        """Return where the sampled tokens of `completions` are among all of the same completion."""
+        every = self.scored.group.completions
+        return [
+            every[i].span(self.contexts[i]) if i in self.contexts else slice(0, len(every[i].token_ids))
+            for i in self.members
+        ]
 
     @property
     def rendered(self) -> list[Rendered]:
         """Return the prompt and the observations of its completions, in the order of a shared row."""
-        return self.scored.group.rendered_by(self.members)
+        return rendered_of(self.prompt, self.completions)
+
+    @cached_property
+    def apart(self) -> list[Rendered]:
+        """Return those whose images other micro-batches need too, so that a trained vision tower runs apart on them."""
+        found: list[Rendered] = [self.prompt] if self.vision_apart else []
+        for member, inside in self.contexts.items():
+            here: list[Observation] = []
+            elsewhere: set[bytes] = set()
+            for i, context in enumerate(self.scored.group.completions[member].contexts):
+                images = [each for each in context.observations if each.mm_inputs]
+                here += images if i in inside else []
+                elsewhere.update(each.digest for each in images if i not in inside)
+            found += [each for each in here if each.digest in elsewhere]
+        return found
+
+    @property
+    def whole(self) -> SubGroup:
+        """Return the sub-group with all contexts of its completions."""
+        return replace(self, contexts={})
 
 
 @dataclass(frozen=True)
@@ -548,11 +753,28 @@ class MicroBatch:
     """Why prefixes are not shared, for the metrics."""
     is_dummy: bool = False
     """Whether it only gives this rank as many micro-batches as other ranks have. Its loss is multiplied by 0."""
+    own_forward: bool = False
+    """Whether the model encodes images and computes positions itself. The micro-batch then has one completion."""
 
     @property
     def completions(self) -> list[Completion]:
-        """Return the N completions, in order of sub-groups."""
+        """Return the N completions, in order of sub-groups. Those that are cut have some of their contexts."""
         return [completion for subgroup in self.subgroups for completion in subgroup.completions]
+
+    @property
+    def members(self) -> list[tuple[ScoredGroup, int, slice]]:
+        """Return the group and index of each completion, and where its sampled tokens are among all of them."""
+        return [(s.scored, i, span) for s in self.subgroups for i, span in zip(s.members, s.spans, strict=True)]
+
+    @property
+    def cuts_completions(self) -> bool:
+        """Return whether contexts of a completion are in other micro-batches."""
+        return any(subgroup.contexts for subgroup in self.subgroups)
+
+    @property
+    def whole(self) -> MicroBatch:
+        """Return the micro-batch with all contexts of its completions."""
+        return replace(self, subgroups=[subgroup.whole for subgroup in self.subgroups])
 
     @property
     def rendered(self) -> list[Rendered]:
@@ -575,9 +797,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class TowerBackward:
-    """Work of a policy: one more forward of the vision tower, for the gradients of a prompt's kept features."""
+    """Work of a policy: one more forward of the vision tower, for the gradients of kept features."""
 
-    prompt: Prompt
+    rendered: Rendered
+    """The prompt or observation whose features were kept."""
 
 
 class PolicyOutput(NamedTuple):
@@ -598,6 +821,11 @@ def digest_of(mm_inputs: dict[str, Tensor]) -> bytes:
         if not tensor.is_meta:
             found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return found.digest()
+
+
+def num_tokens(parts: Sequence[int | Observation]) -> int:
+    """Return the number of tokens of the parts of a context, sampled and observed."""
+    return sum(part if isinstance(part, int) else len(part.token_ids) for part in parts)
 
 
 def rendered_of(prompt: Prompt, completions: Sequence[Completion]) -> list[Rendered]:
@@ -644,8 +872,13 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
+def has_video(rendered: Rendered) -> bool:
+    """Return whether a prompt or an observation has a video in the model's own input for videos."""
+    return "pixel_values_videos" in rendered.mm_inputs
+
+
 def concatenate_images(some: Sequence[Rendered], device: torch.device) -> dict[str, Tensor]:
-    """Concatenate the image inputs of prompts and observations, in their order. Skip those without images."""
+    """Concatenate the inputs of images and videos of prompts and observations, in order. Skip those without any."""
     names = dict.fromkeys(name for each in some for name in each.mm_inputs)
     parts = {name: [each.mm_inputs[name] for each in some if name in each.mm_inputs] for name in names}
     return {name: to_device(torch.cat(tensors), device) for name, tensors in parts.items()}

@@ -29,18 +29,20 @@ OF_BATCHES = (
 """Settings that determine the batch, together with the number of processes."""
 
 OF_WINDOWS = (
-    "data.prompt_template", "data.system_prompt", "data.image_root", "data.chat_template_kwargs", "data.min_pixels",
-    "data.max_pixels", "rollout.engine", "rollout.num_generations", "rollout.temperature",
-    "rollout.max_completion_length", "rollout.tools", "rollout.environment", "rollout.max_turns",
-    "rollout.observation_role", "rollout.tool_format", "rewards.reward_funcs", "rewards.reward_weights",
-    "algorithm.beta", *OF_BATCHES,
+    "data.prompt_template", "data.system_prompt", "data.image_root", "data.video_root", "data.chat_template_kwargs",
+    "data.min_pixels", "data.max_pixels", "data.fps", "data.num_frames", "data.min_frames", "data.max_frames",
+    "data.video_min_pixels", "data.video_max_pixels", "data.video_total_pixels", "data.video_format", "rollout.engine",
+    "rollout.num_generations", "rollout.temperature", "rollout.max_completion_length", "rollout.tools",
+    "rollout.environment", "rollout.environment_protocol", "rollout.environment_kwargs", "rollout.max_turns",
+    "rollout.observation_role", "rollout.tool_format", "rollout.keep_images", "rollout.edit_every",
+    "rewards.reward_funcs", "rewards.reward_weights", "algorithm.beta", *OF_BATCHES,
 )  # fmt: skip
 """Settings that must not change while a window is in training, since its completions were generated with them."""
 
 OF_BEST = (
     "data.eval_dataset_name", "data.dataset_test_split", "rollout.num_generations_eval", "rollout.eval_temperature",
-    "rollout.tools", "rollout.environment", "rollout.max_turns",
-    "rewards.reward_funcs", "rewards.reward_weights",
+    "rollout.tools", "rollout.environment", "rollout.environment_protocol", "rollout.environment_kwargs",
+    "rollout.max_turns", "rollout.keep_images", "rollout.edit_every", "rewards.reward_funcs", "rewards.reward_weights",
 )  # fmt: skip
 """Settings that must not change between evaluations if these are compared to find the best step."""
 

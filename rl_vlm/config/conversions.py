@@ -169,6 +169,22 @@ def turns(value: Any, given: Given) -> Settings:
     return {"max_turns": count(value, "max_assistant_turns")} if is_read else {}
 
 
+def with_gigpo(converts: Convert, otherwise: str | None = None) -> Convert:
+    """Build the conversion of a setting of verl-agent that `adv_estimator: gigpo` reads.
+
+    With another estimator the setting is left out. If there is a reason `otherwise`, it must be 1 then.
+    """
+
+    def convert(value: Any, given: Given) -> Settings:
+        if value_of(given, "adv_estimator") == "gigpo":
+            return converts(value, given)
+        if otherwise is not None and value not in (None, 1):
+            raise ValueError(otherwise)
+        return {}
+
+    return convert
+
+
 def choice_of(names: Mapping[Any, Settings], reason: str) -> Convert:
     """Build the conversion of a setting with few values. `reason` is the error about any other."""
 

@@ -13,7 +13,7 @@ Which = Literal["train", "eval"]
 
 NAMES = {"train": "dataset_name", "eval": "eval_dataset_name"}
 SPLITS = {"train": "dataset_train_split", "eval": "dataset_test_split"}
-OWN_SETTINGS = ("dataset_config", "columns", "ignore_columns", "image_root")
+OWN_SETTINGS = ("dataset_config", "columns", "ignore_columns", "image_root", "video_root")
 """Settings that an entry may set for itself. They override the section's."""
 SPLIT = re.compile(r"(?P<name>.+)@(?P<split>[^@/]+)")
 
@@ -21,6 +21,17 @@ SPLIT = re.compile(r"(?P<name>.+)@(?P<split>[^@/]+)")
 def is_file(name: str) -> bool:
     """Return whether the data is a file of rows."""
     return name.endswith((".json", ".jsonl", ".parquet"))
+
+
+def num_draws(name: str) -> int | None:
+    """Return N for `draws:N`, N rows without content whose environments make the tasks, or None for other names."""
+    found = re.fullmatch(r"draws:([1-9]\d*)", name)
+    return int(found[1]) if found else None
+
+
+def has_draws(data: DataConfig) -> bool:
+    """Return whether environments make the tasks of some rows."""
+    return any(num_draws(entry.name) is not None for entry in all_entries(data))
 
 
 def split_name(name: str) -> tuple[str, str | None]:
@@ -42,6 +53,7 @@ def data_sources(data: DataConfig, which: Which) -> list[DataSource]:
         "columns": data.columns,
         "ignore_columns": data.ignore_columns,
         "image_root": data.image_root,
+        "video_root": data.video_root,
     }
 
     def of_section(entry: DataSource) -> dict[str, Any]:

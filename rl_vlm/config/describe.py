@@ -16,7 +16,7 @@ REWARD_ENTRY = "an entry of rewards.reward_funcs"
 DATA_ENTRY = "an entry of data.dataset_name"
 INDENT = " " * 6
 WORDS = {bool: ["true", "false"], int: ["whole number"], float: ["number"], str: ["text"]}
-"""What values of a type are called. Other types are entries with settings of their own."""
+"""Names of types in the text. Values of other types are entries with their own settings."""
 HELP_SECTIONS: dict[str, type[Section]] = {**SECTIONS, DATA_ENTRY: DataSource, REWARD_ENTRY: RewardSpec}
 
 

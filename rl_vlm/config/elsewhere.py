@@ -1,4 +1,4 @@
-"""Settings of other systems: VLM-R1, EasyR1, verl, ms-swift, and the arguments of TRL's trainer.
+"""Settings of other systems: VLM-R1, EasyR1, verl with verl-agent and VAGEN, ms-swift, and arguments of TRL's trainer.
 
 A row has the advice of error messages, and the conversion of `rl-vlm migrate`. `trl_fields.py` has TRL's other
 settings, which are also those of VLM-R1 and ms-swift.
@@ -13,15 +13,18 @@ from rl_vlm.config import conversions as convert
 from rl_vlm.config.conversions import Convert, Given, Settings
 from rl_vlm.config.trl_fields import QLORA
 
-NESTED = ("worker", "trainer", "actor_rollout_ref", "reward_model", "custom_reward_function")
-"""Sections of EasyR1 and verl that do not exist here."""
+NESTED = (
+    "worker", "trainer", "actor_rollout_ref", "reward_model", "custom_reward_function", "env", "rollout_manager",
+    "generator",
+)  # fmt: skip
+"""Sections of EasyR1, verl, verl-agent, VAGEN and SkyRL that do not exist here."""
 
 
 class Counterpart(NamedTuple):
-    """What becomes of a setting of another system."""
+    """Treatment of another system's setting."""
 
     advice: str
-    """What to write instead."""
+    """Advice for the user."""
     converts: Convert | None
     """The conversion of the value, or None if the user has to decide."""
 
@@ -69,6 +72,11 @@ TOOLS = by_hand(
     "write `rollout.tools`, functions with type hints and docstrings, or `rollout.environment`, a class with such "
     "methods"
 )
+ENVIRONMENT = by_hand(
+    "write `rollout.environment`, with `rollout.environment_protocol: steps`; arguments are "
+    "`rollout.environment_kwargs`"
+)
+WHOLE_CONTEXT = by_hand("leave it out: the model sees the whole conversation at every turn")
 ONE_MODEL = "GRPO has no critic"
 OWN_ENGINE = "the engine chooses it"
 
@@ -119,8 +127,9 @@ EASYR1_AND_VERL: dict[str, Counterpart] = {
                       convert.column("solution", "answer", "solution")),
     "image_key": Counterpart("leave it out for `images`, else write `data.columns`, such as {image: photo}",
                      convert.column("image", "images", "image")),
-    "video_key": needless("videos are not in this project"),
-    "video_fps": needless("videos are not in this project"),
+    "video_key": Counterpart("leave it out for `videos`, else write `data.columns`, such as {video: clip}",
+                     convert.column("video", "videos", "video")),
+    "video_fps": to("data.fps", "; 2 is the default", lambda value, given: {} if value == 2 else {"fps": value}),
     "image_dir": to("data.image_root"),
     "format_prompt": by_hand("write `data.prompt_template`, with columns in braces"),
     "override_chat_template": off("the chat template is the checkpoint's; see `data.chat_template_kwargs`"),
@@ -142,11 +151,36 @@ EASYR1_AND_VERL: dict[str, Counterpart] = {
     "filter_overlong_prompts": needless("longer prompts than `data.max_prompt_length` are always dropped"),
     "filter_overlong_prompts_workers": needless("longer prompts than `data.max_prompt_length` are always dropped"),
     "truncation": needless("prompts are never truncated; longer ones are dropped"),
-    "adv_estimator": Counterpart("leave it out: advantages are GRPO's; see `algorithm.scale_rewards`",
-                         needless("advantages are GRPO's; see `algorithm.scale_rewards`", "grpo").converts),
+    "adv_estimator": Counterpart("leave it out for GRPO, and write `algorithm.turn_advantages: gigpo` for GiGPO",
+                         convert.choice_of({None: {}, "grpo": {}, "gigpo": {"turn_advantages": "gigpo"}},
+                         "advantages are GRPO's; see `algorithm.scale_rewards` and `algorithm.turn_advantages`")),
     "norm_adv_by_std_in_grpo": to("algorithm.scale_rewards", "", convert.choice_of(
         {True: {}, False: {"scale_rewards": "none"}}, "it should be true or false")),
-    "gamma": needless("the advantage of a completion is that of its tokens", 1),
+    "gamma": to("algorithm.turn_discount", ", with `algorithm.turn_advantages`", convert.with_gigpo(
+        lambda value, given: {"turn_discount": value}, "the advantage of a completion is that of its tokens")),
+    "gigpo.step_advantage_w": to("algorithm.turn_weight", "", convert.with_gigpo(
+        lambda value, given: {"turn_weight": value})),
+    "gigpo.mode": to("algorithm.scale_rewards", "", convert.with_gigpo(convert.choice_of(
+        {"mean_std_norm": {}, "mean_norm": {"scale_rewards": "none"}}, "it should be mean_std_norm or mean_norm"))),
+    "gigpo.enable_similarity": off("turns begin alike if their observations are equal"),
+    "gigpo.similarity_thresh": needless("turns begin alike if their observations are equal"),
+    "high_level_gamma": by_hand("write `algorithm.turn_advantages: return` and `algorithm.turn_discount`; GRPO has no "
+                                "critic"),
+    "use_invalid_action_penalty": off("`step` of the environment gives the reward of a turn without an action"),
+    "invalid_action_penalty_coef": needless("`step` of the environment gives the reward of a turn without an action"),
+    "env.max_steps": to("rollout.max_turns"),
+    "env.rollout.n": to("rollout.num_generations"),
+    "env.seed": needless("the seed is `train.seed`"),
+    "env.history_length": WHOLE_CONTEXT,
+    "env.resources_per_worker.*": needless("environments run in threads or processes of the training processes"),
+    "env.*": ENVIRONMENT,
+    "rollout_manager.max_turns": to("rollout.max_turns"),
+    "rollout_manager.n_trajectory": to("rollout.num_generations"),
+    "rollout_manager.window_size": WHOLE_CONTEXT,
+    "rollout_manager.use_loss_mask": needless("only sampled tokens train", True),
+    "rollout_manager.use_gae_mask": needless(ONE_MODEL),
+    "rollout_manager.use_multi_turn_reward": off("`algorithm.turn_advantages: return` trains with rewards of turns"),
+    "rollout_manager.*": ENVIRONMENT,
     "lam": needless("the advantage of a completion is that of its tokens", 1),
     "disable_kl": needless("without `algorithm.beta` there is no KL term"),
     "use_kl_loss": Counterpart("write `algorithm.beta`, the weight of the KL term in the loss", needless("").converts),
@@ -176,9 +210,9 @@ EASYR1_AND_VERL: dict[str, Counterpart] = {
         "default": {}, "gspo": {"importance_sampling_level": "sequence"}},
         "choose `algorithm.loss_type` (docs/losses.md)")),
     "entropy_coeff": off("entropy is not part of the loss; see `algorithm.top_entropy_quantile`"),
-    "online_filtering": off("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
+    "online_filtering": off("`rollout.max_resampling_rounds` generates groups without advantages again"),
     "max_try_make_batch": needless("it is a limit of `online_filtering`"),
-    "filter_groups.enable": off("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
+    "filter_groups.enable": off("`rollout.max_resampling_rounds` generates groups without advantages again"),
     "model.model_path": to("model.model_name_or_path"),
     "model.path": to("model.model_name_or_path"),
     "tokenizer_path": needless("the tokenizer is the checkpoint's", None),
@@ -364,13 +398,13 @@ SWIFT: dict[str, Counterpart] = {
     "move_model_batches": needless("weights are sent one by one"),
     "gc_collect_after_offload": needless("memory is freed when it is needed"),
     "async_generate": off("`rollout.max_staleness: 1` samples the next window meanwhile, on `engine: vllm_server`"),
-    "dynamic_sample": off("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
+    "dynamic_sample": off("`rollout.max_resampling_rounds` generates groups without advantages again"),
     "padding_free": needless("micro-batches have no padding to remove"),
     "log_entropy": needless("`metrics.jsonl` has the entropy"),
-    "max_resample_times": needless("`rollout.max_resampling_rounds` generates groups of equal rewards again"),
+    "max_resample_times": needless("`rollout.max_resampling_rounds` generates groups without advantages again"),
     "multi_turn_scheduler": TOOLS,
-    "use_gym_env": TOOLS,
-    "gym_env": TOOLS,
+    "use_gym_env": ENVIRONMENT,
+    "gym_env": ENVIRONMENT,
     "agent_template": needless("the chat template decides; see `rollout.tool_format`"),
     "overlong_filter": to("algorithm.mask_truncated_completions"),
     "use_hf": needless("names are those of the Hugging Face hub; a name of ModelScope alone is not found"),
@@ -378,6 +412,17 @@ SWIFT: dict[str, Counterpart] = {
     "create_checkpoint_symlink": needless("checkpoints have fixed names"),
     "add_version": needless("`train.output_dir` is used as it is"),
 }
+
+SKYRL: dict[str, Counterpart] = {
+    "env_class": Counterpart("write `rollout.environment: skyrl:ID`, with `rollout.environment_protocol: steps`", None),
+    "skyrl_gym.*": by_hand("write `rollout.environment_kwargs`"),
+    "generator.max_turns": to("rollout.max_turns"),
+    "max_generate_length": by_hand("write `rollout.max_turn_tokens` for one turn, and `rollout.max_completion_length` "
+                                   "for all turns with their observations"),
+    "n_samples_per_prompt": to("rollout.num_generations"),
+    "eval_n_samples_per_prompt": to("rollout.num_generations_eval"),
+}
+"""Settings of SkyRL, for advice alone: `rl-vlm migrate` does not read its scripts."""
 
 ROWS: dict[str, dict[str, Counterpart]] = {
     "TRL": TRL,
@@ -416,7 +461,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
 
 
 def row_of(key: str, rows: Mapping[str, Counterpart]) -> Counterpart | None:
-    """Return the row for a key: that of its longest end, or of a part that it is below."""
+    """Return the row of the longest end of a key, or of a section that contains the key."""
     parts = key.split(".")
     ends = [parts[start:] for start in range(len(parts))]
     for end in ends:
@@ -427,8 +472,8 @@ def row_of(key: str, rows: Mapping[str, Counterpart]) -> Counterpart | None:
 
 
 FLASH = (
-    "flash-attn is not used: leave it out. On CUDA, rows that share a prompt use FlexAttention "
-    "(`memory.shared_attention`), and `sdpa` has PyTorch's own flash kernels"
+    "flash-attn is not used: leave it out. On CUDA, `sdpa` has PyTorch's own flash kernels, and rows that share a "
+    "prompt can have them (`memory.shared_attention`)"
 )
 VALUES: dict[str, dict[str, str]] = {
     "model.attn_implementation": dict.fromkeys(
@@ -443,7 +488,7 @@ VALUES: dict[str, dict[str, str]] = {
 
 def instead_of(key: str) -> str | None:
     """Return the advice for another system's setting, or None if its name is unknown."""
-    rows = {name: row for table in reversed(ROWS.values()) for name, row in table.items()}
+    rows = {name: row for table in (SKYRL, *reversed(ROWS.values())) for name, row in table.items()}
     row = row_of(key, rows)
     return row.advice if row else None
 

@@ -251,7 +251,7 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _unknown(key: str, known: Mapping[str, str]) -> str:
-    """Build the message about an unknown key: what to write if another system has it, else the closest valid key.
+    """Build the message about an unknown key. Give advice if another system has it, else name the closest key.
 
     `known` maps the last parts of keys to full names.
     """

@@ -1,4 +1,4 @@
-"""Rules about several settings: the ones that do not go together, and the ones that have no effect.
+"""Rules about several settings: combinations that are refused, and settings without effect.
 
 Each rule is one row: settings, a condition on the run's settings, and a message with a solution. `broken` checks them.
 Rules that depend on the data or on the model are checked when these are opened.
@@ -20,6 +20,7 @@ from rl_vlm.config.data_sources import (
     Which,
     all_entries,
     all_entries_have,
+    has_draws,
     has_other_split,
     has_some_weights,
     ignored_columns,
@@ -32,6 +33,7 @@ from rl_vlm.config.data_sources import (
 from rl_vlm.config.engines import ENGINES, READ_BY_STARTED_SERVERS, VLLM_SETTINGS, Engine, engines_where
 from rl_vlm.config.function_names import is_live_name, label_of_live
 from rl_vlm.config.function_source import read_source
+from rl_vlm.config.parts import named_parts
 from rl_vlm.stages import TAKEN_NAME, is_taken
 
 if TYPE_CHECKING:
@@ -103,6 +105,13 @@ def ignored_by_own_loss(run: RunConfig, name: str) -> bool:
     return source is not None and name not in source.attributes
 
 
+def averages_turns(run: RunConfig) -> bool:
+    """Return whether the gradient of the loss depends on turns by their mean advantage alone."""
+    algorithm = run.algorithm
+    is_averaged = algorithm.importance_sampling_level == "sequence" and algorithm.loss_type != "cispo"
+    return algorithm.turn_advantages != "none" and is_averaged and not algorithm.has_own_loss
+
+
 def low_delta(run: RunConfig) -> list[dict[str, Any]]:
     """Return the upper clip bound and its setting if `delta` is not above it."""
     algorithm = run.algorithm
@@ -152,6 +161,11 @@ def entry_rules(which: Which) -> tuple[Rule, ...]:
     )
 
 
+def takes_steps(run: RunConfig) -> bool:
+    """Return whether an environment takes the turns as steps."""
+    return run.rollout.environment is not None and run.rollout.environment_protocol == "steps"
+
+
 def has_no_reward(run: RunConfig) -> bool:
     """Return whether nothing can score completions. The class of an environment may have a method for it."""
     return not run.rewards.reward_funcs and run.rollout.environment is None
@@ -195,11 +209,29 @@ UNREAD = (
            f"on `engine` {OF_POLICY}, which samples from the trained weights themselves", f"set `engine` to {SYNCED}"),
     unread("ds3_gather_for_generation", lambda run: run.rollout.facts.has_own_weights,
            "on an engine with weights of its own", f"set `engine` to {OF_POLICY}"),
-    unread("max_turns max_turn_tokens max_environments tool_timeout tool_errors observation_role tool_format",
+    unread("max_turns max_turn_tokens max_environments tool_timeout tool_errors observation_role tool_format "
+           "environment_protocol environment_kwargs environment_isolation environment_memory keep_images edit_every",
            lambda run: not run.rollout.has_tools,
            "without `tools` or `environment`: a completion is one turn", "name tools"),
-    unread("max_environments", lambda run: run.rollout.has_tools and run.rollout.environment is None,
+    unread("max_environments environment_protocol environment_kwargs environment_isolation environment_memory",
+           lambda run: run.rollout.has_tools and run.rollout.environment is None,
            "without `environment`: tools have no instances", "name a class in `environment`"),
+    unread("environment_memory",
+           lambda run: run.rollout.environment is not None and run.rollout.environment_isolation == "thread",
+           "with `environment_isolation` thread: the memory is the run's", "set `environment_isolation` to process"),
+    unread("environment_kwargs",
+           lambda run: run.rollout.environment is not None and run.rollout.environment_protocol == "tools",
+           "with `environment_protocol` tools, whose class is made without arguments",
+           "set `environment_protocol` to steps"),
+    unread("tool_format observation_role", takes_steps,
+           "with `environment_protocol` steps: the model calls no tools", "set `environment_protocol` to tools"),
+    unread("edit_every", lambda run: run.rollout.keep_images is None,
+           "without `keep_images`: contexts hold all images, and are not edited", "set `keep_images`"),
+    unread("turn_discount", lambda run: run.algorithm.turn_advantages == "none",
+           "without `turn_advantages`: all turns have the advantage of their completion",
+           "set `turn_advantages` to return or gigpo"),
+    unread("turn_weight", lambda run: run.algorithm.turn_advantages != "gigpo",
+           "without `turn_advantages: gigpo`", "set that"),
     unread("num_generations_eval eval_temperature", lambda run: run.data.eval_dataset_name is None,
            "without `eval_dataset_name`, the data to evaluate on", "name these data"),
     unread("sapo_temperature_neg sapo_temperature_pos",
@@ -235,7 +267,7 @@ UNREAD = (
     unread("gradient_checkpointing",
            lambda run: run.memory.gradient_checkpointing == "vision_tower" and run.model.freeze_vision_tower,
            "on a frozen vision tower, which keeps no activations", "use language_model"),
-    unread("shared_attention verify",
+    unread("shared_attention",
            lambda run: run.memory.prefix_sharing == "dense" or run.model.attn_implementation == "eager",
            "without shared rows", "leave out `prefix_sharing: dense` and `attn_implementation: eager`"),
     unread("endpoint_max_concurrency endpoint_timeout endpoint_max_retries",
@@ -253,6 +285,11 @@ CONFLICTS = (
     Rule("trainable_modules", lambda run: run.model.trainable_modules is not None and run.model.freeze_vision_tower,
          "`trainable_modules` and `freeze_vision_tower` are both given; keep one of them: `trainable_modules` freezes "
          "all modules that it does not name"),
+    Rule("freeze_vision_tower lora_target_modules",
+         lambda run: run.model.freeze_vision_tower
+         and not {"projector", "vision_tower"}.isdisjoint(named_parts(run.model.lora_target_modules)),
+         "`lora_target_modules` names the vision tower or its projector, which `freeze_vision_tower` freezes; leave "
+         "one of the two settings out"),
     Rule("max_staleness", lambda run: run.rollout.facts.shares_device,
          f"`max_staleness` needs `engine` {APART}: {{rollout.engine}} shares its device with the trainer"),
     Rule("max_rollout_tokens",
@@ -266,11 +303,23 @@ CONFLICTS = (
          lambda run: run.rollout.has_tools and (run.rollout.max_turn_tokens or 0) >= run.rollout.max_completion_length,
          "`max_turn_tokens` {rollout.max_turn_tokens} has no effect: it must be below `max_completion_length` "
          "{rollout.max_completion_length}, which counts all turns"),
+    Rule("tools", lambda run: takes_steps(run) and bool(run.rollout.tools),
+         "`tools` cannot be used with `environment_protocol` steps: each turn is a step; leave them out, or write the "
+         "environment with tools"),
+    Rule("dataset_name eval_dataset_name",
+         lambda run: has_draws(run.data) and not isinstance(run.rollout.environment, str),
+         "`draws:` in {names} needs a class in `environment`, which makes the tasks"),
+    Rule("environment_kwargs",
+         lambda run: bool(run.rollout.environment_kwargs) and isinstance(run.rollout.environment, dict),
+         "`environment_kwargs` cannot be used with several classes in `environment`: all would get the same arguments"),
     Rule("environment", lambda run: run.rollout.environment == {},
          "`environment` is an empty mapping; name classes, or write null"),
     Rule("endpoint_url", lambda run: run.rollout.has_tools,
          "`endpoint_url` cannot be used with `tools` or `environment`: endpoints return no token ids, which the next "
          "turn goes on after; leave it out, and name a checkpoint"),
+    Rule("video_format", lambda run: run.evaluation.endpoint_url is not None and run.data.video_format == "native",
+         "`video_format` native cannot be used with `endpoint_url`: endpoints get each frame of a video as an image; "
+         "leave it out"),
     Rule("max_rollout_tokens max_resampling_rounds",
          lambda run: run.rollout.facts.spans_ranks and run.vllm.vllm_tensor_parallel_size > 1,
          "{names} cannot be used with `vllm_tensor_parallel_size` above 1 and `engine` {rollout.engine}: ranks that "
@@ -294,6 +343,13 @@ CONFLICTS = (
          "`num_generations_eval` > 1 repeats the same greedy completion; set `eval_temperature` above 0"),
     Rule("loss_type", lambda run: run.algorithm.loss_type == "cispo" and run.algorithm.epsilon_high is None,
          "`loss_type` cispo needs `epsilon_high`, the upper bound of its weights, for instance 5.0"),
+    Rule("turn_advantages", lambda run: not run.rollout.has_tools,
+         "`turn_advantages` {algorithm.turn_advantages} needs `tools` or `environment`: without them a completion is "
+         "one turn; leave it out"),
+    Rule("turn_advantages", averages_turns,
+         "`turn_advantages` {algorithm.turn_advantages} cannot be used with `importance_sampling_level: sequence` and "
+         "`loss_type` {algorithm.loss_type}: a ratio per completion gives all its turns the mean of their advantages; "
+         "use the level token, or `loss_type: cispo`, whose ratio is a constant weight"),
     Rule("delta", low_delta,
          "`delta` {algorithm.delta:g} is not above 1 + `{name}` = {upper:g}, where the ratio is clipped already; set "
          "it higher, or leave it out"),
@@ -363,6 +419,19 @@ CONFLICTS = (
            f"`{name}` has no effect: every entry of the data has its own; leave it out") for name in OWN_SETTINGS),
     Rule("min_pixels", lambda run: run.data.max_pixels is not None and (run.data.min_pixels or 0) > run.data.max_pixels,
          "`min_pixels` {data.min_pixels} is above `max_pixels` {data.max_pixels}"),
+    Rule("fps num_frames", lambda run: run.data.fps is not None and run.data.num_frames is not None,
+         "`fps` {data.fps} and `num_frames` {data.num_frames} both choose the number of frames of a video; keep one"),
+    Rule("min_frames max_frames", lambda run: run.data.min_frames > run.data.max_frames,
+         "`min_frames` {data.min_frames} is above `max_frames` {data.max_frames}"),
+    Rule("num_frames max_frames min_frames",
+         lambda run: run.data.num_frames is not None
+                     and not run.data.min_frames <= run.data.num_frames <= run.data.max_frames,
+         "`num_frames` {data.num_frames} is not between `min_frames` {data.min_frames} and `max_frames` "
+         "{data.max_frames}"),
+    Rule("video_min_pixels",
+         lambda run: run.data.video_max_pixels is not None
+                     and (run.data.video_min_pixels or 0) > run.data.video_max_pixels,
+         "`video_min_pixels` {data.video_min_pixels} is above `video_max_pixels` {data.video_max_pixels}"),
     Rule("eval_steps", lambda run: run.data.eval_dataset_name is None,
          "`eval_steps` {train.eval_steps} needs `eval_dataset_name`, the data to evaluate on"),
     Rule("load_best_model_at_end", lambda run: run.data.eval_dataset_name is None or not run.train.eval_steps,
@@ -376,7 +445,10 @@ CONFLICTS = (
 """Settings that do not go together."""
 
 FOR_TRAINING = (
-    Rule("", lambda run: run.data.dataset_name is None, "`data.dataset_name`, the training data, is not set"),
+    Rule("", lambda run: run.data.dataset_name is None and run.rollout.environment is None,
+         "`data.dataset_name`, the training data, is not set"),
+    Rule("", lambda run: run.data.dataset_name is None and run.rollout.environment is not None,
+         "`data.dataset_name` is not set; if the environment makes its own tasks, write how many, as in draws:1000"),
     Rule("", has_no_reward,
          "`rewards.reward_funcs` is empty: training needs at least one reward function"),
     Rule("reward_funcs",
@@ -394,12 +466,12 @@ FOR_TRAINING = (
     Rule("endpoint_url", lambda run: True,
          "`evaluation.endpoint_url` is for `rl-vlm eval`: a run evaluates what it trains; leave it out"),
 )
-"""What a run needs, and settings that only an evaluation can use."""
+"""Settings that a run needs, and settings that only an evaluation can use."""
 
 FOR_EVALUATION = (
     Rule("", lambda run: run.data.eval_dataset_name is None, "`data.eval_dataset_name`, the held-out data, is not set"),
     Rule("", has_no_reward,
          "`rewards.reward_funcs` is empty: evaluation needs at least one reward function"),
 )
-"""What an evaluation needs."""
+"""Settings that an evaluation needs."""
 # fmt: on

@@ -37,7 +37,7 @@ POLYNOMIAL_LR_END = 1e-7
 
 
 def unknown_arguments(run: RunConfig) -> list[dict[str, Any]]:
-    """Return the arguments that the schedule does not have, and the ones that it has."""
+    """Return the unknown arguments of a schedule, and its known ones."""
     known = ARGUMENTS[run.train.lr_scheduler_type]
     unknown = sorted(run.train.lr_scheduler_kwargs.keys() - known.keys())
     return [{"found": ", ".join(unknown), "valid": ", ".join(known) or "none"}] if unknown else []

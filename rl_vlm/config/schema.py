@@ -3,9 +3,20 @@
 Leaf names are unique over all sections, so `max_steps=10` on the command line and a flat TRL YAML are unambiguous.
 """
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from rl_vlm.config.data_sources import Which, with_split
@@ -16,7 +27,7 @@ from rl_vlm.config.rules import CONFLICTS, UNREAD, broken
 BuiltInLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 BUILT_IN_LOSSES: tuple[BuiltInLoss, ...] = get_args(BuiltInLoss)
 
-SharedAttention = Literal["auto", "flex", "sdpa"]
+SharedAttention = Literal["auto", "flex", "flash", "sdpa"]
 PRECISION = "a run computes in bfloat16 on CUDA and in float32 elsewhere, and trained weights stay in float32"
 """Precision of a run without `model.dtype`, in words."""
 
@@ -40,6 +51,20 @@ def _as_list(value: Any) -> Any:
     return value
 
 
+def size_in_bytes(text: str) -> int:
+    """Return the bytes of a size with a unit, such as 4GiB. Raises ValueError if it is none."""
+    if not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", text):
+        raise ValueError(f"{text!r} is no size; write a number and a unit, as in 512MiB or 4GiB")
+    return int(TypeAdapter(ByteSize).validate_python(text))
+
+
+def _checked_size(text: str) -> str:
+    """Return a size unchanged. Raises ValueError if it is none, or 0."""
+    if not size_in_bytes(text):
+        raise ValueError(f"{text!r} leaves no memory; null is no limit")
+    return text
+
+
 class ModelConfig(Section):
     model_name_or_path: str
     """Hub name, local directory (a model or a PEFT adapter), or function `file.py:function` or `module:function`,
@@ -47,20 +72,22 @@ class ModelConfig(Section):
     model_revision: str = "main"
     """Hub revision: branch, tag or commit."""
     trust_remote_code: bool = False
-    """Run custom Python code of the checkpoint."""
+    """Run the Python code of the checkpoint, which its `auto_map` names, for config, model and processor. With a hub
+    name, set `model_revision` to the commit whose code you have read."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute precision. `bfloat16` keeps trainable weights and optimizer state in float32. Default: `bfloat16` on
     CUDA, `float32` elsewhere."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the vision tower and of the dense path. flash-attn is not used: `sdpa` has PyTorch's
-    flash kernels, and rows that share a prompt use FlexAttention (`shared_attention`)."""
+    flash kernels, which rows that share a prompt can use as well (`shared_attention`)."""
     fused: Literal["auto", "off"] = "auto"
     """Compile decoder layers and the LM head's log-probs with `torch.compile`, so that fewer operators read and write
     memory, and the first passes take longer. `auto`: on CUDA; docs/memory.md has the exceptions."""
-    verify: Literal["auto", "off"] = "auto"
-    """Before the first step, compare rows that share a prompt with rows that do not, on a few of the run's own
-    completions. If their log-probs or gradients differ by more than rounding, the run ends. `auto`: if prompts are
-    shared."""
+    verify: Literal["auto", "full", "off"] = "auto"
+    """Before the first step, prove on a few of the run's own completions that its rows equal the model's own
+    forward, that images and prompts arrive, that nothing leaks, and that trained weights have gradients. The run goes
+    on with a slower way if shared rows are not proven, and ends if something else is wrong. `full` takes all
+    completions of the first step, and makes up longer ones."""
     freeze_vision_tower: bool = False
     """Train the language model only; the vision tower then runs without gradients. Not with an adapter in the tower."""
     trainable_modules: list[str] | str | None = None
@@ -73,9 +100,11 @@ class ModelConfig(Section):
     lora_alpha: int = Field(default=32, ge=1)
     """LoRA scale: the update is multiplied by `lora_alpha / lora_r`."""
     lora_target_modules: list[str] | str = "all-linear"
-    """Modules that get a new adapter: a list of names, `all-linear`, or a regular expression for whole module paths."""
+    """Modules that get a new adapter: a list of names, `all-linear`, or a regular expression for whole module paths.
+    The names of `trainable_modules` mean the linear layers of these parts; the LM head is in `lm_head` alone."""
     lora_exclude_modules: list[str] | str | None = None
-    """Modules that get none: a list of names or a regular expression. Default: the vision tower and its projector."""
+    """Modules that get none: a list of names or a regular expression. Default: the vision tower and its projector,
+    or none if `lora_target_modules` names a part."""
     init_lora_weights: bool | Literal["gaussian", "pissa", "olora", "orthogonal"] = True
     """PEFT initialisation of a new adapter. With `true`, training starts exactly from the base model."""
     use_rslora: bool = False
@@ -116,13 +145,16 @@ class DataSource(Section):
     """Columns of these data to leave out. Default: `data.ignore_columns`."""
     image_root: str | None = None
     """Folder of relative image paths. Default: `data.image_root`, else the folder of the data file."""
+    video_root: str | None = None
+    """Folder of relative video paths. Default: `data.video_root`, else the folder of images."""
 
 
 class DataConfig(Section):
     dataset_name: str | list[str | DataSource] | None = None
     """Training data: hub name, local directory, .parquet, .json or .jsonl file, `file.py:function` or
     `module:function`. `name@split` selects a split. A list of names, or of mappings with `name`, `split`, `weight`,
-    `columns` and `ignore_columns`, is a mixture."""
+    `columns` and `ignore_columns`, is a mixture. `draws:N` are N rows without content, for environments with
+    tasks of their own."""
     dataset_config: str | None = None
     """Name of the hub dataset's configuration."""
     dataset_train_split: str = "train"
@@ -137,7 +169,7 @@ class DataConfig(Section):
     ignore_columns: Annotated[list[str], BeforeValidator(_as_list)] = []
     """Columns of the data to leave out, by their names there: for instance images that the model is not to see."""
     text_only: bool = False
-    """Train or evaluate on text alone. Data without any image is refused unless this is set."""
+    """Train or evaluate on text alone. Data without any image or video is refused unless this is set."""
     prompt_template: str | None = None
     """Template that builds the prompt from the columns of a row, as in `"{question} Answer in <answer> tags."`."""
     system_prompt: str | None = None
@@ -148,7 +180,8 @@ class DataConfig(Section):
     """Extra arguments of the chat template, such as `enable_thinking`."""
     on_bad_row: Literal["raise", "drop"] = "raise"
     """What to do with rows that cannot be used, such as one whose image is missing: end with an error, or leave them
-    out and list them in `dropped_prompts.jsonl`. Every row and every image's header is checked before the run."""
+    out and list them in `dropped_prompts.jsonl`. Every row and
+    the header of every image and video are checked before the run."""
     max_prompt_length: int | None = Field(default=None, ge=1)
     """Maximum number of tokens in a prompt, images included. Training and held-out rows with longer prompts are
     dropped before the run and listed; prompts are never truncated. This builds every prompt once."""
@@ -158,6 +191,27 @@ class DataConfig(Section):
     """Shrink images to at most this many pixels. Needs a processor with this limit."""
     max_image_pixels: int = Field(default=32_000_000, ge=1)
     """Maximum number of pixels in an image file; larger files are refused before they are decoded."""
+    video_root: str | None = None
+    """Folder of relative video paths. Default: `image_root`, else the folder of the data file."""
+    fps: float | None = Field(default=None, gt=0)
+    """Frames per second to sample from videos. Default: the checkpoint's, else 2."""
+    num_frames: int | None = Field(default=None, ge=1)
+    """Number of frames to sample from each video, instead of `fps`."""
+    min_frames: int = Field(default=4, ge=1)
+    """Smallest number of frames of a video. A shorter video gives all its frames."""
+    max_frames: int = Field(default=64, ge=1)
+    """Largest number of frames of a video. More frames are thinned evenly."""
+    video_min_pixels: int | None = Field(default=None, ge=1)
+    """Enlarge frames of videos to at least this many pixels, whatever the model. Default: the checkpoint's."""
+    video_max_pixels: int | None = Field(default=None, ge=1)
+    """Shrink frames of videos to at most this many pixels, whatever the model. Default: the checkpoint's."""
+    video_total_pixels: int | None = Field(default=None, ge=1)
+    """Maximum number of pixels of all frames of one video. Frames are shrunk, and none is left out."""
+    max_video_seconds: float = Field(default=3600, gt=0)
+    """Maximum length of a video, or of its part from `video_start` to `video_end`; longer ones are refused."""
+    video_format: Literal["auto", "native", "frames"] = "auto"
+    """Give videos to the model's own input for them (`native`), or each frame as an image (`frames`). `auto`: `native`
+    if the model has such an input."""
     shuffle_dataset: bool = True
     """Draw rows in a new random order each epoch."""
     dataloader_num_workers: int = Field(default=0, ge=0)
@@ -217,15 +271,27 @@ class RolloutConfig(Section):
     """Functions that the model can call, as `file.py:function` or `module:function`. `docs/environments.md` has the
     contract."""
     environment: str | dict[str, str] | None = None
-    """Class whose public methods are tools, as `file.py:Class`, or several such classes by name. With several, the
-    column `environment` of a row names its class."""
+    """Class whose public methods are tools, or that takes steps, as `file.py:Class`, or several such classes by name.
+    With several, the column `environment` of a row names its class. `gymnasium:`, `openenv:`, `vagen:` and `skyrl:`
+    before a name are adapters."""
+    environment_protocol: Literal["tools", "steps"] = "tools"
+    """Use of a turn: `tools` runs the methods that the model calls, `steps` passes the text to `step(text)`, as in
+    Gymnasium."""
+    environment_kwargs: dict[str, Any] = {}
+    """Arguments of the class with `environment_protocol` steps. With `tools` it is made without arguments."""
     max_turns: int = Field(default=10, ge=1)
-    """Turns of a completion with tools. The calls of the last turn are not run."""
+    """Turns of a completion with tools or steps. The calls of the last turn are not run, and its step is."""
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the model may sample in one turn. `max_completion_length` counts all tokens after the prompt.
     Default: no limit."""
     max_environments: int | None = Field(default=None, ge=1)
     """Instances of the environment per process. Default: one for each completion of a window."""
+    environment_isolation: Literal["thread", "process"] = "thread"
+    """Where instances of the environment live: in threads of the run, or each in a process of its own, so that a crash,
+    a leak or a hang ends that process and nothing else."""
+    environment_memory: Annotated[str, AfterValidator(_checked_size)] | None = "4GiB"
+    """Memory of an instance with `environment_isolation` process, with all processes that it starts. If it uses more,
+    it is killed, and the completion is masked. null: no limit."""
     tool_timeout: float = Field(default=60.0, gt=0)
     """Seconds for a call of a tool, of `reset` or of `get_reward`. After it, the completion is masked."""
     tool_errors: Literal["tell", "mask"] = "tell"
@@ -235,14 +301,29 @@ class RolloutConfig(Section):
     tool_format: Literal["auto", "template", "text"] = "auto"
     """How tools and calls are written: by the chat template, or as text in a system message and `<tool_call>` tags.
     `auto` is `template` if the chat template writes tools and calls, and the tokenizer can read calls."""
+    keep_images: int | None = Field(default=None, ge=1)
+    """Images of observations that stay in a long context. Older ones are replaced by a text. The images of the prompt
+    stay. `max_completion_length` is then a limit of each context. Default: all images stay."""
+    edit_every: int = Field(default=5, ge=1)
+    """With `keep_images`, turns between two edits of a context. Between them it holds more images."""
     max_resampling_rounds: int = Field(default=0, ge=0)
-    """Maximum number of times to generate a group again if its rewards are all equal, which gives no learning signal. A
-    new group replaces the old one if its rewards differ."""
+    """Maximum number of times to generate a group again if its advantages are all 0, as with equal rewards, which gives
+    no learning signal. A new group replaces the old one if it has one."""
 
     @property
     def has_tools(self) -> bool:
         """Return whether completions are trajectories of several turns."""
         return bool(self.tools) or self.environment is not None
+
+    @property
+    def max_contexts(self) -> int:
+        """Return the most contexts of a completion: one, and one for each edit."""
+        return 1 if self.keep_images is None else -(-self.max_turns // self.edit_every)
+
+    @property
+    def environment_bytes(self) -> int | None:
+        """Return the limit of an instance's memory, None without one."""
+        return None if self.environment_memory is None else size_in_bytes(self.environment_memory)
 
     @property
     def functions(self) -> list[str]:
@@ -385,6 +466,14 @@ class AlgorithmConfig(Section):
     its generation window. They differ if a window has several steps."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide advantages by the standard deviation of rewards in the group, in the generation batch, or not at all."""
+    turn_advantages: Literal["none", "return", "gigpo"] = "none"
+    """Advantages of the turns of a completion with tools: the completion's for all (`none`), one of discounted rewards
+    from the turn on (`return`), or the completion's plus one among turns that begin with an equal observation
+    (`gigpo`). docs/environments.md has the formulas."""
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """Discount per turn of later rewards, with `turn_advantages`."""
+    turn_weight: float = Field(default=1.0, gt=0)
+    """Weight of the advantage among turns that begin alike, with `turn_advantages: gigpo`."""
     num_iterations: int = Field(default=1, ge=1)
     """Number of training passes over each generated window."""
     mask_truncated_completions: bool = False
@@ -405,6 +494,11 @@ class AlgorithmConfig(Section):
     def has_own_loss(self) -> bool:
         """Return whether `loss_type` names a function of the user."""
         return self.loss_type not in BUILT_IN_LOSSES
+
+    @property
+    def corrects_sequences(self) -> bool:
+        """Return whether the loss has an importance weight per completion, and not per token."""
+        return self.vllm_importance_sampling_correction and self.vllm_importance_sampling_mode.startswith("sequence")
 
 
 class TrainConfig(Section):
@@ -507,7 +601,8 @@ class MemoryConfig(Section):
     """Compute prompt and images once per group (`shared`) or completion (`dense`), or whichever is cheaper (`auto`)."""
     shared_attention: SharedAttention = "auto"
     """Attention over shared rows on CUDA: one call of FlexAttention (`flex`), or two calls of SDPA with masks (`sdpa`),
-    which compile nothing. `auto` is `flex`, and `sdpa` on cards that have too little shared memory for its kernels."""
+    which compile nothing. `auto` is `flex`, and `sdpa` on cards that have too little shared memory for its kernels.
+    `flash` computes causal layers in 16 bits by FlashAttention, and others as `flex`."""
     gradient_checkpointing: bool | Literal["vision_tower", "language_model"] = False
     """Recompute activations in the backward pass instead of keeping them: of all layers, or of one part's."""
     activation_offloading: bool = False

@@ -7,6 +7,7 @@ import os
 from enum import Enum
 from typing import Any
 
+from rl_vlm.config.parts import named_parts
 from rl_vlm.errors import ConfigError
 
 PRECISIONS = ("bf16", "fp16")
@@ -115,6 +116,6 @@ def different_defaults(values: dict[str, Any]) -> list[str]:
         notes.append(f"`lora_dropout` {values['lora_dropout']} is left out: here adapters have none")
     if values["target_modules"] is None:
         notes.append("`target_modules` is PEFT's choice in TRL; here all linear layers of the language model")
-    elif values["exclude_modules"] is None:
+    elif values["exclude_modules"] is None and not named_parts(list(values["target_modules"])):
         notes.append("the vision tower and its projector get no adapter, unless `lora_exclude_modules=[]` is given")
     return notes

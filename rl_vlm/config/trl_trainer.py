@@ -1,4 +1,4 @@
-"""Attributes of TRL's GRPOTrainer that this project's trainer does not have, grouped by what to write instead.
+"""Attributes of TRL's GRPOTrainer that this project's trainer does not have, grouped by advice.
 
 A text completes the sentence "GRPOTrainer has no `…`: ".
 """
