@@ -25,7 +25,7 @@ class UnreadableCall(ValueError):
 
 
 class FoundCalls(NamedTuple):
-    """What was read from a turn."""
+    """Content and calls of a turn."""
 
     content: str
     """The text without calls."""

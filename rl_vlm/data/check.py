@@ -9,18 +9,19 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.data.columns import refuse_unread_images
+from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt
 from rl_vlm.data.sampler import Share
 from rl_vlm.data.samples import FindGold, ParsedRow, Rows, columns_to_check
 from rl_vlm.data.tables import Row
+from rl_vlm.data.video.source import ClipHeader
 from rl_vlm.errors import DataError, Finding, Severity
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class RowNote(NamedTuple):
     """Pixels of the images."""
     continues: bool
     """Whether the prompt ends with an assistant message."""
+    headers: tuple[ClipHeader, ...] = ()
+    """Headers of the videos."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,13 @@ class UsableRows:
     """Bytes of the prompt's text by row, if it may be long."""
     num_pixels: dict[int, int]
     """Pixels of the images by row, if they may be large."""
+    headers: dict[int, tuple[ClipHeader, ...]] = field(default_factory=dict)
+    """Headers of the videos by row."""
+
+    @property
+    def most_videos(self) -> int:
+        """Return the largest number of videos in a row."""
+        return max((len(self.headers.get(row, ())) for row in self.indices), default=0)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -103,11 +113,20 @@ class UsableRows:
             shares.append(Share(end - first, weight))
         return shares
 
+    def pixels_of(self, row: int) -> int:
+        """Return the pixels of a row's images and videos that the tower gets, or 0 if its images are small."""
+        rule = self.rows.frame_rule
+        return self.num_pixels.get(row, 0) + sum(map(rule.num_pixels, self.headers.get(row, ())))
+
     def largest(self, count: int) -> list[int]:
-        """Return the `count` rows whose images have the most pixels, and the `count` rows with the longest texts."""
+        """Return the `count` rows whose images and videos have the most pixels, and those with the longest texts.
+
+        The latter are `count` rows, too.
+        """
+        sizes = {row: self.pixels_of(row) for row in {*self.num_pixels, *self.headers}}
         by_size = [
-            sorted(self.indices, key=lambda row: sizes.get(row, 0), reverse=True)[:count]
-            for sizes in (self.num_pixels, self.text_bytes)
+            sorted(self.indices, key=lambda row: found.get(row, 0), reverse=True)[:count]
+            for found in (sizes, self.text_bytes)
         ]
         return list(dict.fromkeys(by_size[0] + by_size[1]))
 
@@ -137,21 +156,23 @@ def check_rows(rows: Rows, used: Collection[str], ranks: Ranks, find_gold: FindG
     num, rank, size = len(rows), ranks.rank, ranks.world_size
     share = range(num * rank // size, num * (rank + 1) // size)
     with ranks.agree():
-        refuse_unread_images(rows.source, rows.config, rows.name, used)
+        refuse_unread_media(rows.source, rows.config, rows.name, used)
         mine = list(find_problems(rows, share, find_gold))
     notes = sorted(ranks.gather(mine), key=lambda note: note.row)
     if ranks.is_main:
         warn_of_continued(rows, sum(note.continues for note in notes))
     text_bytes = {note.row: note.num_bytes for note in notes}
     num_pixels = {note.row: note.num_pixels for note in notes}
-    usable = UsableRows(rows, list(range(num)), [], text_bytes, num_pixels)
+    headers = {note.row: note.headers for note in notes if note.headers}
+    usable = UsableRows(rows, list(range(num)), [], text_bytes, num_pixels, headers)
     return without_bad(usable, [usable.record(note.row, note.finding.what) for note in notes if note.finding])
 
 
 def find_problems(rows: Rows, share: range, find_gold: FindGold = no_gold) -> Iterator[RowNote]:
-    """Yield notes on rows with a problem, a long text, large images, or an assistant message at the prompt's end."""
+    """Yield notes on rows with a problem, a long text, large images, videos, or a final message of the assistant."""
     for note, _ in over_rows(rows, share, partial(inspect_row, rows, find_gold)):
-        if note.finding or note.continues or note.num_bytes > SHORT_TEXT or note.num_pixels > SMALL_IMAGES:
+        is_large = note.num_bytes > SHORT_TEXT or note.num_pixels > SMALL_IMAGES or note.headers
+        if note.finding or note.continues or is_large:
             yield note
 
 
@@ -173,12 +194,12 @@ def over_rows(rows: Rows, share: range, inspect: Callable[[int, Row], T]) -> Ite
 
 
 def inspect_row(rows: Rows, find_gold: FindGold, index: int, row: Row) -> tuple[RowNote, ParsedRow | None]:
-    """Read a row, and its images as far as their headers. Also return the parsed row if it can be used."""
+    """Read a row, and the headers of its images and videos. Also return the parsed row if it can be used."""
     try:
         parsed = rows.check(index, row)
         if parsed.continues:
             rows.refuse_answered(index, find_gold)
-        return RowNote(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues), parsed
+        return RowNote(index, None, parsed.num_bytes, parsed.num_pixels, parsed.continues, parsed.headers), parsed
     except DataError as error:
         severity: Severity = "error" if rows.config.on_bad_row == "raise" else "warning"
         kind, remedy = error.problem
@@ -195,12 +216,20 @@ def warn_of_continued(rows: Rows, num_continued: int) -> None:
 
 
 def fitting_rows(usable: UsableRows, builder: PromptBuilder, limit: int | None) -> UsableRows:
-    """Leave out rows whose prompts have more than `limit` tokens, and check that the others can be built.
+    """Choose the frames of videos for the builder's processor, and leave out rows whose prompts are too long.
+
+    Prompts may have `limit` tokens, and it is checked that they can be built.
 
     With a limit every prompt is built once, images included. Without one, a prompt is built only if its text alone may
     exceed the model's context. Prompts are not truncated, because that would remove image tokens. Raises DataError if
     a prompt cannot be built or is too long for the model, and `on_bad_row` does not drop it.
     """
+    usable = replace(usable, rows=usable.rows.with_frames_of(builder.video_processor))
+    if usable.headers and builder.video_format == "frames" and usable.rows.config.video_format == "auto":
+        logger.info(
+            "%s: the model gets the frames of videos as images (data.video_format: auto), since it or the engine has "
+            "no tested input for videos", usable.rows.name,
+        )  # fmt: skip
     longest = builder.max_tokens
     to_build = usable.indices
     if limit is None:

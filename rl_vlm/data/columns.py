@@ -1,4 +1,4 @@
-"""The columns of the data: drops and renames them, lists their readers, and refuses images that nobody reads."""
+"""The columns of the data: drops and renames them, lists their readers, and refuses media that nobody reads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
+from rl_vlm.config.data_sources import has_draws
 from rl_vlm.config.schema import DataConfig, DataSource
-from rl_vlm.data.images import BASE64, looks_like_image
+from rl_vlm.data.images import looks_like_image
 from rl_vlm.data.layouts import LAYOUT_COLUMNS, LAYOUTS, layouts_of, read_layout
-from rl_vlm.data.tables import IMAGE_COLUMNS, ArrowRows, ListRows, Table, is_filled
+from rl_vlm.data.media import BASE64
+from rl_vlm.data.tables import MEDIA_COLUMNS, ArrowRows, ListRows, Table, is_filled
+from rl_vlm.data.video.values import looks_like_video
 from rl_vlm.errors import DataError, did_you_mean, shorten
 
 logger = logging.getLogger(__name__)
@@ -83,7 +86,7 @@ def reward_columns(source: Table, template: str | None) -> list[str]:
     """Return the columns that reward functions can use. Layouts of other systems may add `solution`."""
     layouts = layouts_of(source.columns)
     prompts = [layout.columns[0] for layout in layouts if layout.prompt and template is None]
-    names = [name for name in source.columns if name not in ("prompt", *prompts, *IMAGE_COLUMNS)]
+    names = [name for name in source.columns if name not in ("prompt", *prompts, *MEDIA_COLUMNS)]
     return [*names, "solution"] if layouts and "solution" not in names and has_solutions(source) else names
 
 
@@ -97,44 +100,50 @@ def has_solutions(source: Table) -> bool:
     return False
 
 
-def refuse_unread_images(source: Table, config: DataConfig, name: str, used: Collection[str]) -> None:
-    """Raise DataError if the model would get no image at all, or if images are in a column that nobody reads.
+def refuse_unread_media(source: Table, config: DataConfig, name: str, used: Collection[str]) -> None:
+    """Raise DataError if the model would get no image or video, or if some are in a column that nobody reads.
 
-    `used` are the columns that reward functions name. The message names the columns with values that look like images.
+    `used` are the columns that reward functions name. The message names the columns with values that look like media.
     """
     prompts = [columns for columns in prompt_columns(config.prompt_template) if columns.issubset(source.columns)]
-    read = {"id", *IMAGE_COLUMNS, *used, *set().union(*prompts)}
-    examples = {column: first_image(source, column) for column in source.columns if column not in read}
+    read = {"id", *MEDIA_COLUMNS, *used, *set().union(*prompts)}
+    examples = {column: first_medium(source, column) for column in source.columns if column not in read}
     unread = {column: found for column, found in examples.items() if found is not None}
-    has_images = any(
-        is_filled(value) for column in IMAGE_COLUMNS if column in source.columns for value in source.values(column)
-    )
+    holders = {*MEDIA_COLUMNS, *({"path"} if {"path", "data_type"} <= read else ())}.intersection(source.columns)
+    has_media = any(is_filled(value) for column in holders for value in source.values(column))
     if unread:
         listed = ", ".join(f"{column} (row {row}: {shown(value)})" for column, (row, value) in unread.items())
-        column = next(iter(unread))
+        column, (_, value) = next(iter(unread.items()))
+        kind = "image" if looks_like_image(value) else "video"
         raise DataError(
-            f"{name}: the data has images that nobody would read, in column {listed}. To give them to the model, set "
-            f"data.columns: {{image: {column}}}. To leave them out, set data.ignore_columns: [{', '.join(unread)}]. "
+            f"{name}: the data has {kind}s that nobody would read, in column {listed}. To give them to the model, set "
+            f"data.columns: {{{kind}: {column}}}. To leave them out, set data.ignore_columns: [{', '.join(unread)}]. "
             "A reward function that uses a column declares it as a parameter."
         )
-    if not has_images and not config.text_only:
+    if not has_media and not config.text_only and not has_draws(config):
         raise DataError(
-            f"{name}: no row has an image in column `image` or `images`, so that a vision-language model would see "
-            f"text alone. The columns are {', '.join(source.columns)}. If one of them holds images, name it with "
-            "data.columns: {image: its name}. If the data is meant to be text, or if its images come from tools or an "
+            f"{name}: no row has an image in column `image` or `images`, or a video in `video` or `videos`, so that a "
+            f"vision-language model would see text alone. The columns are {', '.join(source.columns)}. If one of them "
+            "holds images, name it with data.columns: {image: its name}. If the data is meant to be text, or if its "
+            "images come from tools or an "
             "environment, set data.text_only: true."
         )
 
 
-def first_image(source: Table, column: str) -> tuple[int, Any] | None:
-    """Return the row and value of the column's first image, or None if no value looks like an image."""
-    return next(((row, value) for row, value in enumerate(source.values(column)) if looks_like_image(value)), None)
+def first_medium(source: Table, column: str) -> tuple[int, Any] | None:
+    """Return the row and value of the column's first image or video, or None if no value looks like one."""
+    return next(((row, value) for row, value in enumerate(source.values(column)) if looks_like_medium(value)), None)
+
+
+def looks_like_medium(value: Any) -> bool:
+    """Return whether a value seems to be an image or a video."""
+    return looks_like_image(value) or looks_like_video(value)
 
 
 def shown(value: Any) -> str:
-    """Describe a value that looks like an image, without its content."""
+    """Describe a value that looks like an image or a video, without its content."""
     if isinstance(value, list | tuple):
-        return f"a list with {shown(next(filter(looks_like_image, value)))}"
+        return f"a list with {shown(next(filter(looks_like_medium, value)))}"
     if isinstance(value, dict):
         return f"a dict of {', '.join(map(str, value))}"
     if isinstance(value, str | Path):

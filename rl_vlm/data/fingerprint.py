@@ -9,11 +9,12 @@ from typing import Any
 
 from rl_vlm.data.images import image_path
 from rl_vlm.data.samples import Rows
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row, Table
+from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS, Row, Table
+from rl_vlm.data.video.values import paths_in
 
 
 def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
-    """Return the number of rows in use and a digest of their contents. Images count by their paths."""
+    """Return the number of rows in use and a digest of their contents. Images and videos count by their paths."""
     used, digest = set(row_indices), hashlib.sha256()
     batches = rows.source.batches(range(len(rows)), rows.source.columns)
     for index, row in enumerate(row for batch in batches for row in batch):
@@ -23,7 +24,7 @@ def data_fingerprint(rows: Rows, row_indices: Sequence[int]) -> str:
 
 
 def contents(table: Table) -> str:
-    """Return a digest of the contents of all rows. Images count by their paths."""
+    """Return a digest of the contents of all rows. Images and videos count by their paths."""
     digest = hashlib.sha256()
     for batch in table.batches(range(len(table)), table.columns):
         for row in batch:
@@ -42,8 +43,9 @@ def as_json(content: Any) -> str:
 
 
 def without_pixels(row: Row) -> Row:
-    """Return the row with images replaced by their paths. No image is read."""
-    return {str(name): paths_of(value) if name in IMAGE_COLUMNS else value for name, value in row.items()}
+    """Return the row with images and videos replaced by their paths. None is read."""
+    replaced = dict.fromkeys(IMAGE_COLUMNS, paths_of) | dict.fromkeys(VIDEO_COLUMNS, paths_in)
+    return {str(name): replaced[name](value) if name in replaced else value for name, value in row.items()}
 
 
 def with_text_keys(value: Any) -> Any:

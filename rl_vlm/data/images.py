@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from rl_vlm.data.problems import LARGE_IMAGE, MISSING_IMAGE, UNREADABLE_IMAGE
-from rl_vlm.errors import DataError, shorten
+from rl_vlm.data.media import BASE64, AboveLimit, any_in, ends_like, media_errors
 
 if TYPE_CHECKING:
     from rl_vlm.config.schema import DataConfig
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 SENT_FORMATS = ("PNG", "JPEG", "WEBP")
 """Formats that are sent to servers unchanged. Images in other formats are sent as PNG."""
-BASE64 = re.compile(r"data:image/[^,\s]{1,99};base64,|(iVBORw0KGgo|/9j/|UklGR|R0lGOD)(?:(?:\r?\n)?[A-Za-z0-9+/]){100}")
-"""The start of an image as base64 text: a data URL, or a bare PNG, JPEG, WEBP or GIF. The text may have line breaks."""
 SUFFIX = re.compile(r"\.(png|jpe?g|jfif|webp|bmp|tiff?|gif)([?#]\S*)?\Z", re.IGNORECASE)
 KEYS = ("image", "bytes", "path")
 """Keys for the image in a dict. The first one that is filled counts."""
@@ -37,7 +34,7 @@ FILE_TYPES = {
 }  # fmt: skip
 
 
-class TooManyPixels(ValueError):
+class TooManyPixels(AboveLimit):
     """The image has more pixels than `data.max_image_pixels`."""
 
 
@@ -49,10 +46,10 @@ def read_image(value: Any, folder: Path, max_pixels: int, where: str) -> tuple[I
     `value` is a PIL image, or any value that `open_image` takes. The size in the header is checked against `max_pixels`
     before decoding. Raises DataError with a message that begins with `where`.
     """
-    with image_errors(value, where):
+    with media_errors("image", value, where):
         value = image_content(value)
         encoded = None if isinstance(value, Image.Image) else encoded_image(value, folder)
-        image = value if encoded is None else Image.open(BytesIO(encoded), formats=FORMATS)
+        image = value if encoded is None else open_pillow(BytesIO(encoded))
         _check_header(image, max_pixels)
         pixels = ImageOps.exif_transpose(image).convert("RGB")
         return pixels, encoded if _is_sent_as_it_is(image) else None
@@ -64,21 +61,21 @@ def check_image(value: Any, folder: Path, max_pixels: int, where: str) -> int:
     Raises the DataError of `read_image` if the image is missing or its header is bad. No pixel is decoded, so damage
     after the header is not found.
     """
-    with image_errors(value, where):
+    with media_errors("image", value, where):
         value = image_content(value)
         if isinstance(value, Image.Image):
             return _check_header(value, max_pixels)
-        with open_image(value, folder) as file, Image.open(file, formats=FORMATS) as image:
+        with open_image(value, folder) as file, open_pillow(file) as image:
             return _check_header(image, max_pixels)
 
 
 def image_size(value: Any, folder: Path, where: str) -> tuple[int, int]:
     """Read width and height of the upright image (EXIF) from its header. Raises DataError if it cannot be read."""
-    with image_errors(value, where):
+    with media_errors("image", value, where):
         value = image_content(value)
         if isinstance(value, Image.Image):
             return upright_size(value)
-        with open_image(value, folder) as file, Image.open(file, formats=FORMATS) as image:
+        with open_image(value, folder) as file, open_pillow(file) as image:
             return upright_size(image)
 
 
@@ -87,20 +84,6 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     width, height = image.size
     is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     return (height, width) if is_turned else (width, height)
-
-
-@contextmanager
-def image_errors(value: Any, where: str) -> Iterator[None]:
-    """Turn any error in the block into a DataError. Its message begins with `where` and the image's path."""
-    try:
-        yield
-    except UnidentifiedImageError as error:
-        message = f"not an image in one of the formats {', '.join(FORMATS)}."
-        raise DataError(f"{where}{_label(value)}: {message}", UNREADABLE_IMAGE) from error
-    except Exception as error:  # a damaged file can make a decoder raise anything
-        problems = ((FileNotFoundError, MISSING_IMAGE), (TooManyPixels, LARGE_IMAGE), (Exception, UNREADABLE_IMAGE))
-        problem = next(problem for kind, problem in problems if isinstance(error, kind))
-        raise DataError(f"{where}{_label(value)}: the image cannot be read: {shorten(error)}", problem) from error
 
 
 def image_content(value: Any) -> Any:
@@ -133,6 +116,14 @@ def image_file(value: Any, folder: Path) -> str | None:
     """Return the absolute path of an image value, or None if the value is the image itself."""
     path = image_path(value)
     return None if path is None else str((folder / path).absolute())
+
+
+def open_pillow(file: Any) -> Image.Image:
+    """Open an image, and read its header. Raises ValueError if the file is none in one of `FORMATS`."""
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise ValueError(f"not an image in one of the formats {', '.join(FORMATS)}.") from error
 
 
 def open_image(value: Any, folder: Path) -> AbstractContextManager[Any]:
@@ -195,19 +186,18 @@ def decode_image(file: bytes) -> Image.Image:
 
 def looks_like_image(value: Any) -> bool:
     """Return whether a value seems to be an image in any usual form, or a list, tuple or dict with one."""
+    return any_in(value, is_image_like)
+
+
+def is_image_like(value: Any) -> bool:
+    """Return whether a value seems to be an image."""
     match value:
         case Image.Image():
             return True
         case str() | Path():
-            text = str(value)
-            is_line = len(text) < 500 and "\n" not in text
-            return bool(BASE64.match(text) or (is_line and SUFFIX.search(text)))
+            return bool(BASE64.match(str(value))) or ends_like(value, SUFFIX)
         case np.ndarray():
             return value.ndim == 3 and value.dtype == np.uint8
-        case list() | tuple():
-            return any(map(looks_like_image, value))
-        case dict():
-            return any(map(looks_like_image, value.values()))
     if not isinstance(value, bytes) and not hasattr(value, "read"):
         return False
     try:
@@ -233,11 +223,6 @@ def image_urls(sample: Sample) -> list[str]:
 def data_url(file: bytes) -> str:
     """Return an encoded image as a data URL."""
     return f"data:{media_type(file)};base64,{base64.b64encode(file).decode()}"
-
-
-def decoded(file: bytes) -> Image.Image:
-    """Decode an image that was encoded by `png_bytes`, or that `read_image` has read."""
-    return Image.open(BytesIO(file), formats=FORMATS).convert("RGB")
 
 
 def media_type(encoded: bytes) -> str:
@@ -274,11 +259,3 @@ def _is_sent_as_it_is(image: Image.Image) -> bool:
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     is_animated = getattr(image, "is_animated", False)
     return image.format in SENT_FORMATS and image.mode == "RGB" and orientation == 1 and not is_animated
-
-
-def _label(value: Any) -> str:
-    """Format the path of an image for an error message, or return "" if it has none."""
-    while isinstance(value, dict):
-        value = next((value[key] for key in ("path", "image") if value.get(key) is not None), None)
-    is_path = isinstance(value, Path) or (isinstance(value, str) and not BASE64.match(value))
-    return f", {shorten(value, 120)}" if is_path else ""

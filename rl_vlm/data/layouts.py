@@ -11,16 +11,43 @@ from typing import Any, NamedTuple
 
 from rl_vlm.data.grounding import fill_objects
 from rl_vlm.data.messages import ends_with_answer, read_conversations
-from rl_vlm.data.tables import Row, is_filled
+from rl_vlm.data.tables import MEDIA_COLUMNS, VIDEO_COLUMNS, Row, is_filled
 from rl_vlm.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
 def read_turns(row: Row, where: str) -> Any:
-    """Return the turns before the last answer as messages."""
+    """Return the turns before the last answer as messages. LLaVA marks a video as an image."""
     turns = row["conversations"]
-    return read_conversations(turns[:-1] if ends_with_answer(turns) else turns, where)
+    messages = read_conversations(turns[:-1] if ends_with_answer(turns) else turns, where)
+    kinds = {block["type"] for message in messages for block in message["content"]}
+    filled = {name for name in MEDIA_COLUMNS if is_filled(row.get(name))}
+    if "video" in kinds or not filled or not filled.issubset(VIDEO_COLUMNS):
+        return messages
+    return [message | {"content": list(map(as_video, message["content"]))} for message in messages]
+
+
+def as_video(block: Row) -> Row:
+    """Return a block, of a video if it is one of an image."""
+    return {"type": "video"} if block["type"] == "image" else block
+
+
+def read_question(row: Row, where: str) -> Any:
+    """Return a question with its options, one per line, as Video-R1 does."""
+    options = row.get("options")
+    if not isinstance(options, list) or not all(isinstance(text, str) for text in (row["problem"], *options)):
+        return row["problem"]
+    return "\n".join([row["problem"], "Options:", *options]) if options else row["problem"]
+
+
+def with_media(row: Row) -> Row:
+    """Return a row with Video-R1's `path` as `image` or `video`, whichever its `data_type` says."""
+    kind, path = row.get("data_type"), row.get("path")
+    has_media = any(is_filled(row.get(name)) for name in MEDIA_COLUMNS)
+    if kind not in ("image", "video") or "problem" not in row or not is_filled(path) or has_media:
+        return row
+    return row | {str(kind): path}
 
 
 def last_turn(row: Row, where: str) -> Any:
@@ -78,11 +105,12 @@ LAYOUTS = (
     Layout("VLM-R1 and LLaVA", ("conversations",), read_turns, "its last answer", last_turn, False),
     Layout("EasyR1", ("problem", "answer"), lambda row, where: row["problem"], "answer",
            lambda row, where: row["answer"], False),
+    Layout("Video-R1", ("problem", "data_type", "path"), read_question, "solution", lambda row, where: None, True),
     Layout("ms-swift", ("messages",), read_messages, "a final answer", last_message, True),
     Layout("verl", ("reward_model",), None, "reward_model.ground_truth", ground_truth, True),
 )  # fmt: skip
 
-LAYOUT_COLUMNS = {"prompt", "solution", "objects", *(name for layout in LAYOUTS for name in layout.columns)}
+LAYOUT_COLUMNS = {"prompt", "solution", "objects", "options", *(name for layout in LAYOUTS for name in layout.columns)}
 """Every column that `read_layout` reads."""
 
 

@@ -233,5 +233,7 @@ def end_with_parent() -> None:
 
 
 def build_in_worker(draw: Draw) -> Prompt:
-    """Build the prompt of a draw from the worker's own source."""
-    return worker_source.build(draw)
+    """Build the prompt of a draw from the worker's own source, and hash its images and videos here."""
+    prompt = worker_source.build(draw)
+    _ = prompt.digest, prompt.sample.reads  # pickled with the prompt
+    return prompt

@@ -1,11 +1,12 @@
-"""Conversion of prompts to chat messages. Marks in texts become image blocks, or images are put first."""
+"""Conversion of prompts to chat messages. Marks in texts become blocks, or images and videos are put first."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from rl_vlm.data.images import BASE64
+from rl_vlm.data.media import BASE64
 from rl_vlm.data.problems import EMPTY_PROMPT, UNEQUAL_MARKS
 from rl_vlm.data.tables import Row
 from rl_vlm.errors import DataError, shorten
@@ -42,14 +43,17 @@ def ends_with_answer(turns: Any) -> bool:
 
 
 def split_marks(text: str) -> list[Row]:
-    """Split text into content blocks at `<image>`, `<video>` and `<audio>`. The latter two are refused later."""
+    """Split text into content blocks at `<image>`, `<video>` and `<audio>`. The latter is refused later."""
     parts = MARKS.split(text)
     blocks = [{"type": "text", "text": part} if i % 2 == 0 else {"type": part} for i, part in enumerate(parts)]
     return [block for block in blocks if block != {"type": "text", "text": ""}]
 
 
-def to_messages(messages: list[Message], where: str) -> list[Message]:
-    """Convert contents of messages to lists of blocks. Raises DataError for content that the model cannot take."""
+def to_messages(messages: list[Message], where: str, takes_empty: bool = False) -> list[Message]:
+    """Convert contents of messages to lists of blocks. Raises DataError for content that the model cannot take.
+
+    Prompts without content are refused unless `takes_empty` is true.
+    """
     for message in messages:
         if {"from", "value"} <= message.keys():
             raise DataError(
@@ -61,39 +65,39 @@ def to_messages(messages: list[Message], where: str) -> list[Message]:
             raise DataError(f"{where}: a message has role {message.get('role')!r}; roles are {', '.join(ROLES)}.")
     converted = [{"role": message["role"], "content": to_blocks(message.get("content"), where)} for message in messages]
     blocks = [block for message in converted if message["role"] != "system" for block in message["content"]]
-    if not any(block.get("text", "image").strip() for block in blocks):
+    if not takes_empty and not any(block.get("text", "image").strip() for block in blocks):
         raise DataError(
-            f"{where}: the prompt is empty: its messages have no text, and no block or mark of an image.", EMPTY_PROMPT
+            f"{where}: the prompt is empty: its messages have no text, and no block or mark of an image or a video.",
+            EMPTY_PROMPT,
         )
     return converted
 
 
 def to_blocks(content: Any, where: str) -> list[Row]:
-    """Convert the content of a message to text and image blocks."""
+    """Convert the content of a message to blocks of text, images and videos."""
     blocks = []
     for block in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         match block:
             case {"type": "text", "text": str(text)}:
                 blocks += read_text(text, where)
-            case {"type": "image"}:
-                blocks.append({"type": "image"})
+            case {"type": "image" | "video" as kind}:
+                blocks.append({"type": kind})
             case _:
                 raise DataError(
                     f"{where}: content {shorten(repr(block), 200)} is not supported; a message holds text, or a list "
-                    'of blocks {"type": "text", "text": …} and {"type": "image"}.'
+                    'of blocks {"type": "text", "text": …}, {"type": "image"} and {"type": "video"}.'
                 )
         refuse_extras(block, ("type", "text"), where)
     return blocks
 
 
 def read_text(text: str, where: str) -> list[Row]:
-    """Convert a text to blocks. Raises DataError if it holds a video or audio mark, or an image as base64 text."""
+    """Convert a text to blocks. Raises DataError if it holds an audio mark, or an image as base64 text."""
     blocks = split_marks(text) or [{"type": "text", "text": ""}]
-    others = [f"<{block['type']}>" for block in blocks if block["type"] not in ("text", "image")]
-    if others:
+    if any(block["type"] == "audio" for block in blocks):
         raise DataError(
-            f"{where}: the text has a mark {others[0]}, and video and audio are not in this project. Remove the mark, "
-            "or leave the row out."
+            f"{where}: the text has a mark <audio>, and audio is not in this project. Remove the mark, or leave the "
+            "row out."
         )
     if pasted := BASE64.search(text):
         raise DataError(
@@ -104,30 +108,45 @@ def read_text(text: str, where: str) -> list[Row]:
     return blocks
 
 
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """Return a prompt as messages. A text is a message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def blocks_of(content: str | Sequence[Row]) -> Sequence[Row]:
+    """Return the content of a message as blocks."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def refuse_extras(given: Row, known: tuple[str, ...], where: str) -> None:
     """Raise DataError for keys without an effect. None is accepted, since Arrow fills missing keys with it."""
     extras = [name for name, value in given.items() if name not in known and value is not None]
     if extras:
         raise DataError(
             f"{where}: {', '.join(extras)} in {shorten(repr(given), 200)} would have no effect. Images belong in "
-            "column `images`, in the order of their blocks; tool calls are not supported."
+            "column `images` and videos in `videos`, in the order of their blocks; tool calls are not supported."
         )
 
 
-def place_images(messages: list[Message], num_images: int, where: str) -> list[Message]:
-    """Put image blocks before the text of the first user message, unless the row places them itself.
+def place_media(messages: list[Message], counts: dict[str, int], where: str) -> list[Message]:
+    """Put blocks of images, and after them of videos, before the text of the first user message.
 
-    Raises DataError if the numbers of image blocks and images differ.
+    `counts` are the numbers of images and videos of the row. A kind that the row places itself is left where it is.
+    Raises DataError if the numbers of blocks and of images or videos differ.
     """
-    num_blocks = sum(block["type"] == "image" for message in messages for block in message["content"])
     first_user = next((message for message in messages if message["role"] == "user"), None)
-    if num_blocks == 0 and first_user:
-        first_user["content"][:0] = [{"type": "image"} for _ in range(num_images)]
-    elif num_blocks != num_images:
-        raise DataError(
-            f"{where}: the prompt has {num_blocks} image blocks and the row has {num_images} images. Pairing them "
-            "anyway would train on answers about other images, and nothing later would notice. "
-            "Write one block (or <image> mark) per image, or none to have all images put first.",
-            UNEQUAL_MARKS,
-        )
+    placed: list[Row] = []
+    for kind, count in counts.items():
+        num_blocks = sum(block["type"] == kind for message in messages for block in message["content"])
+        if num_blocks == 0 and first_user:
+            placed += [{"type": kind} for _ in range(count)]
+        elif num_blocks != count:
+            raise DataError(
+                f"{where}: the prompt has {num_blocks} {kind} blocks and the row has {count} {kind}s. Pairing them "
+                f"anyway would train on answers about other {kind}s, and nothing later would notice. "
+                f"Write one block (or <{kind}> mark) per {kind}, or none to have all {kind}s put first.",
+                UNEQUAL_MARKS,
+            )
+    if first_user:
+        first_user["content"][:0] = placed
     return messages

@@ -51,7 +51,7 @@ class ObservationRenderer:
         tokens = special_tokens(builder) | set(self.stops)
         self.special = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
         self.rendered: WeakValueDictionary[Any, Observation] = WeakValueDictionary()
-        """Observations that completions still have, by what was rendered. Completions of a group often see the same."""
+        """Observations that completions still hold, by content. Completions of a group often see the same."""
 
     def render(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import jinja2
 
 from rl_vlm.config.schema import DataConfig, ModelConfig
+from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.images import pixel_limits
+from rl_vlm.data.messages import blocks_of
+from rl_vlm.data.remote.chat import ChatProcessor
+from rl_vlm.data.remote.processors import own_processor
 from rl_vlm.data.samples import Rows
+from rl_vlm.data.video.sizes import has_size
 from rl_vlm.errors import ConfigError, DataError, ModelError
-from rl_vlm.types import Prompt, Sample
+from rl_vlm.types import Prompt, Sample, Video, VideoFormat
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,12 +39,16 @@ def load_processor(path: str, model: ModelConfig, data: DataConfig) -> Processor
 
     source = {"revision": model.model_revision, "trust_remote_code": model.trust_remote_code}
     try:
-        processor = AutoProcessor.from_pretrained(path, **source)
+        processor = own_processor(path, model) or AutoProcessor.from_pretrained(path, **source)
     except (OSError, ValueError) as error:
         raise ModelError(f"No processor can be loaded from {path!r}: {error}") from error
     if not hasattr(processor, "image_processor"):
         raise ModelError(f"{path!r} has no image processor, only a {type(processor).__name__}: it is no vision model.")
     limits = pixel_limits(data)
+    if limits and isinstance(processor, ChatProcessor):
+        raise ConfigError(
+            f"data.{min(limits)} has no effect on {path}, whose code chooses the size of images; unset it"
+        )
     if limits:  # AutoProcessor would also pass them to the tokenizer, which would save them
         processor.image_processor = AutoImageProcessor.from_pretrained(path, **source, **limits)
         check_limits(processor.image_processor, limits)
@@ -85,8 +95,12 @@ def placeholder_tokens(processor: Any) -> list[str]:
 
 def image_token_id(processor: Any) -> int | None:
     """Return the id of a token that only prompts with images contain, or None if the processor has none."""
-    token = IMAGE_BECOMES.get(type(processor).__name__)
-    return processor.tokenizer.convert_tokens_to_ids(token) if token else getattr(processor, "image_token_id", None)
+    convert = processor.tokenizer.convert_tokens_to_ids
+    if (becomes := IMAGE_BECOMES.get(type(processor).__name__)) is not None:
+        return convert(becomes)
+    found = [getattr(owner, "image_token_id", None) for owner in (processor, processor.tokenizer)]
+    token = getattr(processor, "image_token", None)
+    return next((each for each in found if each is not None), convert(token) if token else None)
 
 
 Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
@@ -94,11 +108,12 @@ Parts = tuple["Tensor", dict[str, "Tensor"], dict[str, "Tensor"]]
 
 
 def split_features(features: BatchFeature) -> Parts:
-    """Split a processor's output for one text by what its values are of."""
+    """Split a processor's output for one text into token ids, inputs per token and inputs of images."""
     found = dict(features)
     token_ids = found.pop("input_ids")  # (1, tokens)
     for name in ("attention_mask", "labels"):  # PaliGemma's processor labels the prompt, for supervised training
         found.pop(name, None)
+    found = {name: value.float() if value.is_floating_point() else value for name, value in found.items()}  # Llama 4
     token_inputs = {name: value[0] for name, value in found.items() if value.shape == token_ids.shape}
     return token_ids[0], token_inputs, {name: value for name, value in found.items() if name not in token_inputs}
 
@@ -138,16 +153,19 @@ class PromptBuilder:
         max_tokens: int | None = None,
         template_kwargs: dict[str, Any] | None = None,
         introduction: Introduction | None = None,
+        video_format: VideoFormat = "native",
+        most_videos: int | None = None,
     ) -> None:
         """`max_tokens` is the longest prompt that fits into the model's context, or None if there is no limit.
 
         `template_kwargs` are further arguments of the chat template. `data.chat_template_kwargs` come first. Every
-        conversation starts with the `introduction`.
+        conversation starts with the `introduction`. With the `video_format` "frames", the frames of videos are images.
+        `most_videos` is the largest number of videos in a prompt, or None if it is not known.
 
         Raises ConfigError if the chat template does not use one of the `chat_template_kwargs`.
         """
         template = str(processor.chat_template or "")
-        unused = [name for name in data.chat_template_kwargs if name not in template]
+        unused = [name for name in data.chat_template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]
         if unused:
             raise ConfigError(f"data.chat_template_kwargs: the checkpoint's chat template has no {', '.join(unused)}.")
         self.processor: Any = processor  # its type annotations lack images and tensors
@@ -156,10 +174,20 @@ class PromptBuilder:
         self.template_kwargs = (template_kwargs or {}) | data.chat_template_kwargs
         self.introduction = introduction
         self.max_tokens = max_tokens
+        self.video_format: VideoFormat = video_format
+        self.most_videos = most_videos
+
+    @property
+    def video_processor(self) -> Any:
+        """The processor that chooses the frames of videos, or None if they are chosen at even distances."""
+        return getattr(self.processor, "video_processor", None) if self.video_format == "native" else None
 
     def adapted(self, template_kwargs: dict[str, Any], introduction: Introduction | None = None) -> PromptBuilder:
         """Return a builder with these arguments of the chat template, and with this introduction."""
-        return PromptBuilder(self.processor, self.data, self.max_tokens, template_kwargs, introduction)
+        return PromptBuilder(
+            self.processor, self.data, self.max_tokens, template_kwargs, introduction, self.video_format,
+            self.most_videos,
+        )  # fmt: skip
 
     def build(self, sample: Sample) -> Prompt:
         """Build the sample's prompt up to the start of the model's answer. A final assistant turn is continued.
@@ -168,12 +196,15 @@ class PromptBuilder:
         Raises LongPromptError if the prompt is too long for the model.
         """
         self._refuse_placeholders(sample)
+        sample = self.shown(sample)
         try:
             features = self._chat(sample) if self.processor.chat_template else self._plain_text(sample)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
-            raise DataError(f"Sample {sample.sample_id}: the model's processor refuses it: {error}") from error
+            advice = unequal_lengths(sample)
+            raise DataError(f"Sample {sample.sample_id}: {advice}the model's processor refuses it: {error}") from error
         token_ids, token_inputs, mm_inputs = split_features(features)
-        prompt = Prompt(sample, token_ids, token_inputs, mm_inputs, self._image_sizes(mm_inputs))
+        image_sizes = self._image_sizes(mm_inputs) if sample.images else []
+        prompt = Prompt(sample, token_ids, token_inputs, mm_inputs, image_sizes)
         self._check_images(prompt)
         self._check_length(prompt)
         return prompt
@@ -193,7 +224,7 @@ class PromptBuilder:
         return self.part(self.templated([message], images, tokenize=False), images)[2]
 
     def unexpanded_ids(self, sample: Sample) -> list[int]:
-        """Return the prompt's token ids with one placeholder per image, for engines that expand it themselves.
+        """Return the prompt's token ids with one placeholder per image and video, for engines that expand them.
 
         The tokenizer's own special tokens come first, unless the chat template has already added them.
         """
@@ -202,22 +233,35 @@ class PromptBuilder:
         return tokenizer(text, add_special_tokens=not starts_itself)["input_ids"]
 
     def text(self, sample: Sample) -> str:
-        """Return the sample's prompt as text, with one placeholder per image."""
+        """Return the sample's prompt as text, with one placeholder per image and video."""
+        sample = self.shown(sample)
         return (
-            self.templated(sample.messages, sample.images, tokenize=False)
+            self.templated(sample.messages, sample.images, sample.videos, tokenize=False)
             if self.processor.chat_template
             else self._lines(sample)
         )
 
-    def _chat(self, sample: Sample) -> BatchFeature:
-        return self.templated(sample.messages, sample.images, tokenize=True, return_dict=True, return_tensors="pt")
+    def shown(self, sample: Sample) -> Sample:
+        """Return the sample with what the model gets of its videos."""
+        return frames_as_images(sample) if self.video_format == "frames" else sample
 
-    def templated(self, messages: list[dict[str, Any]], images: Sequence[Image], **output: Any) -> Any:
+    def _chat(self, sample: Sample) -> BatchFeature:
+        form: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        if sample.videos:
+            self._check_marks(sample)
+            form["processor_kwargs"] = as_sampled(self.processor, sample.videos)
+        return self.templated(sample.messages, sample.images, sample.videos, **form)
+
+    def templated(
+        self, messages: list[dict[str, Any]], images: Sequence[Image], videos: Sequence[Video] = (), **output: Any
+    ) -> Any:
         """Apply the chat template to messages. `output` are arguments that set the form of the result."""
         continues = messages[-1]["role"] == "assistant"
-        messages = introduced(messages, self.introduction) if self.introduction else messages
+        if self.introduction:
+            text, role = self.introduction
+            messages = introduced(messages, [{"type": "text", "text": text}], role)
         return self.processor.apply_chat_template(
-            fill_images(messages, images),
+            fill_media(messages, images, videos),
             add_generation_prompt=not continues,
             continue_final_message=continues,
             **output,
@@ -226,13 +270,19 @@ class PromptBuilder:
 
     def _plain_text(self, sample: Sample) -> BatchFeature:
         """Render the sample for a checkpoint without a chat template."""
-        return self.processor(text=[self._lines(sample)], images=list(sample.images) or None, return_tensors="pt")
+        videos = {"videos": [each.frames for each in sample.videos], **as_sampled(self.processor, sample.videos)}
+        return self.processor(
+            text=[self._lines(sample)],
+            images=list(sample.images) or None,
+            return_tensors="pt",
+            **(videos if sample.videos else {}),
+        )
 
     def _lines(self, sample: Sample) -> str:
-        """Return one line per message, with image tokens in place of image blocks."""
-        image = {"text": getattr(self.processor, "image_token", "")}
-        lines = ["".join((image | block)["text"] for block in message["content"]) for message in sample.messages]
-        return "\n".join(lines)
+        """Return one line per message, with tokens of images and videos in place of their blocks."""
+        tokens = {kind: getattr(self.processor, f"{kind}_token", "") for kind in ("image", "video")}
+        lines = [[tokens.get(b["type"]) or b["text"] for b in message["content"]] for message in sample.messages]
+        return "\n".join(map("".join, lines))
 
     def _refuse_placeholders(self, sample: Sample) -> None:
         texts = [block.get("text", "") for message in sample.messages for block in message["content"]]
@@ -245,17 +295,30 @@ class PromptBuilder:
 
     def _image_sizes(self, mm_inputs: dict[str, Tensor]) -> list[tuple[int, int]] | None:
         """Compute width and height of the resized images from their patch grids (Qwen-VL, GLM-V)."""
-        if not mm_inputs:
-            return []
         if "image_grid_thw" not in mm_inputs:
             return None
         side = self.processor.image_processor.patch_size
         return [(width * side, height * side) for _, height, width in mm_inputs["image_grid_thw"].tolist()]
 
+    def _check_marks(self, sample: Sample) -> None:
+        """Raise DataError if the chat template leaves images or videos out. Its text has one token for each of them."""
+        text, owner = self.text(sample), self.processor
+        for kind, token, num in (
+            ("images", owner.image_token, len(sample.images)),
+            ("videos", owner.video_token, len(sample.videos)),
+        ):
+            if text.count(token) != num:
+                raise DataError(
+                    f"Sample {sample.sample_id}: {num} {kind} became {text.count(token)} tokens {token}. "
+                    f"The checkpoint's chat template leaves {kind} out, so that the model would be trained blind."
+                )
+
     def _check_images(self, prompt: Prompt) -> None:
         placeholder = image_token_id(self.processor)
+        if placeholder is None or prompt.sample.videos:  # their text is checked, as frames may have tokens of images
+            return
         num_tokens, num_images = int((prompt.token_ids == placeholder).sum()), len(prompt.sample.images)
-        if placeholder is not None and (num_tokens > 0) != (num_images > 0):
+        if (num_tokens > 0) != (num_images > 0):
             raise DataError(
                 f"Sample {prompt.sample.sample_id}: {num_images} images became {num_tokens} image tokens. "
                 "The checkpoint's chat template leaves images out, so that the model would be trained blind."
@@ -283,14 +346,15 @@ def build_prompt(rows: Rows, index: int, builder: SampleRenderer) -> Prompt:
         raise
 
 
-def introduced(messages: Sequence[dict[str, Any]], introduction: Introduction) -> list[dict[str, Any]]:
-    """Return new messages that start with the introduction."""
-    text, role = introduction
+def introduced(
+    messages: Sequence[dict[str, Any]], content: Sequence[dict[str, Any]], role: str
+) -> list[dict[str, Any]]:
+    """Return new messages in which the first one of a role starts with content. Without one, it is added first."""
     at = next((i for i, message in enumerate(messages) if message["role"] == role), None)
     if at is None:
-        return [{"role": role, "content": [{"type": "text", "text": text}]}, *messages]
-    content = join_blocks([{"type": "text", "text": f"{text}\n\n"}], messages[at]["content"])
-    return [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]]
+        return [{"role": role, "content": list(content)}, *messages]
+    joined = join_blocks(content, [{"type": "text", "text": "\n\n"}], blocks_of(messages[at]["content"]))
+    return [*messages[:at], messages[at] | {"content": joined}, *messages[at + 1 :]]
 
 
 def join_blocks(*contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -304,11 +368,38 @@ def join_blocks(*contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def fill_images(messages: list[dict[str, Any]], images: Sequence[Image]) -> list[dict[str, Any]]:
-    """Return new messages with the images in their image blocks, as the chat template needs them."""
-    left = iter(images)
+def unequal_lengths(sample: Sample) -> str:
+    """Return advice for a sample whose videos differ in length, which some processors refuse, or an empty text."""
+    lengths = [len(video.frames) for video in sample.videos]
+    if len(set(lengths)) < 2:
+        return ""
+    return (
+        f"its videos have {', '.join(map(str, lengths))} frames, and some processors need equally many (set "
+        "data.num_frames, or data.video_format to frames): "
+    )
+
+
+def as_sampled(processor: Any, videos: Sequence[Video]) -> dict[str, Any]:
+    """Return arguments with which a processor takes frames as they are, at their times in the file."""
+    given: dict[str, Any] = {"do_sample_frames": False, "video_metadata": [video.metadata for video in videos]}
+    resizer: Any = getattr(processor, "video_processor", None)
+    is_sized = bool(videos) and all(has_size(resizer, *video.frames.shape[1:3]) for video in videos)
+    if not is_sized:
+        return given
+    sized = {"do_resize": False}
+    if "cap_pixels_per_frame" in resizer.valid_kwargs.__annotations__:  # without it, each call logs a warning
+        sized["cap_pixels_per_frame"] = True
+    return given | {"videos_kwargs": sized}
+
+
+def fill_media(
+    messages: list[dict[str, Any]], images: Sequence[Image], videos: Sequence[Video] = ()
+) -> list[dict[str, Any]]:
+    """Return new messages with images and frames of videos in their blocks, as the chat template needs them."""
+    left = {"image": iter(images), "video": (video.frames for video in videos)}
 
     def fill(block: dict[str, Any]) -> dict[str, Any]:
-        return block | {"image": next(left)} if block["type"] == "image" else block
+        kind = block["type"]
+        return block | {kind: next(left[kind])} if kind in left else block
 
     return [message | {"content": [fill(block) for block in message["content"]]} for message in messages]

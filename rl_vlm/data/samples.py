@@ -1,7 +1,7 @@
-"""Conversion of rows to samples: reading the prompt and placing the images.
+"""Conversion of rows to samples: reading the prompt and placing images and videos.
 
-load_rows: open_source, choose_columns ─► Rows ─ parse_row ─► ParsedRow ─ read_image ─► Sample
-                        parse_row: read_layout, read_prompt, to_messages, image_values, place_images
+load_rows: open_source, choose_columns ─► Rows ─ parse_row ─► ParsedRow ─ read_image, read_video ─► Sample
+                        parse_row: with_media, read_prompt, to_messages, media_values, place_media
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_vlm.config.data_sources import NAMES, SPLITS, Which, data_sources, is_mixture
+from rl_vlm.config.data_sources import NAMES, SPLITS, Which, data_sources, is_mixture, num_draws
 from rl_vlm.config.schema import DataConfig, DataSource
 from rl_vlm.data.columns import choose_columns, prompt_columns, reward_columns
 from rl_vlm.data.images import check_image, image_file, read_image
-from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout
-from rl_vlm.data.messages import Message, place_images, to_messages
+from rl_vlm.data.layouts import LAYOUT_COLUMNS, log_layouts, read_layout, with_media
+from rl_vlm.data.messages import Message, as_messages, place_media, to_messages
 from rl_vlm.data.problems import ANSWERED_PROMPT, EMPTY_PROMPT, UNFILLED_TEMPLATE
 from rl_vlm.data.sources import open_source
-from rl_vlm.data.tables import IMAGE_COLUMNS, SOURCE, MixedRows, Row, Table, is_filled
-from rl_vlm.errors import DataError, shorten, text_of
+from rl_vlm.data.tables import IMAGE_COLUMNS, MEDIA_COLUMNS, SOURCE, VIDEO_COLUMNS, MixedRows, Row, Table, is_filled
+from rl_vlm.data.video.frames import FrameRule
+from rl_vlm.data.video.read import check_video, read_video
+from rl_vlm.data.video.source import ClipHeader
+from rl_vlm.data.video.values import CLIP_COLUMNS, is_frame_list, with_columns
+from rl_vlm.errors import DataError, TrainingError, is_of_machine, shorten, text_of
 
 if TYPE_CHECKING:
     from rl_vlm.types import Sample
@@ -38,8 +42,6 @@ FindGold = Callable[[Row, str], str | None]
 ANSWERED_COLUMNS = ("messages", "conversations")
 """Columns whose final assistant message is the answer, in the layouts of ms-swift and VLM-R1."""
 REFUSED_COLUMNS = {
-    "video": "videos are not in this project",
-    "videos": "videos are not in this project",
     "tools": "the tools of a run are named in rollout.tools and rollout.environment, and a row has no others",
 }
 """Columns that the model would not be given, and why."""
@@ -47,15 +49,19 @@ REFUSED_COLUMNS = {
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A row whose images are not read yet."""
+    """A row whose images and videos are not read yet."""
 
     messages: list[Message]
     columns: Row
     prompt: Any
     images: list[tuple[str, Any]]
     """Column and value of each image."""
+    videos: list[tuple[str, Any]]
+    """Column and value of each video."""
     num_pixels: int = 0
     """Pixels of the images, each limited to `data.max_pixels`, if their headers were read."""
+    headers: tuple[ClipHeader, ...] = ()
+    """Headers of the videos, if they were read."""
 
     @property
     def continues(self) -> bool:
@@ -86,6 +92,12 @@ class Part:
     """Index of the first row among the rows of all entries."""
     num_unread: int = 0
     """Number of rows after the first ones, if only these were read."""
+    own_video_folder: Path | None = None
+    """Folder of relative video paths, if it differs from the images'."""
+
+    @property
+    def video_folder(self) -> Path:
+        return self.own_video_folder or self.image_folder
 
     @property
     def name(self) -> str:
@@ -106,6 +118,8 @@ class Rows:
     sample_ids: list[str]
     parts: list[Part]
     config: DataConfig
+    video_processor: Any = None
+    """The video processor of the checkpoint that gets the rows, which chooses the frames of videos, or None."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -114,22 +128,47 @@ class Rows:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Sample:
-        """Read row `index` and decode its images. Raises DataError with the row's name if it cannot be used."""
+        """Read row `index` and decode its images and videos. Raises DataError with the row's name if this fails."""
         from rl_vlm.types import Sample  # imports torch, which a dry run does not need
 
-        row, where = self.parse(index), self.place(index)
-        limit, folder = self.config.max_image_pixels, self.part(index).image_folder
+        row, where, part = self.parse(index), self.place(index), self.part(index)
+        limit, folder = self.config.max_image_pixels, part.image_folder
         found = [read_image(value, folder, limit, f"{where}, column {name}") for name, value in row.images]
         encoded_images = {i: encoded for i, (_, encoded) in enumerate(found) if encoded is not None}
         images, files = [image for image, _ in found], [image_file(value, folder) for _, value in row.images]
-        return Sample(self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images, files)
+        videos = [
+            read_video(value, part.video_folder, self.frame_rule, f"{where}, column {name}")
+            for name, value in row.videos
+        ]
+        return Sample(
+            self.sample_ids[index], row.messages, images, row.columns, row.prompt, encoded_images, files, videos
+        )
+
+    @property
+    def frame_rule(self) -> FrameRule:
+        """The rule that chooses frames of videos."""
+        return FrameRule(self.config, self.video_processor)
+
+    def with_frames_of(self, video_processor: Any) -> Rows:
+        """Return the rows with the frames that a checkpoint's video processor takes. None takes even distances.
+
+        Raises ConfigError if the processor ignores a setting of frames.
+        """
+        rows = replace(self, video_processor=video_processor)
+        rows.frame_rule.check()
+        return rows
 
     def check(self, index: int, row: Row) -> ParsedRow:
-        """Read `row`, which has this index, and the headers of its images. Raises DataError like `[]`."""
-        parsed, where = self.parse(index, row), self.place(index)
-        limit, folder = self.config.max_image_pixels, self.part(index).image_folder
+        """Read `row`, which has this index, and the headers of its images and videos. Raises DataError like `[]`."""
+        parsed, where, part = self.parse(index, row), self.place(index), self.part(index)
+        limit, folder = self.config.max_image_pixels, part.image_folder
         sizes = [check_image(value, folder, limit, f"{where}, column {name}") for name, value in parsed.images]
-        return replace(parsed, num_pixels=sum(min(size, self.config.max_pixels or limit) for size in sizes))
+        num_pixels = sum(min(size, self.config.max_pixels or limit) for size in sizes)
+        headers = [
+            check_video(value, part.video_folder, self.frame_rule, f"{where}, column {name}")
+            for name, value in parsed.videos
+        ]
+        return replace(parsed, num_pixels=num_pixels, headers=tuple(headers))
 
     def refuse_answered(self, index: int, find_gold: FindGold) -> None:
         """Raise DataError if the prompt of row `index` ends with its answer.
@@ -156,10 +195,11 @@ class Rows:
         )
 
     def parse(self, index: int, row: Row | None = None) -> ParsedRow:
-        """Parse row `index` without its images. Raises DataError if the row cannot be used."""
+        """Parse row `index` without its images and videos. Raises DataError if the row cannot be used."""
         where = self.place(index)
         with row_errors(where):
-            return parse_row(self.source[index] if row is None else row, self.config, where)
+            is_drawn = num_draws(self.part(index).name) is not None
+            return parse_row(self.source[index] if row is None else row, self.config, where, is_drawn)
 
     def place(self, index: int) -> str:
         """Return the name of a row for error messages."""
@@ -183,13 +223,13 @@ class Rows:
         return list(dict.fromkeys([*chain(*of_parts), *added]))
 
     def first_value(self, column: str) -> Any:
-        """Return the column's first value that is not null, or None. Images are not decoded."""
+        """Return the column's first value that is not null, or None. Nothing is decoded."""
         values = self.source.values(column) if column in self.source.columns else ()
         return next((value for value in values if value is not None), None)
 
 
 def load_rows(config: DataConfig, split: Which, max_rows: int | None = None) -> Rows:
-    """Open the training or held-out data without decoding images. `max_rows` is that of `open_source`.
+    """Open the training or held-out data without decoding images and videos. `max_rows` is that of `open_source`.
 
     Raises DataError if the data cannot be read, is empty or has no column for a prompt, if `columns` names a missing
     column, or if a sample id occurs twice.
@@ -210,8 +250,9 @@ def load_part(entry: DataSource, config: DataConfig, split: Which, start: int, m
     """Open one entry of the data, whose first row has index `start`. Raises DataError like `load_rows`."""
     name, template = entry.name, config.prompt_template
     wanted, asked_by = wanted_split(entry, config, split)
-    if entry.image_root is not None and not Path(entry.image_root).is_dir():
-        raise DataError(f"{name}: data.image_root {entry.image_root} is no directory; name the folder of its images.")
+    for kind, root in (("image", entry.image_root), ("video", entry.video_root)):
+        if root is not None and not Path(root).is_dir():
+            raise DataError(f"{name}: data.{kind}_root {root} is no directory; name the folder of its {kind}s.")
     opened = open_source(name, wanted, entry.dataset_config, asked_by, max_rows)
     if len(opened.rows) == 0:
         raise DataError(f"{name} (data.{NAMES[split]}, split {wanted!r}) has no rows.")
@@ -220,7 +261,9 @@ def load_part(entry: DataSource, config: DataConfig, split: Which, start: int, m
     if not any(columns.issubset(source.columns) for columns in prompt_columns(template)):
         read_prompt(source[0], template, f"{name}, row 0")  # raises an error that names the columns
     log_layouts(name, source.columns, with_prompt=template is None)
-    return Part(entry, source, Path(entry.image_root or opened.image_folder), start, opened.num_unread)
+    image_folder = Path(entry.image_root or opened.image_folder)
+    video_folder = Path(entry.video_root) if entry.video_root is not None else None
+    return Part(entry, source, image_folder, start, opened.num_unread, video_folder)
 
 
 def sample_ids(parts: Sequence[Part]) -> list[str]:
@@ -260,35 +303,46 @@ def wanted_split(entry: DataSource, config: DataConfig, split: Which) -> tuple[s
 
 def columns_to_check(template: str | None) -> set[str]:
     """Return all columns that affect whether a row can be used."""
-    return {*set().union(*prompt_columns(template)), *LAYOUT_COLUMNS, *IMAGE_COLUMNS, *REFUSED_COLUMNS}
+    return {*set().union(*prompt_columns(template)), *LAYOUT_COLUMNS, *MEDIA_COLUMNS, *CLIP_COLUMNS, *REFUSED_COLUMNS}
 
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Turn any error in the block into a DataError. Its message begins with `where`."""
+    """Turn an error in the block into a DataError, or into a TrainingError if it is one of the machine.
+
+    The message begins with `where`.
+    """
     try:
         yield
     except (DataError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a row of a function or a file can hold anything
-        raise DataError(f"{where}: it cannot be read: {type(error).__name__}: {shorten(text_of(error))}") from error
+        kind = TrainingError if is_of_machine(error) else DataError
+        raise kind(f"{where}: it cannot be read: {type(error).__name__}: {shorten(text_of(error))}") from error
 
 
-def parse_row(row: Row, config: DataConfig, where: str) -> ParsedRow:
-    """Read a row's prompt and place its images. Reads no image. Raises DataError if the row cannot be used."""
+def parse_row(row: Row, config: DataConfig, where: str, takes_empty: bool) -> ParsedRow:
+    """Read a row's prompt and place its images and videos. Reads none. Raises DataError if the row cannot be used.
+
+    A prompt without content cannot be used, unless `takes_empty` is true.
+    """
+    row = with_media(row)
     prompt, columns = read_prompt(row, config.prompt_template, where)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
     if config.system_prompt and all(message.get("role") != "system" for message in messages):
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     prompt = prompt if isinstance(prompt, str) else messages
-    images = image_values(row, where)
-    if config.text_only and images:
+    images = media_values(row, IMAGE_COLUMNS, where)
+    videos = with_columns(media_values(row, VIDEO_COLUMNS, where), row, where)
+    if config.text_only and (images or videos):
+        kind, (column, _) = ("an image", images[0]) if images else ("a video", videos[0])
         raise DataError(
-            f"{where}: column {images[0][0]} holds an image, and data.text_only is set. Unset it, or leave the column "
-            "out with data.ignore_columns."
+            f"{where}: column {column} holds {kind}, and data.text_only is set. Unset it, or leave the column out with "
+            "data.ignore_columns."
         )
-    messages = place_images(to_messages(messages, where), len(images), where)
-    return ParsedRow(messages, columns, prompt, images)
+    messages = to_messages(messages, where, takes_empty)
+    messages = place_media(messages, {"image": len(images), "video": len(videos)}, where)
+    return ParsedRow(messages, columns, prompt, images, videos)
 
 
 def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[Message], Row]:
@@ -305,7 +359,7 @@ def read_prompt(row: Row, template: str | None, where: str) -> tuple[str | list[
             "drop the column, or empty it."
         )
     read = read_layout(row, where, with_prompt=template is None)
-    columns = {name: value for name, value in read.items() if name not in ("prompt", *IMAGE_COLUMNS)}
+    columns = {name: value for name, value in read.items() if name not in ("prompt", *MEDIA_COLUMNS)}
     if template is not None:
         return refuse_empty(fill_template(template, read, where), where), columns
     prompt = read.get("prompt")
@@ -360,14 +414,19 @@ def fill_template(template: str, row: Row, where: str) -> str:
         ) from error
 
 
-def image_values(row: Row, where: str) -> list[tuple[str, Any]]:
-    """Return the column and value of each image in `image` or `images`. The list is empty for a text row."""
-    given = {name: row[name] for name in IMAGE_COLUMNS if is_filled(row.get(name))}
+def media_values(row: Row, columns: tuple[str, str], where: str) -> list[tuple[str, Any]]:
+    """Return the column and value of each image, or of each video, in the two columns. The list may be empty.
+
+    A list in column `video` is one video if it holds frames.
+    """
+    given = {name: row[name] for name in columns if is_filled(row.get(name))}
     if len(given) > 1:
         raise DataError(
-            f"{where}: `image` and `images` are both filled; leave one of them empty, or name it in "
+            f"{where}: `{columns[0]}` and `{columns[1]}` are both filled; leave one of them empty, or name it in "
             "data.ignore_columns."
         )
-    return [
-        (name, value) for name, values in given.items() for value in (values if isinstance(values, list) else [values])
-    ]
+    lists = {
+        name: values if isinstance(values, list) and not (name == "video" and is_frame_list(values)) else [values]
+        for name, values in given.items()
+    }
+    return [(name, value) for name, values in lists.items() for value in values]

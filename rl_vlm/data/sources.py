@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_vlm.config import json_text
-from rl_vlm.config.data_sources import is_file
+from rl_vlm.config.data_sources import is_file, num_draws
 from rl_vlm.data.tables import ArrowRows, ListRows
 from rl_vlm.errors import DataError, RLVLMError, text_of
 from rl_vlm.functions import LoadError, load_function
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
 def open_source(
     name: str, split: str, subset: str | None, asked_by: str | None = None, max_rows: int | None = None
 ) -> Opened:
-    """Open the rows of `name`: a .json, .jsonl or .parquet file, a directory, a function, or a hub name.
+    """Open the rows of `name`: a .json, .jsonl or .parquet file, a directory, a function, a hub name, or `draws:N`.
 
     `split` selects a split if the source has several. A file, or a function that returns rows, has only one. `asked_by`
     names the setting that asks for the split, or is None if the split is the default. With `max_rows`, the package
@@ -49,6 +49,9 @@ def open_source(
     only `datasets` can find the rows.
     """
     path = Path(name)
+    if (number := num_draws(name)) is not None:
+        empty = {"role": "user", "content": []}
+        return Opened(choose_split(ListRows([{"prompt": [empty]} for _ in range(number)]), name, split, asked_by))
     if is_file(name):
         if asked_by is not None:
             raise no_splits(name, asked_by)

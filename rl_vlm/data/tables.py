@@ -18,6 +18,9 @@ from rl_vlm.errors import DataError
 
 Row = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")
+VIDEO_COLUMNS = ("video", "videos")
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, *VIDEO_COLUMNS)
+"""Columns with images and videos, which are decoded when a sample is made."""
 SOURCE = "data_source"
 """Column with the name of a row's source, if there are several."""
 BATCH = 1000
@@ -66,7 +69,7 @@ class ListRows(Table):
 
 
 class ArrowRows(Table):
-    """A `datasets.Dataset`. A row is decoded when it is read, except image columns, which hold bytes or a path."""
+    """A `datasets.Dataset`. A row is decoded when it is read, except columns of images and videos: bytes or a path."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         import datasets
@@ -80,8 +83,8 @@ class ArrowRows(Table):
         self.columns = list(dataset.column_names)
         features = copy.deepcopy(dict(dataset.features))
         self.encoded_features = datasets.Features({name: keep_encoded(feature) for name, feature in features.items()})
-        images = {name: self.encoded_features[name] for name in features.keys() & set(IMAGE_COLUMNS)}
-        self.features = datasets.Features(copy.deepcopy(dict(dataset.features)) | images)
+        media = {name: self.encoded_features[name] for name in features.keys() & set(MEDIA_COLUMNS)}
+        self.features = datasets.Features(copy.deepcopy(dict(dataset.features)) | media)
 
     def __len__(self) -> int:
         return len(self.tables)

@@ -24,7 +24,7 @@ from rl_vlm.data.call_readers import (
     read_python_calls,
 )
 from rl_vlm.data.observations import ASKED, Message, ObservationRenderer, Role, call_id, observed_messages
-from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id
+from rl_vlm.data.prompts import Introduction, PromptBuilder, image_token_id, introduced
 from rl_vlm.data.tool_calls import Schema, introduction_of
 from rl_vlm.errors import ConfigError, DataError, shorten
 from rl_vlm.types import ToolCall
@@ -52,6 +52,8 @@ TRIED_SCHEMA: Schema = {
         },
     },
 }
+HOSTILE = """"quoted" isn't <b>\\n</b> & {é}:\n[1]"""
+"""Text that a template changes if it writes results as JSON, Python or HTML."""
 THOUGHTS = ("<think>\ntried thought\n</think>\n\n", "<|channel>thought\ntried thought\n<channel|>")
 REFUSALS = (ValueError, TypeError, KeyError, jinja2.TemplateError)
 """Errors of templates and processors for messages that they do not take."""
@@ -148,6 +150,11 @@ class TemplateTrial:
             return "the chat template writes results as Python lists"
         if shown != expected:
             return f"the chat template leaves out images ({shown} image tokens, expected {expected})"
+        hostile = [message | {"content": [{"type": "text", "text": HOSTILE}]} for message in messages]
+        try:
+            renderer.text_after_turn(hostile, [], names)
+        except REFUSALS:
+            return "the chat template changes the text of results"
         return None
 
     def _num_image_tokens(self, token_ids: Any) -> int:
@@ -184,19 +191,13 @@ class TemplateTrial:
 
     def _in_text(self) -> Form:
         """Return the form in text. Raises ValueError if the template cannot tell the model of tools."""
-        note = ()
-        for role in ("system", "user"):
-            introduction = Introduction(introduction_of(self.schemas), role)
-            builder = self.builder.adapted(self.builder.template_kwargs, introduction)
-            asked = {"role": "user", "content": [{"type": "text", "text": "tried question"}]}
-            try:
-                text = builder.templated([asked], [], tokenize=False)
-            except REFUSALS:
-                text = ""
-            if introduction.text in text and "tried question" in text:
-                return Form("text", "calls as JSON in <tool_call> tags", builder, read_json_calls, note)
-            note = ("the first user message describes the tools",)
-        raise ValueError("the chat template leaves out a text that describes the tools")
+        text = introduction_of(self.schemas)
+        role = introducing_role(self.builder, text=text)
+        if role is None:
+            raise ValueError("the chat template leaves out a text that describes the tools")
+        note = ("the first user message describes the tools",) if role == "user" else ()
+        builder = self.builder.adapted(self.builder.template_kwargs, Introduction(text, role))
+        return Form("text", "calls as JSON in <tool_call> tags", builder, read_json_calls, note)
 
     def _in_template(self) -> Form:
         """Return the form of the template. Raises an error if it leaves out something, or if calls cannot be read."""
@@ -243,6 +244,28 @@ class TemplateTrial:
             except UnreadableCall:
                 continue
         raise ValueError(f"calls as the chat template writes them cannot be read ({shorten(repr(written), 120)})")
+
+
+def introducing_role(
+    builder: PromptBuilder, has_image: bool = False, text: str = "tried introduction"
+) -> Literal["system", "user"] | None:
+    """Return the role of the message in which the template writes an introduction: the system's, or else the user's.
+
+    Return None if it writes it in neither.
+    """
+    content: list[Message] = [{"type": "text", "text": text}, *({"type": "image"},) * has_image]
+    question: Message = {"role": "user", "content": [{"type": "text", "text": "tried question"}]}
+    roles: list[Literal["system", "user"]] = ["system", "user"]
+    for role in roles:
+        messages, pictures = introduced([question], content, role), [tried_image()] * has_image
+        try:
+            written = builder.templated(messages, pictures, tokenize=False)
+            shows_image = not has_image or written != builder.templated(without_images(messages), [], tokenize=False)
+        except REFUSALS:
+            continue
+        if text in written and "tried question" in written and shows_image:
+            return role
+    return None
 
 
 def roles(kind: str, setting: str) -> list[Role]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.errors import did_you_mean, listed, shorten
-from rl_vlm.types import ToolCall
+
+if TYPE_CHECKING:
+    from rl_vlm.types import ToolCall  # imports torch, which processes of environments need not
 
 Schema = dict[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {"name": …, "parameters": …}}`."""
@@ -53,7 +59,8 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
     if several:
         raise ValueError(f"the tool {called} takes {several[0]}, which a model cannot be told of; name its arguments")
     try:
-        schema = get_json_schema(function)
+        with torch_left_out():
+            schema = get_json_schema(function)
     except Exception as error:  # its own classes of errors are not public
         problem = " ".join(str(error).split())
         raise ValueError(
@@ -61,6 +68,24 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> Schema:
             "and a docstring that says what it does and describes each argument under `Args:`"
         ) from error
     return schema | {"function": schema["function"] | {"name": called}}
+
+
+@contextmanager
+def torch_left_out() -> Iterator[None]:
+    """Give the block a module with a class `Tensor` for torch, unless torch is imported. Then no tool has tensors.
+
+    transformers imports torch to compare type hints with that class. A process of an environment would grow by 300 MB.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    stand_in = ModuleType("torch")
+    vars(stand_in).update(Tensor=type("Tensor", (), {}), __spec__=ModuleSpec("torch", None))
+    sys.modules["torch"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def problem_of_call(call: ToolCall, schemas: Sequence[Schema]) -> str | None:

@@ -1,4 +1,4 @@
-"""Turns of a model: reads its calls, and renders what follows them.
+"""Reads the calls of a model's turns, and renders the observations that follow.
 
 `TurnFormat` holds how tools, calls and observations are written for one model. `TemplateTrial` chooses it.
 """
@@ -9,13 +9,15 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_vlm.data.call_readers import UnreadableCall
+from rl_vlm.data.messages import as_messages, blocks_of
 from rl_vlm.data.observations import Message, ObservationRenderer, observed_messages
-from rl_vlm.data.prompts import PromptBuilder, join_blocks
-from rl_vlm.data.template_trial import TemplateTrial, TurnChoice, stop_sequences
+from rl_vlm.data.prompts import PromptBuilder, introduced, join_blocks
+from rl_vlm.data.template_trial import TemplateTrial, TurnChoice, introducing_role, stop_sequences
 from rl_vlm.data.tool_calls import CLOSE, Schema
 from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.types import Observation, Sample, ToolCall, ToolResult
@@ -56,6 +58,7 @@ class TurnFormat:
         """Numbers of events since the start, by the name of their metric."""
         self.choice, self.schemas, self.takes_images = choice, list(schemas), takes_images
         self.renderer = ObservationRenderer(self.builder, stop_token_ids)
+        self._introducing_role = cache(partial(introducing_role, self.builder))
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         hidden = sorted({*added, *self.tokenizer.all_special_tokens, *self.renderer.stops}, key=len, reverse=True)
         self.hidden = re.compile("|".join(map(re.escape, hidden)))
@@ -140,6 +143,27 @@ class TurnFormat:
             prompt=prompt_with(sample.prompt, added),
         )
 
+    def system_sample(
+        self, sample: Sample, content: Sequence[Message], images: Sequence[Image], files: Sequence[bytes]
+    ) -> Sample:
+        """Return the sample with content in a message of the system, or of the user if the template has no other.
+
+        `content`, `images` and `files` are as in `reset_sample`. Raises DataError if the template leaves it out.
+        """
+        number, added = len(images), self._harmless(content)
+        role = self._introducing_role(bool(images))
+        if role is None:
+            raise DataError("the chat template leaves out the content of `system_prompt`")
+        return replace(
+            sample,
+            messages=introduced(sample.messages, added, role),
+            images=[*images, *sample.images],
+            encoded_images=dict(enumerate(files)) | {number + i: file for i, file in sample.encoded_images.items()},
+            image_files=[*(None for _ in images), *sample.image_files],
+            frame_starts=[number + start for start in sample.frame_starts],
+            prompt=introduced(as_messages(sample.prompt), added, role),
+        )
+
     def _harmless(self, content: Sequence[Message]) -> list[Message]:
         harmless, number = self.renderer.harmless(content)
         self.counters["tools/broken_special_tokens"] += number
@@ -152,8 +176,7 @@ class TurnFormat:
 def with_content(messages: Sequence[Message], content: Sequence[Message]) -> list[Message]:
     """Return new messages with content at the end of the last one."""
     last = messages[-1]
-    blocks = [{"type": "text", "text": last["content"]}] if isinstance(last["content"], str) else last["content"]
-    return [*messages[:-1], last | {"content": join_blocks(blocks, content)}]
+    return [*messages[:-1], last | {"content": join_blocks(blocks_of(last["content"]), content)}]
 
 
 def prompt_with(prompt: Any, content: Sequence[Message]) -> Any:
@@ -162,4 +185,4 @@ def prompt_with(prompt: Any, content: Sequence[Message]) -> Any:
         return with_content(prompt, content)
     if all(block["type"] == "text" for block in content):
         return prompt + "".join(block["text"] for block in content)
-    return with_content([{"role": "user", "content": prompt}], content)
+    return with_content(as_messages(prompt), content)
