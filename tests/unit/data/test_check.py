@@ -86,14 +86,14 @@ def test_every_image_is_looked_for_before_the_run_and_none_is_decoded(monkeypatc
 
 def test_rows_that_cannot_be_used_are_listed_with_their_reasons():
     two, gone = {"prompt": "<image> or <image>?"}, {"image": "gone.png"}
-    usable = check(load({0: {"prompt": " "}, 2: {"prompt": "<video> a"}, 3: two, 5: gone}, on_bad_row="drop"))
+    usable = check(load({0: {"prompt": " "}, 2: {"prompt": "<audio> a"}, 3: two, 5: gone}, on_bad_row="drop"))
     assert usable.indices == [1, 4]
     assert [(record["data"], record["sample_id"], record["row"]) for record in usable.dropped] == [
         ("rows.jsonl", "r0", 0), ("rows.jsonl", "r2", 2), ("rows.jsonl", "r3", 3), ("rows.jsonl", "r5", 5),
     ]  # fmt: skip
     expected = {
         0: "the prompt is ' '",
-        2: "a mark <video>",
+        2: "a mark <audio>",
         3: "2 image blocks and the row has 1 images",
         5: "gone.png",
     }
@@ -129,12 +129,12 @@ def test_images_in_a_table_are_checked_by_their_headers(batch, monkeypatch):
     monkeypatch.setattr("rl_vlm.data.tables.BATCH", batch)
     usable = check(load_rows(DataConfig(dataset_name="rows.parquet", on_bad_row="drop"), "train"))
     assert usable.indices == [0, 1, 3]  # a header is whole in row 1
-    assert "row 2, column images, x.png: not an image" in reasons(usable)[2]
+    assert "row 2, column images, x.png: the image cannot be read: not an image" in reasons(usable)[2]
 
 
 @pytest.mark.parametrize("error", [TypeError("unhashable"), BaseException("a panic\nof Rust")])
 def test_a_row_that_raises_anything_is_a_finding(error, monkeypatch):
-    def parse(row: dict, config: DataConfig, where: str) -> Any:
+    def parse(row: dict, config: DataConfig, where: str, takes_empty: bool) -> Any:
         raise error if row["id"] == "r3" else DataError(f"{where}: bad")
 
     monkeypatch.setattr("rl_vlm.data.samples.parse_row", parse)
@@ -282,7 +282,7 @@ def test_without_a_limit_no_prompt_is_built(processor, monkeypatch):
     builder = PromptBuilder(processor, DataConfig(), max_tokens=5000)
     monkeypatch.setattr(builder, "build", lambda sample: pytest.fail("built"))
     usable = check(load({1: {"prompt": "a" * 4000}}))
-    assert fitting_rows(usable, builder, None) == usable
+    assert fitting_rows(usable, builder, None).indices == usable.indices
 
 
 def test_all_prompts_too_long_name_the_limit_and_the_shortest(processor):
@@ -327,3 +327,15 @@ def test_an_example_has_a_value_in_every_column_that_is_asked_for():
     rows = load({0: {"gold": None}, 1: {"gold": "3"}, 2: {"gold": "4", "hint": "a"}})
     for columns, row in ((["gold", "elsewhere"], 1), (["gold", "hint"], 2), ([], 0)):
         assert check(rows).example(columns).sample_id == rows.sample_ids[row]
+
+
+def test_the_largest_number_of_videos_is_that_of_rows_that_are_used():
+    clip = ["0.png", "1.png"]
+    rows = load({1: {"videos": [clip]}, 3: {"videos": [clip, clip]}, 4: {"videos": [clip] * 3}}, on_bad_row="drop")
+    for index in range(2):
+        Image.new("RGB", (8, 8)).save(f"{index}.png")
+    usable = check(rows)
+    assert {row: len(headers) for row, headers in usable.headers.items()} == {1: 1, 3: 2, 4: 3}
+    assert usable.most_videos == 3
+    dropped = [usable.record(4, "for a test")]
+    assert usable.without(dropped).most_videos == 2

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RunConfig
-from rl_vlm.data.columns import refuse_unread_images
+from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.images import looks_like_image
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.data.tables import ListRows
@@ -48,7 +48,7 @@ def load(*rows: dict, arrow: bool = False, **settings: Any) -> Rows:
 
 
 def refuse(rows: Rows, *used: str) -> None:
-    refuse_unread_images(rows.source, rows.config, rows.name, used)
+    refuse_unread_media(rows.source, rows.config, rows.name, used)
 
 
 # --- names
@@ -226,17 +226,17 @@ def test_a_name_to_leave_out_that_other_data_may_have_is_warned_of(ignored, sett
 def test_forms_of_functions_that_nobody_reads_are_refused(value):
     rows = ListRows([{"prompt": "a", "image": "a.png", "other": value}])
     with pytest.raises(DataError, match=r"in column other \(row 0"):
-        refuse_unread_images(rows, DataConfig(), "rows", [])
+        refuse_unread_media(rows, DataConfig(), "rows", [])
 
 
 @pytest.mark.parametrize("value", [np.zeros((2, 2, 3)), np.zeros(3, np.uint8), ("x", 3), {"pair": ("a", b"b")}])
 def test_arrays_and_tuples_without_an_image_pass(value):
-    refuse_unread_images(ListRows([{"prompt": "a", "image": "a.png", "other": value}]), DataConfig(), "rows", [])
+    refuse_unread_media(ListRows([{"prompt": "a", "image": "a.png", "other": value}]), DataConfig(), "rows", [])
 
 
 def test_an_array_is_a_filled_column_of_images():
     rows = ListRows([{"prompt": "a", "image": np.zeros((2, 2, 3), np.uint8)}])
-    refuse_unread_images(rows, DataConfig(), "rows", [])
+    refuse_unread_media(rows, DataConfig(), "rows", [])
 
 
 def test_a_file_that_is_looked_at_can_be_read_again():

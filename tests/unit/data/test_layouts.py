@@ -13,7 +13,7 @@ from PIL import Image
 
 from launch import cli
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.data.columns import refuse_unread_images
+from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.samples import Rows, load_rows
 from rl_vlm.errors import DataError
 
@@ -111,7 +111,7 @@ def test_easyr1(caplog):
     assert sample.columns == {"answer": "the first", "solution": "the first"}
     assert (colors(rows), sorted(rows.columns)) == ([RED, BLUE], ["answer", "solution"])
     assert logged(caplog) == ["train.jsonl has the layout of EasyR1: problem is the prompt, answer the solution"]
-    refuse_unread_images(rows.source, rows.config, rows.name, [])
+    refuse_unread_media(rows.source, rows.config, rows.name, [])
 
 
 def test_columns_that_are_given_win_over_a_layout(caplog):
@@ -251,7 +251,7 @@ def test_base64_images_of_a_layout():
 def test_images_in_a_column_of_a_layout_that_rows_do_not_have_are_refused():
     rows = load({"prompt": "a", "image": "red.png", "answer": "blue.png"})
     with pytest.raises(DataError, match=r"nobody would read, in column answer"):
-        refuse_unread_images(rows.source, rows.config, rows.name, [])
+        refuse_unread_media(rows.source, rows.config, rows.name, [])
 
 
 # --- what is ambiguous

@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,7 +12,7 @@ from rl_vlm.data.prompts import LongPromptError, PromptBuilder, build_prompt, ch
 from rl_vlm.data.samples import Part, Rows
 from rl_vlm.data.tables import ListRows
 from rl_vlm.errors import ConfigError, DataError, ModelError
-from rl_vlm.types import Sample
+from rl_vlm.types import Sample, Video
 from tests.tiny.build import build_tiny
 
 IMAGE = {"type": "image"}
@@ -150,7 +151,7 @@ def test_chat_template_arguments_reach_the_template_or_are_refused(checkpoint: s
     builder = with_template(checkpoint, template, chat_template_kwargs={"enable_thinking": True})
     assert builder.processor.tokenizer.decode(builder.build(make_sample()).token_ids) == "Which digit?<think>"
     with pytest.raises(ConfigError, match="enable_thinkin"):
-        with_template(checkpoint, "{{ messages }}", chat_template_kwargs={"enable_thinkin": True})
+        with_template(checkpoint, template, chat_template_kwargs={"enable_thinkin": True})
 
 
 def image_tokens_of(checkpoint: str, image: Image.Image, **limits: Any) -> int:
@@ -212,3 +213,99 @@ def test_a_prompt_that_is_too_long_for_the_model_is_refused_with_its_row(process
     assert error.value.num_tokens == num_tokens
     with pytest.raises(DataError, match=r"rows, row 0: Sample seven: the text holds <.image_pad.>"):
         build_prompt(rows_of(row | {"prompt": "<|image_pad|>"}), 0, short)
+
+
+def clip(num_frames: int, fps: float = 2.0) -> Video:
+    """A clip of a file with twelve times as many frames."""
+    frames = np.full((num_frames, 8, 16, 3), 100, dtype=np.uint8)
+    return Video(frames, tuple(range(0, 12 * num_frames, 12)), 12 * fps, 12 * num_frames, num_frames / fps)
+
+
+VIDEO = {"type": "video"}
+
+
+def clip_sample(*videos: Video, content: list[dict], images: list[Image.Image] | None = None) -> Sample:
+    messages = [{"role": "user", "content": content}]
+    return Sample("s", messages, images or [], {}, messages, videos=list(videos))
+
+
+@pytest.fixture(scope="module")
+def qwen3_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny("qwen3_vl", tmp_path_factory.mktemp("tiny")))
+
+
+def test_the_frames_of_a_video_are_not_sampled_again(builder: PromptBuilder):
+    prompt = builder.build(clip_sample(clip(5), clip(2, fps=0.5), content=[VIDEO, text("and"), VIDEO]))
+    assert builder.processor.tokenizer.decode(prompt.token_ids) == (
+        "<|im_start|>user\n<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>and<|vision_start|>"
+        "<|video_pad|><|video_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.mm_inputs["video_grid_thw"].tolist() == [[3, 2, 4], [1, 2, 4]]  # the fifth frame is repeated
+    assert prompt.mm_inputs["second_per_grid_ts"].tolist() == [1.0, 4.0]
+    assert prompt.mm_inputs["pixel_values_videos"].shape == (32, 96)
+    assert prompt.image_sizes == []
+
+
+def test_frames_that_have_their_size_are_not_resized_again(builder: PromptBuilder):
+    """The limits of the checkpoint's processor are 8² to 64² pixels. Those of the settings may be others."""
+    large = Video(np.zeros((2, 64, 128, 3), np.uint8), (0, 15), 30.0, 300, 10.0)
+    prompt = builder.build(clip_sample(large, content=[VIDEO, IMAGE], images=[Image.new("RGB", (128, 64))]))
+    assert prompt.mm_inputs["video_grid_thw"].tolist() == [[1, 16, 32]]
+    (image,) = prompt.image_sizes or []
+    assert image[0] * image[1] <= 64**2  # images are resized
+
+
+def test_the_text_of_a_video_has_its_times_in_the_file(qwen3_checkpoint: str):
+    video = clip(3)
+    found = with_template(qwen3_checkpoint, AutoProcessor.from_pretrained(qwen3_checkpoint).chat_template)
+    prompt = found.build(clip_sample(video, content=[VIDEO, text("Where?")]))
+    assert found.processor.tokenizer.decode(prompt.token_ids) == (
+        "<|im_start|>user\n<|vision_start|>"
+        "<0.2 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+        "<1.0 seconds><|vision_start|><|video_pad|><|video_pad|><|vision_end|>"
+        "<|vision_end|>Where?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert video.indices == (0, 12, 24)
+
+
+def test_engines_that_expand_placeholders_get_one_per_video(builder: PromptBuilder):
+    sample = clip_sample(clip(4), content=[IMAGE, VIDEO], images=[picture(16, 8)])
+    decoded = builder.processor.tokenizer.decode(builder.unexpanded_ids(sample))
+    assert decoded.count("<|video_pad|>") == decoded.count("<|image_pad|>") == 1
+
+
+@pytest.mark.parametrize(("left_out", "message"), [
+    ("video", r"Sample s: 2 videos became 0 tokens <.video_pad.>.* leaves videos out"),
+    ("image", r"Sample s: 1 images became 0 tokens <.image_pad.>.* leaves images out"),
+])  # fmt: skip
+def test_a_template_that_leaves_one_kind_out_is_refused(checkpoint: str, left_out: str, message: str):
+    template = str(AutoProcessor.from_pretrained(checkpoint).chat_template).replace(f"<|{left_out}_pad|>", "")
+    sample = clip_sample(clip(4), clip(4), content=[VIDEO, IMAGE, VIDEO], images=[picture(16, 8)])
+    with pytest.raises(DataError, match=message):
+        with_template(checkpoint, template).build(sample)
+
+
+def test_frames_can_be_images_of_the_prompt(processor: Any):
+    builder = PromptBuilder(processor, DataConfig(), video_format="frames").adapted({})
+    sample = clip_sample(clip(2), content=[VIDEO, text("Which?")])
+    prompt = builder.build(sample)
+    frame = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
+    shown = f"<|im_start|>user\n0.0 s: {frame}0.5 s: {frame}Which?<|im_end|>\n<|im_start|>assistant\n"
+    assert processor.tokenizer.decode(prompt.token_ids) == shown
+    assert set(prompt.mm_inputs) == {"pixel_values", "image_grid_thw"}
+    assert (prompt.num_images, prompt.sample.videos) == (2, [])
+    assert processor.tokenizer.decode(builder.unexpanded_ids(sample)).count("<|image_pad|>") == 2
+
+
+def test_videos_of_unequal_lengths_that_a_processor_refuses_are_named(tmp_path: Path):
+    checkpoint = build_tiny("internvl", tmp_path)
+    builder = PromptBuilder(AutoProcessor.from_pretrained(checkpoint), DataConfig())
+    with pytest.raises(DataError, match=r"Sample s: its videos have 4, 6 frames, .*data.num_frames, or data.video_fo"):
+        builder.build(clip_sample(clip(4), clip(6), content=[VIDEO, VIDEO]))
+
+
+def test_without_a_template_a_video_has_its_token(checkpoint: str):
+    builder = with_template(checkpoint, None)
+    prompt = builder.build(clip_sample(clip(2), content=[text("Look: "), VIDEO]))
+    assert builder.processor.tokenizer.decode(prompt.token_ids) == "Look: <|video_pad|><|video_pad|>"
+    assert prompt.mm_inputs["video_grid_thw"].tolist() == [[1, 2, 4]]

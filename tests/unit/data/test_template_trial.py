@@ -117,6 +117,18 @@ def test_a_form_without_a_role_for_results_is_not_chosen(tmp_path: Path):
         )
 
 
+def test_a_template_that_changes_the_text_of_results_is_not_chosen(tmp_path: Path):
+    """JSON would show the model backslashes that the tool did not write."""
+    template = builder_of("qwen3_vl", tmp_path / "published").processor.chat_template
+    before, role, after = template.partition('message.role == "tool"')
+    written = "{{- content.text }}"
+    assert role and written in after
+    builder = tiny_builder("qwen3_vl", tmp_path, before + role + after.replace(written, "{{- content.text | tojson }}"))
+    turns = choose(builder, ["<|im_end|>"])
+    assert "the chat template changes the text of results in tool messages" in turns.description
+    assert turns.choice.role == "user"
+
+
 @pytest.mark.parametrize(
     ("template", "settings", "problem"),
     [
