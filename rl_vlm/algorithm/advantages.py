@@ -20,7 +20,9 @@ class Advantages:
     advantages_PG: Float[Tensor, "prompts group"]
     """0 for invalid completions and in groups without variance."""
     has_variance_P: Bool[Tensor, " prompts"]
-    """False if all valid rewards of the group are equal: it has no policy gradient."""
+    """False if all advantages of the group are 0, as with equal rewards: it has no policy gradient."""
+    turns: list[list[Tensor]] | None = None
+    """For each group and completion, the advantages of its turns, if turns have their own."""
 
 
 def total_rewards(
@@ -51,14 +53,16 @@ def compute_advantages(
     valid_PG: Bool[Tensor, "prompts group"],
     scale_rewards: Literal["group", "batch", "none"],
     batch_std: float | None = None,
+    rounding: float = 0.0,
 ) -> Advantages:
     """Subtract the group's mean reward, and divide by the standard deviation + 1e-4 that `scale_rewards` selects.
 
     `batch_std` is required for "batch": `reward_std` of all valid rewards of the generation batch over all ranks.
-    Raises ValueError if it is missing.
+    Rewards that differ by at most `rounding` are equal. Raises ValueError if `batch_std` is missing.
     """
     rewards = rewards_PG.masked_fill(~valid_PG, torch.nan)
-    has_variance_P = rewards.nan_to_num(-torch.inf).amax(dim=1) > rewards.nan_to_num(torch.inf).amin(dim=1)
+    spread_P = rewards.nan_to_num(-torch.inf).amax(dim=1) - rewards.nan_to_num(torch.inf).amin(dim=1)
+    has_variance_P = spread_P > rounding
 
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
     if scale_rewards == "group":

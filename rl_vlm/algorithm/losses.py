@@ -65,6 +65,9 @@ class LossInputs:
     """Tokens below it get no policy loss; see `top_entropy_threshold` in `objective.py`."""
     generator_logprobs_NT: Float[Tensor, "completions tokens"] | None = None
     """None if the trained model itself generated the completions."""
+    own_NT: Bool[Tensor, "completions tokens"] | None = None
+    """True at the tokens of this micro-batch, if other tokens of a completion are in others. Their log-probs have no
+    gradient here."""
 
 
 TokenLoss = Callable[[Tensor, LossInputs, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
@@ -85,14 +88,14 @@ def policy_loss(
     """Compute this micro-batch's share of the optimizer step's loss, and its metrics.
 
     `weights_NT` are the weights of its tokens in the step's loss, 0 where masked. If gradients are averaged over ranks,
-    as in DDP and DeepSpeed, multiply the loss by the number of ranks.
+    as in DDP and DeepSpeed, multiply the loss by the number of ranks. If a completion is cut, the gradient is that of
+    its whole loss, and the value counts the tokens of this micro-batch.
     Raises ValueError if `beta` > 0 and reference log-probs are missing.
     """
-    mask = inputs.mask_NT
     ratio_NK = importance_ratio(inputs, algorithm.importance_sampling_level)
     loss_NK, clipped = token_loss(ratio_NK, inputs, algorithm)
-    metrics: dict[str, MetricSum | MetricExtreme] = {n: masked_sum(flags_NK, mask) for n, flags_NK in clipped.items()}
-    metrics["entropy"] = masked_sum(inputs.entropies_NT, mask)
+    metrics: dict[str, MetricSum | MetricExtreme] = {n: masked_sum(flags_NK, inputs) for n, flags_NK in clipped.items()}
+    metrics["entropy"] = masked_sum(inputs.entropies_NT, inputs)
 
     if inputs.entropy_threshold is not None:
         loss_NK = loss_NK * (inputs.entropies_NT >= inputs.entropy_threshold)
@@ -103,9 +106,12 @@ def policy_loss(
     if algorithm.beta > 0:
         kl_NT = kl_estimate(inputs) * (ratio_NK if algorithm.use_bias_correction_kl else 1.0)
         loss_NK = loss_NK + algorithm.beta * kl_NT
-        metrics["kl"] = masked_sum(kl_NT, mask)
+        metrics["kl"] = masked_sum(kl_NT, inputs)
 
-    return (loss_NK * weights_NT).sum(), metrics
+    loss = (loss_NK * weights_NT).sum()
+    if inputs.own_NT is not None:
+        loss = loss - loss.detach() + (loss_NK.detach() * weights_NT * inputs.own_NT).sum()
+    return loss, metrics
 
 
 def importance_ratio(inputs: LossInputs, level: str) -> Float[Tensor, "completions #tokens"]:
@@ -134,17 +140,17 @@ def generator_weight(
     mask = inputs.mask_NT
     log_weight = torch.where(mask, old_logprobs(inputs).detach() - generator_logprobs_NT, 0.0)
     metrics: dict[str, MetricSum | MetricExtreme] = {
-        "sampling/sampling_logp_difference/mean": masked_sum(log_weight.abs(), mask),
-        "sampling/sampling_logp_difference/max": masked_extreme("max", log_weight.abs(), mask),
+        "sampling/sampling_logp_difference/mean": masked_sum(log_weight.abs(), inputs),
+        "sampling/sampling_logp_difference/max": masked_extreme("max", log_weight.abs(), inputs),
     }
     if not algorithm.vllm_importance_sampling_correction:
         return torch.ones_like(log_weight), metrics
-    if algorithm.vllm_importance_sampling_mode.startswith("sequence"):
+    if algorithm.corrects_sequences:
         log_weight = log_weight.sum(dim=1, keepdim=True)
     weight_NK = bounded_weight(log_weight.exp(), algorithm)
-    metrics["sampling/importance_sampling_ratio/mean"] = masked_sum(weight_NK, mask)
-    metrics["sampling/importance_sampling_ratio/min"] = masked_extreme("min", weight_NK, mask)
-    metrics["sampling/importance_sampling_ratio/max"] = masked_extreme("max", weight_NK, mask)
+    metrics["sampling/importance_sampling_ratio/mean"] = masked_sum(weight_NK, inputs)
+    metrics["sampling/importance_sampling_ratio/min"] = masked_extreme("min", weight_NK, inputs)
+    metrics["sampling/importance_sampling_ratio/max"] = masked_extreme("max", weight_NK, inputs)
     return weight_NK, metrics
 
 
@@ -217,23 +223,30 @@ def per_budget(mask_NT: Tensor, denominators: Denominators, max_completion_lengt
     return mask_NT / (max(denominators.completions, 1.0) * max_completion_length)
 
 
-def masked_sum(values_NK: Tensor, mask_NT: Tensor) -> MetricSum:
+def masked_sum(values_NK: Tensor, inputs: LossInputs) -> MetricSum:
     """Sum and count values of unmasked tokens. A value per completion counts if the completion has such a token."""
-    counted = counted_of(values_NK, mask_NT)
+    counted = counted_of(values_NK, inputs)
     return MetricSum((values_NK.detach() * counted).sum(), counted.sum())
 
 
-def masked_extreme(statistic: Literal["min", "max"], values_NK: Tensor, mask_NT: Tensor) -> MetricExtreme:
+def masked_extreme(statistic: Literal["min", "max"], values_NK: Tensor, inputs: LossInputs) -> MetricExtreme:
     """Return the minimum or maximum of the values that `masked_sum` would sum."""
-    counted, values = counted_of(values_NK, mask_NT), values_NK.detach()
+    counted, values = counted_of(values_NK, inputs), values_NK.detach()
     reduce, beyond_all = (torch.amin, math.inf) if statistic == "min" else (torch.amax, -math.inf)
     extreme = reduce(values.masked_fill(~counted, beyond_all))
     return MetricExtreme(statistic, torch.where(counted.any(), extreme, math.nan))
 
 
-def counted_of(values_NK: Tensor, mask_NT: Tensor) -> Tensor:
-    """Return the mask of values that belong to unmasked tokens, or to completions with an unmasked token."""
-    return mask_NT if values_NK.shape == mask_NT.shape else mask_NT.any(dim=1, keepdim=True)
+def counted_of(values_NK: Tensor, inputs: LossInputs) -> Tensor:
+    """Return the mask of values that belong to unmasked tokens, or to completions with an unmasked token.
+
+    A completion that is cut counts in the micro-batch of its first token.
+    """
+    mask, own = inputs.mask_NT, inputs.own_NT
+    if values_NK.shape == mask.shape:
+        return mask if own is None else mask & own
+    trains = mask.any(dim=1, keepdim=True)
+    return trains if own is None else trains & own[:, :1]
 
 
 def token_counts(mask_NT: Bool[Tensor, "completions tokens"]) -> Float[Tensor, "completions 1"]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rl_vlm.algorithm.cut_completions import CutOutputs, needs_all_tokens, own_tokens, whole_output
 from rl_vlm.algorithm.logprobs import stored_logprobs
 from rl_vlm.algorithm.losses import (
     Denominators,
@@ -56,6 +57,8 @@ LOSS_FORMS: dict[str, LossForm] = {
 
 LOSS_WEIGHTS: dict[str, TokenWeights] = {"token": per_token, "completion": per_completion, "budget": per_budget}
 """The values of `loss_weights`."""
+
+NONE_CUT = CutOutputs()
 
 Outputs = Callable[[], Sequence[tuple[MicroBatch, PolicyOutput]]]
 """Computes the policy's outputs for all groups of a step, without gradients and in host memory."""
@@ -116,38 +119,60 @@ class Objective:
             form,
         )
 
-    def loss(self, batch: MicroBatch, output: PolicyOutput) -> tuple[Tensor, LossMetrics]:
-        """Return the micro-batch's share of the step's loss, and its metrics."""
+    def needs_all_tokens(self, batch: MicroBatch) -> bool:
+        """Return whether the loss of a micro-batch needs outputs for tokens in others, of completions that are cut."""
+        return needs_all_tokens(self.config, batch)
+
+    def loss(self, batch: MicroBatch, output: PolicyOutput, cut: CutOutputs = NONE_CUT) -> tuple[Tensor, LossMetrics]:
+        """Return the micro-batch's share of the step's loss, and its metrics.
+
+        `cut` has the outputs for completions that are cut, if `needs_all_tokens`.
+        """
         if batch.is_dummy:
             return 0.0 * output.logprobs_NT.sum(), {}
-        algorithm, rollout, device = self.config.algorithm, self.config.rollout, self.device
-        generator_logprobs_NT = None
-        if rollout.is_off_policy:
-            generator_logprobs_NT = to_device(pad_rows([c.generator_logprobs for c in batch.completions]), device)
-        advantages_N = torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups])
-        inputs = LossInputs(
-            policy_logprobs_NT=output.logprobs_NT,
-            old_logprobs_NT=stored_logprobs(batch, Stage.OLD_LOGPROBS, device),
-            ref_logprobs_NT=stored_logprobs(batch, Stage.REF_LOGPROBS, device),
-            advantages_NK=to_device(advantages_N[:, None], device),
-            mask_NT=to_device(trained_tokens(batch, algorithm.mask_truncated_completions), device),
-            entropies_NT=output.entropies_NT,
-            entropy_threshold=self.entropy_threshold,
-            generator_logprobs_NT=generator_logprobs_NT,
-        )
+        algorithm, rollout = self.config.algorithm, self.config.rollout
+        inputs = self.inputs(batch, output, cut)
         token_loss, token_weights = self.form
         weights_NT = token_weights(inputs.mask_NT, self.denominators, rollout.max_completion_length)
         return policy_loss(inputs, algorithm, token_loss, weights_NT)
+
+    def inputs(self, batch: MicroBatch, output: PolicyOutput, cut: CutOutputs) -> LossInputs:
+        """Return the inputs of the loss, with all tokens of completions that are cut."""
+        device, whole = self.device, batch.whole
+        generator_logprobs_NT = own_NT = None
+        if self.config.rollout.is_off_policy:
+            generator_logprobs_NT = to_device(pad_rows([c.generator_logprobs for c in whole.completions]), device)
+        if batch.cuts_completions:
+            output = whole_output(batch, output, cut)
+            own_NT = to_device(own_tokens(batch), device)
+        return LossInputs(
+            policy_logprobs_NT=output.logprobs_NT,
+            old_logprobs_NT=stored_logprobs(batch, Stage.OLD_LOGPROBS, device),
+            ref_logprobs_NT=stored_logprobs(batch, Stage.REF_LOGPROBS, device),
+            advantages_NK=to_device(advantages_of(batch), device),
+            mask_NT=to_device(trained_tokens(whole, self.config.algorithm.mask_truncated_completions), device),
+            entropies_NT=output.entropies_NT,
+            entropy_threshold=self.entropy_threshold,
+            generator_logprobs_NT=generator_logprobs_NT,
+            own_NT=own_NT,
+        )
 
 
 def contributes(scored: ScoredGroup, has_kl: bool, trains_on: Callable[[Sequence[Rendered]], bool]) -> bool:
     """Return whether a group's loss has a gradient for a trained weight. Other groups need no training pass.
 
-    Without a KL term, a group whose rewards are all equal has no gradient. `trains_on` returns whether a forward of
+    Without a KL term, a group whose advantages are all 0 has no gradient. `trains_on` returns whether a forward of
     prompts and observations uses a trained weight.
     """
     has_loss = bool(scored.valid_G.any()) and (scored.has_variance or has_kl)
     return has_loss and trains_on(scored.group.rendered)
+
+
+def advantages_of(batch: MicroBatch) -> Tensor:
+    """Return the advantages of completions, (N, 1), or of all their tokens, (N, T), if turns have their own."""
+    if any(s.scored.turn_advantages for s in batch.subgroups):
+        return pad_rows([s.scored.token_advantages(i) for s in batch.subgroups for i in s.members])
+    return torch.cat([s.scored.advantages_G[s.members] for s in batch.subgroups])[:, None]
 
 
 def trained_completions(scored: ScoredGroup, mask_truncated_completions: bool) -> Tensor:

@@ -61,7 +61,8 @@ def check_own_loss(algorithm: AlgorithmConfig) -> None:
 def made_up_inputs(algorithm: AlgorithmConfig, is_first: bool) -> LossInputs:
     """Build the inputs of two completions, with three and two tokens.
 
-    With `is_first` there are no old log-probs, as in a window's first update.
+    With `is_first` there are no old log-probs, as in a window's first update. With `turn_advantages` there is an
+    advantage per token.
     """
     import torch
 
@@ -69,11 +70,12 @@ def made_up_inputs(algorithm: AlgorithmConfig, is_first: bool) -> LossInputs:
 
     mask_NT = torch.tensor([[True, True, True], [True, True, False]])
     policy, old, ref, entropies = torch.rand(4, 2, 3, generator=torch.Generator().manual_seed(0)) * mask_NT
+    advantages_N1 = torch.tensor([[1.0], [-0.5]])
     return LossInputs(
         policy_logprobs_NT=(-policy).requires_grad_(),
         old_logprobs_NT=None if is_first else -old,
         ref_logprobs_NT=-ref if algorithm.beta > 0 else None,
-        advantages_NK=torch.tensor([[1.0], [-0.5]]),
+        advantages_NK=advantages_N1 if algorithm.turn_advantages == "none" else advantages_N1 * mask_NT,
         mask_NT=mask_NT,
         entropies_NT=entropies,
     )

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import torch
 
 from rl_vlm.algorithm.logprobs import store_logprobs, stored_logprobs
 from rl_vlm.stages import Stage
-from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
+from rl_vlm.types import Completion, Context, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
 
 CPU = torch.device("cpu")
 
@@ -29,3 +31,20 @@ def test_logprobs_are_kept_by_completion_without_padding():
     old_logprobs = stored_logprobs(other_cut, Stage.OLD_LOGPROBS, CPU)
     assert old_logprobs is not None and old_logprobs.tolist() == [[-5.0, -6.0, -7.0]]
     assert stored_logprobs(other_cut, Stage.REF_LOGPROBS, CPU) is None
+
+
+def test_logprobs_of_a_completion_that_is_cut_are_joined():
+    group = scored_group(5, 2)
+    first = replace(group.group.completions[0], contexts=(Context((2,)), Context((1,)), Context((2,))))
+    group = replace(group, group=replace(group.group, completions=[first, group.group.completions[1]]))
+    parts = [SubGroup(group, [0], contexts={0: range(2)}), SubGroup(group, [0, 1], contexts={0: range(2, 3)})]
+    batches = [MicroBatch([part], shared=True) for part in parts]
+    rows = [[[-1.0, -2.0, -3.0]], [[-4.0, -5.0], [-6.0, -7.0]]]
+    for _ in range(2):  # a second attempt replaces them
+        for batch, values in zip(batches, rows, strict=True):
+            store_logprobs(batch, torch.tensor(values), Stage.OLD_LOGPROBS)
+    assert {member: values.tolist() for member, values in group.old_logprobs.items()} == {
+        0: [-1.0, -2.0, -3.0, -4.0, -5.0], 1: [-6.0, -7.0],
+    }  # fmt: skip
+    found = stored_logprobs(batches[0], Stage.OLD_LOGPROBS, CPU)
+    assert found is not None and found.tolist() == [[-1.0, -2.0, -3.0, -4.0, -5.0]]

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp, log
 from typing import Any
 
@@ -19,9 +20,11 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import SingleRank
 from rl_vlm.types import (
     Completion,
+    Context,
     FinishReason,
     Group,
     MicroBatch,
+    Observation,
     PolicyOutput,
     Prompt,
     Sample,
@@ -139,6 +142,50 @@ def test_each_loss_type_divides_by_its_denominator_of_all_ranks(loss_type, weigh
     _, gradient = loss_and_gradient(objective, batch_of(group), output_of([[-1.0, -2.0], [-3.0, 0.0]]))
     long, short = weights
     assert gradient == [pytest.approx([-3.0 * long, -3.0 * long]), pytest.approx([1.0 * short, 0.0])]
+
+
+def with_turns(
+    lengths: Sequence[Sequence[int]], advantages: Sequence[Sequence[float]], valid: Sequence[bool] | None = None
+) -> ScoredGroup:
+    """A group of trajectories with turns of these lengths and advantages."""
+    seen = Observation("o", torch.tensor([7, 8]), {}, {})
+    group = scored_group([sum(turns) for turns in lengths], valid=valid, advantages=[1.0] * len(lengths))
+    contexts = [Context(tuple(part for turn in turns for part in (turn, seen))[:-1]) for turns in lengths]
+    pairs = zip(group.group.completions, contexts, strict=True)
+    group.group = replace(group.group, completions=[replace(one, contexts=(each,)) for one, each in pairs])
+    group.turn_advantages = [torch.tensor(values) for values in advantages]
+    return group
+
+
+def test_each_turn_trains_with_its_own_advantage():
+    """At a ratio of 1 the gradient is minus the advantage over the 6 tokens. A turn with advantage 0 has none."""
+    group = with_turns([[1, 2], [2, 1]], [[3.0, -1.0], [0.0, 2.0]])
+    output = output_of([[-1.0] * 3] * 2)
+    _, gradient = loss_and_gradient(objective_of([group]), batch_of(group), output)
+    assert gradient == [pytest.approx([-3 / 6, 1 / 6, 1 / 6]), pytest.approx([0.0, 0.0, -2 / 6])]
+    part = MicroBatch([SubGroup(group, [1])], shared=False)
+    _, gradient = loss_and_gradient(objective_of([group]), part, output_of([[-1.0] * 3]))
+    assert gradient == [pytest.approx([0.0, 0.0, -2 / 6])]
+
+
+def test_a_turn_with_advantage_0_leaves_the_gradient_of_the_other_turns():
+    """Its tokens count in the denominator as before: the others' gradient is that of a loss without its tokens."""
+    whole, silent = with_turns([[1, 2]], [[3.0, -1.0]]), with_turns([[1, 2]], [[3.0, 0.0]])
+    settings: dict[str, Any] = {"beta": 0.0, "epsilon": 0.2}
+    for group in (whole, silent):
+        group.old_logprobs = {0: torch.tensor([-1.1, -1.0, -0.9])}
+    gradients = [
+        loss_and_gradient(objective_of([group], **settings), batch_of(group), output_of([[-1.0] * 3]))[1][0]
+        for group in (whole, silent)
+    ]
+    assert gradients[1] == pytest.approx([-3 * exp(0.1) / 3, 0.0, 0.0])
+    assert gradients[0] == pytest.approx([gradients[1][0], 1 / 3, exp(-0.1) / 3])
+
+
+def test_turns_and_completions_of_one_micro_batch_keep_their_advantages():
+    turns, whole = with_turns([[1, 2]], [[3.0, -1.0]]), scored_group([2], advantages=[2.0])
+    _, gradient = loss_and_gradient(objective_of([turns, whole]), batch_of(turns, whole), output_of([[-1.0] * 3] * 2))
+    assert gradient == [pytest.approx([-3 / 5, 1 / 5, 1 / 5]), pytest.approx([-2 / 5, -2 / 5, 0.0])]
 
 
 def test_groups_that_are_skipped_and_completions_that_do_not_train_are_counted():

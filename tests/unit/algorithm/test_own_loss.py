@@ -134,3 +134,10 @@ def test_what_the_function_is_given(write):
     check_own_loss(algorithm)
     assert [inputs.old_logprobs_NT is None for inputs in seen] == [True, False]
     assert all(inputs.ref_logprobs_NT is not None and inputs.advantages_NK.shape == (2, 1) for inputs in seen)
+
+
+def test_a_loss_that_cannot_have_an_advantage_per_token_is_refused_with_advantages_of_turns(write):
+    body = "    return -ratio_NK * inputs.advantages_NK.squeeze(1)[:, None], {}\n"
+    check_own_loss(write(body))
+    with pytest.raises(ConfigError, match="on made-up completions"):
+        check_own_loss(write(body, turn_advantages="return"))
