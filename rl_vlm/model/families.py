@@ -1,152 +1,65 @@
-"""The supported model families: a table with one row per family, looked up by `config.model_type`.
+"""The families of models: a table with one row per `model_type` that the tests check, and `family_of`.
 
-Other modules pass a model's image inputs on as a keyword dict, and do not depend on the family.
+A type without a row gets its facts from the model (`rl_vlm/model/derived.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from jaxtyping import Int
-from packaging.version import Version
-from torch import Tensor
-
-from rl_vlm.errors import ModelError
-from rl_vlm.types import Prompt
+from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.model.derived import derived_family
+from rl_vlm.model.family import Family, positions_after_videos, positions_from_one, rope_positions
+from rl_vlm.model.projection import lfm2_features, minicpm_features, paddleocr_features
+from rl_vlm.model.remote.code import has_own_code
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
+    from rl_vlm.types import VideoFormat
 
-_positions: WeakKeyDictionary[Prompt, Tensor] = WeakKeyDictionary()
-
-Inputs = Mapping[str, Tensor]
-"""Inputs of a model by name: per token of a row, or per image."""
-
-
-def mrope_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "3 tokens"]:
-    """Compute a row's 3-D M-RoPE positions (time, height, width; Qwen2-VL, arXiv:2409.12191, section 2.1)."""
-    return _rope_index(model, row, image_grid_thw=joined("image_grid_thw", images))
-
-
-def canvas_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "3 tokens"]:
-    """Compute M-RoPE positions that place the crops of an image on one canvas (MiniCPM-V 4.7)."""
-    return _rope_index(model, row, target_sizes=joined("target_sizes", images))
-
-
-def _rope_index(model: PreTrainedModel, row: Inputs, **sizes: Tensor | None) -> Int[Tensor, "3 tokens"]:
-    """Call the model's own position function and return its positions."""
-    positions, _ = model.model.get_rope_index(row["input_ids"][None], row["mm_token_type_ids"][None], **sizes)
-    return positions[:, 0]
-
-
-def joined(name: str, images: Sequence[Inputs]) -> Tensor | None:
-    """Concatenate one input of the images of a row, or return None if there is none."""
-    found = [inputs[name] for inputs in images if name in inputs]
-    return torch.cat(found) if found else None
-
-
-def text_positions(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "1 tokens"]:
-    """Return positions 0, 1, 2, …, for models whose image tokens take one position each."""
-    return torch.arange(len(row["input_ids"]))[None]
-
-
-def positions_from_one(model: PreTrainedModel, row: Inputs, images: Sequence[Inputs]) -> Int[Tensor, "1 tokens"]:
-    """Return positions 1, 2, 3, … (PaliGemma)."""
-    return text_positions(model, row, images) + 1
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model family."""
-
-    model_type: str
-    vision_modules: tuple[str, ...]
-    """Names, from the model's root, of the vision tower, its projector, and vectors inserted between image tokens, in
-    this order. If only the tower is named, it contains its projector."""
-    row_positions: Callable[[PreTrainedModel, Inputs, Sequence[Inputs]], Int[Tensor, "axes tokens"]] = text_positions
-    """Position ids of a row with the images of prompts and observations, in order. Text continues at the maximum + 1,
-    on every axis."""
-    other_placeholders: tuple[str, ...] = ("video_token_id",)
-    """Config attributes with ids of further placeholder tokens. They are ignored if the config lacks them."""
-    completion_inputs: Mapping[str, int] = field(default_factory=dict)
-    """Values of per-token inputs at completion tokens. The default is 0."""
-    joins_images: bool = False
-    """Whether image inputs of several prompts can be batched by concatenation along dimension 0."""
-    cross_attends: bool = False
-    """Whether images enter through cross-attention layers, not as tokens of the row (Mllama). Text before an image
-    attends to all images of a forward, so a forward holds one prompt."""
-    first_images_only: str | None = None
-    """Reason why images can be in the prompt alone, and not in observations after it."""
-    unshardable: str | None = None
-    """Reason why ranks cannot shard its weights, if different rows call different modules."""
-    since: str | None = None
-    """The first version of transformers with a correct model, if older supported versions are wrong."""
-
-    @property
-    def is_available(self) -> bool:
-        """Return whether the installed transformers has a correct model."""
-        return self.since is None or Version(version("transformers")) >= Version(self.since)
-
-    def prompt_positions(self, model: PreTrainedModel, prompt: Prompt) -> Int[Tensor, "axes prompt_tokens"]:
-        """Return the positions of a prompt. They are cached, since rollouts and all passes need them."""
-        if prompt not in _positions:
-            row = {"input_ids": prompt.token_ids, **prompt.token_inputs}
-            _positions[prompt] = self.row_positions(model, row, [prompt.mm_inputs])
-        return _positions[prompt]
-
-    @property
-    def vision_prefixes(self) -> tuple[str, ...]:
-        """Return the name prefixes of vision parameters."""
-        return tuple(f"{name}." for name in self.vision_modules)
-
-    @property
-    def projector_modules(self) -> tuple[str, ...]:
-        """Return the names of the projector, which maps features to the language model's width, and of the vectors."""
-        return self.vision_modules[1:] or tuple(f"{self.vision_modules[0]}.{name}" for name in PROJECTORS_WITHIN)
-
-    def banned_token_ids(self, config: PreTrainedConfig) -> list[int]:
-        """Return the placeholder tokens. They must never be sampled: no training pass could score the completion."""
-        if self.cross_attends:
-            return []  # its image token has no logit
-        found = [getattr(config, name, None) for name in ("image_token_id", *self.other_placeholders)]
-        tokens = [ids if isinstance(ids, list) else [ids] for ids in found]
-        return sorted({token for ids in tokens for token in ids if token is not None})
-
-    def image_prefixes(self, config: PreTrainedConfig) -> tuple[str, ...]:
-        """Return the name prefixes of parameters that a forward without images does not use."""
-        crossing = config.get_text_config().cross_attention_layers if self.cross_attends else ()
-        return (*self.vision_prefixes, *(f"model.language_model.layers.{i}." for i in crossing))
-
-    def vision_parameters(self, model: PreTrainedModel) -> list[torch.nn.Parameter]:
-        """Return the parameters of the vision tower and projector, adapters included."""
-        return [p for name, p in model.named_parameters() if f"{name}.".startswith(self.vision_prefixes)]
-
-
-PROJECTORS_WITHIN = ("merger", "deepstack_merger_list")
-"""Projectors of towers that contain them (Qwen, GLM)."""
 TOWER = ("model.vision_tower", "model.multi_modal_projector")
 TOWER_AND_NEWLINE = (*TOWER, "model.image_newline")
-PROJECTOR_PER_IMAGE = "its projector runs once per image"
-MROPE: dict[str, Any] = {"row_positions": mrope_positions, "joins_images": True}
+CHECKED = "5.19"
+"""The version of transformers that the families of autumn 2026 are checked with, and no older one."""
+AUDIO = ("model.audio_tower", "model.embed_audio")
+ANY_NUMBER = 999
+"""Of videos in a prompt: vLLM's own limit."""
+MROPE: dict[str, Any] = {"row_positions": rope_positions, "joins_images": True}
+VIDEO_GRIDS: dict[str, Any] = MROPE | {"videos": "patches", "videos_in_vllm": ANY_NUMBER}
+TIMED_GRIDS: dict[str, Any] = VIDEO_GRIDS | {"row_positions": positions_after_videos}
+GLM_VIDEO: dict[str, Any] = VIDEO_GRIDS | {"video_token": "image_token_id", "videos_in_vllm": 1}
+THINKER: dict[str, Any] = {
+    "row_positions": rope_positions, "joins_images": True, "other_modules": ("audio_tower",),
+    "other_placeholders": ("video_token_id", "audio_token_id"),
+}  # fmt: skip
+
+GEMMA4: dict[str, Any] = {
+    "joins_images": True, "videos": "patches", "own_forward_takes_videos": False, "other_modules": AUDIO,
+    "other_placeholders": ("video_token_id", "audio_token_id"),
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("qwen2_vl", ("model.visual",), **MROPE),
-        Family("qwen2_5_vl", ("model.visual",), **MROPE),
-        Family("qwen3_vl", ("model.visual",), **MROPE),
-        Family("qwen3_vl_moe", ("model.visual",), **MROPE),
-        Family("glm4v", ("model.visual",), **MROPE),
-        Family("glm46v", ("model.visual",), **MROPE),
-        Family("internvl", TOWER, joins_images=True),
+        Family("qwen2_vl", ("model.visual",), **TIMED_GRIDS),
+        Family("qwen2_5_vl", ("model.visual",), **TIMED_GRIDS),
+        Family("qwen3_vl", ("model.visual",), **VIDEO_GRIDS),
+        Family("qwen3_vl_moe", ("model.visual",), **VIDEO_GRIDS),
+        Family("glm4v", ("model.visual",), **GLM_VIDEO),
+        Family("glm4v_moe", ("model.visual",), since=CHECKED, **GLM_VIDEO),
+        Family("glm46v", ("model.visual",), **{**GLM_VIDEO, "videos_in_vllm": 0}),
+        Family("glm_ocr", ("model.visual",), since=CHECKED, **MROPE),
+        Family("internvl", TOWER, joins_images=True, videos="images"),
         Family("llava", TOWER),  # the tower is CLIP's, or Pixtral's with padded images
+        Family("fast_vlm", TOWER, joins_images=True, since=CHECKED),
         Family("llava_next", TOWER_AND_NEWLINE),
+        Family(
+            "granite4_vision",
+            ("model.vision_tower", "model.layerwise_projectors", "model.spatial_projectors", "model.image_newline"),
+            since=CHECKED,
+        ),
         Family("llava_onevision", TOWER_AND_NEWLINE),
         Family("mistral3", TOWER),
         Family("idefics3", ("model.vision_model", "model.connector")),
@@ -158,10 +71,8 @@ FAMILIES: dict[str, Family] = {
             other_placeholders=("video_token_id", "visual_indicator_token_ids"),
         ),
         Family("gemma3", TOWER, joins_images=True),
-        Family(
-            "gemma4", ("model.vision_tower", "model.embed_vision"), joins_images=True,
-            other_placeholders=("video_token_id", "audio_token_id"),
-        ),
+        Family("gemma4", ("model.vision_tower", "model.embed_vision"), **GEMMA4),
+        Family("gemma4_unified", ("model.embed_vision",), since=CHECKED, **GEMMA4),
         Family(
             "paligemma", TOWER, joins_images=True, row_positions=positions_from_one,
             completion_inputs={"token_type_ids": 1}, first_images_only="its prompts have no turns",
@@ -173,40 +84,85 @@ FAMILIES: dict[str, Family] = {
         Family("got_ocr2", TOWER, joins_images=True, first_images_only="its prompts have no turns"),
         Family("perception_lm", TOWER),
         Family(
+            "llama4", ("vision_model", "multi_modal_projector"), joins_images=True, padding_matters=True,
+            unshardable="its projector runs in the forward of rows with images alone", since=CHECKED,
+        ),
+        Family(
+            "minimax_m3_vl", TOWER, padding_matters=True, other_modules=("indexer",),
+            first_images_only="its tower lets all images of a call see each other", since=CHECKED,
+        ),
+        Family(
             "mllama", ("model.vision_model", "model.multi_modal_projector"), cross_attends=True,
             first_images_only="text before an image attends to it through cross-attention",
             unshardable="rows without images skip its cross-attention layers",
             since="5.19",  # 5.17 needs cross-attention masks of all tokens
         ),
-        Family("qwen3_5", ("model.visual",), **MROPE),
-        Family("qwen3_5_moe", ("model.visual",), **MROPE),
-        Family("lfm2_vl", TOWER, unshardable=PROJECTOR_PER_IMAGE),
+        Family("exaone4_5", ("model.visual",), joins_images=True, since=CHECKED),
+        Family("video_llama_3", ("model.vision_model", "model.projector"), joins_images=True, since=CHECKED),
         Family(
-            "minicpmv4_6", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
-            since="5.19",  # older versions need images of one size in a prompt
+            "paddleocr_vl", ("model.visual", "model.projector"), image_features=paddleocr_features, since=CHECKED,
+            **MROPE,
         ),
         Family(
-            "minicpmv4_7", ("model.vision_tower", "model.merger"), unshardable=PROJECTOR_PER_IMAGE,
-            row_positions=canvas_positions, since="5.19",
+            "hunyuan_vl", ("model.vision_tower",), unshardable="its projector runs once per image", since=CHECKED,
+            **MROPE,
+        ),
+        Family(
+            "ernie4_5_vl_moe", ("model.vision_tower", "model.resampler_model"), **MROPE,
+            unshardable="rows without images skip its experts for images", since=CHECKED,
+        ),
+        Family(
+            "step3p7", ("model.vision_model", "model.multi_modal_projector"),
+            unshardable="its tower runs again for the tiles of an image, which not all have", since=CHECKED,
+        ),
+        Family("qwen2_5_omni_thinker", ("visual",), since=CHECKED, **THINKER),
+        Family("qwen3_omni_moe_thinker", ("visual",), since=CHECKED, **THINKER),
+        Family("qwen3_5", ("model.visual",), **VIDEO_GRIDS),
+        Family("qwen3_5_moe", ("model.visual",), **VIDEO_GRIDS),
+        Family(
+            "qwen4_exp", ("model.visual",), other_modules=("indexer",), **MROPE,
+            unshardable="its layers select tokens for one query at a time", since=CHECKED,
+        ),
+        Family("lfm2_vl", TOWER, image_features=lfm2_features),
+        Family(
+            "minicpmv4_6", ("model.vision_tower", "model.merger"), image_features=minicpm_features, videos="patches",
+            videos_in_vllm=ANY_NUMBER, since="5.19",  # older versions need images of one size in a prompt
+        ),
+        Family(
+            "minicpmv4_7", ("model.vision_tower", "model.merger"), image_features=minicpm_features,
+            row_positions=rope_positions, videos="patches", videos_in_vllm=ANY_NUMBER, since="5.19",
         ),
     )
 }  # fmt: skip
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the family of a model's config.
+    """Return the family of a model's config: the row of the table, or facts that are derived from the model.
 
-    Raises ModelError if the family is not in the table, or if the installed transformers is too old for it.
+    Code that comes with a checkpoint has no row, whatever its model_type. Raises ModelError if the installed
+    transformers is too old for the family, or if no facts can be derived.
     """
-    if config.model_type not in FAMILIES:
-        raise ModelError(
-            f"model_type {config.model_type!r} is not supported; supported families: {', '.join(sorted(FAMILIES))}. "
-            "A family must be checked before it shares prefixes, or its log-probs may be silently wrong."
-        )
-    family = FAMILIES[config.model_type]
-    if not family.is_available:
-        raise ModelError(f"{family.model_type} needs transformers {family.since}, found {version('transformers')}")
+    row = None if has_own_code(config) else FAMILIES.get(config.model_type)
+    family = derived_family(config) if row is None else row
+    if family.problem is not None:
+        raise ModelError(family.problem)
     return family
+
+
+def video_format(config: PreTrainedConfig, wanted: Literal["auto", "native", "frames"] = "auto") -> VideoFormat:
+    """Return how a model gets videos: by its own input for videos, if it has a tested one, or else as images.
+
+    Raises ConfigError if its own input is wanted and there is none.
+    """
+    row = None if has_own_code(config) else FAMILIES.get(config.model_type)
+    is_native = row is not None and row.videos is not None
+    if wanted == "native" and not is_native:
+        able = ", ".join(name for name, other in FAMILIES.items() if other.videos)
+        raise ConfigError(
+            f"data.video_format: native needs a model with an input for videos, and {config.model_type} is used "
+            f"without one. Use auto or frames, with which frames are images, or one of these models: {able}."
+        )
+    return "native" if is_native and wanted != "frames" else "frames"
 
 
 def head_dim(text: Any) -> int:

@@ -3,58 +3,61 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
-from typing import Any
 
+from rl_vlm.config.adapters import ADAPTER_CONFIG, is_adapter, read_json
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError, ModelError, listed
 
-ADAPTER_CONFIG = "adapter_config.json"
+logger = logging.getLogger(__name__)
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Keys of a config.json that hold the config of the language model."""
 WEIGHTS = ("*.safetensors", "*.bin")
+COMMIT = re.compile("[0-9a-f]{40}")
 
 MODEL_TYPES = frozenset(
     """
-    aya_vision cohere2_vision deepseek_vl gemma3 gemma4 glm46v glm4v got_ocr2 idefics3 internvl kimi_k25 lfm2_vl llava
-    llava_next llava_onevision minicpmv4_6 minicpmv4_7 mistral3 mllama ovis2 paligemma perception_lm qwen2_5_vl
-    qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+    aya_vision cohere2_vision deepseek_vl ernie4_5_vl_moe exaone4_5 fast_vlm gemma3 gemma4 gemma4_unified glm46v glm4v
+    glm4v_moe glm_ocr got_ocr2 granite4_vision hunyuan_vl idefics3 internvl kimi_k25 lfm2_vl llama4 llava llava_next
+    llava_onevision minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mllama ovis2 paddleocr_vl paligemma perception_lm
+    qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp
+    smolvlm step3p7 video_llama_3
     """.split()
 )
-"""The keys of `FAMILIES`, whose import needs torch."""
+"""The keys of `FAMILIES`, whose import needs torch. Other types are proven at the start of a run, or refused."""
 
 
 def check_checkpoint(directory: Path) -> str | None:
     """Check the configs of a checkpoint. Returns the base model if it is a PEFT adapter, else None.
 
-    Raises ModelError if there is no config, or if the family is not supported.
+    Raises ModelError if there is no config, or if the model cannot see images.
     """
-    if (directory / ADAPTER_CONFIG).is_file():
+    if is_adapter(directory):
         return read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-    model_type = read_json(directory / "config.json").get("model_type")
-    if model_type not in MODEL_TYPES:
+    config = read_json(directory / "config.json")
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES and not any("vision" in key or key == "auto_map" for key in config):
         raise ModelError(
-            f"{directory} has model_type {model_type!r}, which is not supported; supported: {listed(MODEL_TYPES)}"
+            f"{directory} has model_type {model_type!r}, which is not supported: config.json has no part for a vision "
+            f"tower. Supported types: {listed(MODEL_TYPES)}, and others of transformers that see images"
         )
     return None
+
+
+def has_row(directory: Path) -> bool:
+    """Return whether the model type of a checkpoint has a row in the table of families."""
+    return read_json(directory / "config.json").get("model_type") in MODEL_TYPES
 
 
 def check_weights(directory: Path) -> None:
     """Raise ModelError if a directory holds no weights."""
     if not any(path for pattern in WEIGHTS for path in directory.glob(pattern)):
         raise ModelError(f"{directory} holds no weights ({' or '.join(WEIGHTS)})")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError if the file is missing or holds anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return content
 
 
 def context_of(directory: Path) -> int | None:
@@ -77,11 +80,53 @@ def refuse_long_completions(length: int, context: int | None) -> None:
 def refuse_unread_revision(model: ModelConfig) -> None:
     """Raise ConfigError if `model_revision` is set for a model that is not on the hub."""
     name, revision = model.model_name_or_path, model.model_revision
-    is_checkpoint = Path(name).is_dir() and not (Path(name) / ADAPTER_CONFIG).is_file()  # its base has one
+    is_checkpoint = Path(name).is_dir() and not is_adapter(name)  # its base has one
     if revision != "main" and (is_checkpoint or names_function(name)):
         raise ConfigError(
             f"model.model_revision {revision!r} has no effect on {name}, which is not on the hub; leave it out"
         )
+
+
+def moving_code(model: ModelConfig) -> str | None:
+    """Return a warning if a run trusts code of the hub that can change, or None."""
+    if not model.trust_remote_code:
+        return None
+    source = Path(model.model_name_or_path)
+    name = read_json(source / ADAPTER_CONFIG).get("base_model_name_or_path", "") if is_adapter(source) else str(source)
+    if not isinstance(name, str) or names_function(name):  # loading says what is no name
+        return None
+    if others := code_elsewhere(name, model.model_revision):
+        return (
+            f"model.trust_remote_code runs the newest code of {listed(others)}, which the auto_map of {name} names and "
+            "which can change. Read the code, copy its files to a local copy of the checkpoint, and name their classes "
+            "in auto_map without a repository"
+        )
+    if Path(name).is_dir() or COMMIT.fullmatch(model.model_revision):
+        return None
+    return (
+        f"model.trust_remote_code runs the code of {name} at the revision {model.model_revision!r}, which can change. "
+        "Read the code, and set model.model_revision to the commit that you have read (40 hexadecimal digits)"
+    )
+
+
+def code_elsewhere(name: str, revision: str) -> set[str]:
+    """Return other repositories whose code the `auto_map` of a checkpoint names (`owner/repository--file.Class`)."""
+    directory: Path | None = Path(name)
+    if not Path(name).is_dir():
+        try:
+            directory = cached_snapshot(name, revision)
+        except ModelError:  # loading says why
+            return set()
+    if directory is None or not (directory / "config.json").is_file():
+        return set()
+    named = json.dumps(read_json(directory / "config.json").get("auto_map"))
+    return set(re.findall(r'"([^"]+)--', named)) - {name}
+
+
+def warn_of_moving_code(model: ModelConfig) -> None:
+    """Log a warning if a run trusts code of the hub that can change."""
+    if warning := moving_code(model):
+        logger.warning("%s", warning)
 
 
 def cached_snapshot(name: str, revision: str) -> Path | None:

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import logging
+import re
 import shutil
 from contextlib import chdir, suppress
 from pathlib import Path
@@ -17,31 +18,40 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rl_vlm.config.adapters import base_of
 from rl_vlm.config.function_names import names_function
+from rl_vlm.config.parts import PARTS, as_names, named_parts
 from rl_vlm.config.schema import MemoryConfig, ModelConfig, RunConfig
 from rl_vlm.distributed.layers import parameters_without_storage, received
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import set_whole
 from rl_vlm.errors import ConfigError, ModelError, shorten
 from rl_vlm.functions import LoadError, load_function
-from rl_vlm.model.dropout import disable_dropout
+from rl_vlm.model.dropout import disable_dropout, fix_statistics
 from rl_vlm.model.experts import enable_autocast_experts
-from rl_vlm.model.families import TokenRules, family_of
-from rl_vlm.model.files import ADAPTER_CONFIG, read_json, refuse_long_completions, refuse_unread_revision
-from rl_vlm.model.lora import check_adapter_settings, check_module_names
+from rl_vlm.model.families import TokenRules, family_of, video_format
+from rl_vlm.model.family import Family
+from rl_vlm.model.files import (
+    is_adapter,
+    refuse_long_completions,
+    refuse_unread_revision,
+    warn_of_moving_code,
+)
+from rl_vlm.model.lora import adapter_targets, check_adapter_settings, check_module_names, targeted_layers
 from rl_vlm.model.policy import Policy, base_model
 from rl_vlm.model.quantization import checkpoint_config, is_in_4bit, keep_format, load_in_4bit, refuse_quantized
 from rl_vlm.model.recomputation import enable_recomputation
-from rl_vlm.model.shared_prefix import ONE_CALL, TWO_CALLS, enable_shared_rows
+from rl_vlm.model.remote.code import create, has_own_code, model_class
+from rl_vlm.model.shared_prefix import enable_shared_rows, routes_attention
 from rl_vlm.model.shared_state import STATE_LAYERS, cannot_share_states, enable_shared_states
 from rl_vlm.model.trainable import freeze_untrained
 from rl_vlm.model.vision import FeatureCache, use_linear_patches
 from rl_vlm.model.windows import enable_batched_windows
-from rl_vlm.types import Prompt, Sharing
+from rl_vlm.types import Prompt, Sharing, VideoFormat
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +78,15 @@ def load_policy(
     """
     model = load_model(initial, weights, config.model, empty)
     disable_dropout(model)
+    fix_statistics(model)
     transformer = base_model(model)
     family = family_of(transformer.config)
+    refuse_unproven(family, config.model)
     freeze_untrained(model, transformer, family, config.model)
     if config.model.attn_implementation == "sdpa":
-        enable_shared_rows(transformer, config.memory.shared_attention)
-        enable_shared_states(transformer)
+        if not unshareable_layers(transformer.config):  # some check for the name `sdpa`
+            enable_shared_rows(transformer, config.memory.shared_attention)
+            enable_shared_states(transformer)
         enable_batched_windows(transformer, family)
     enable_autocast_experts(transformer)
     use_linear_patches(transformer)
@@ -90,7 +103,7 @@ def load_policy(
 
 
 def token_rules(model: ModelConfig, checkpoint: str, tokenizer: Any) -> TokenRules:
-    """Return the tokens that end a turn of a checkpoint's model, and the ones that it must never sample."""
+    """Return the stop tokens and the banned tokens of a checkpoint's model."""
     from transformers import GenerationConfig
 
     config = checkpoint_config(checkpoint, model)
@@ -111,6 +124,33 @@ def longest_prompt(config: RunConfig, checkpoint: str) -> int | None:
     return None if context is None else context - completion
 
 
+def native_or_frames(config: RunConfig, checkpoint: str, most_videos: int | None = None) -> VideoFormat:
+    """Return how the model of a checkpoint gets videos. vLLM gets their frames as images if the family's row says so.
+
+    `most_videos` is the largest number of videos in a prompt, if it is known. Raises ConfigError if the model or the
+    engine does not take the format, or so many videos.
+    """
+    found, engine = checkpoint_config(base_of(checkpoint), config.model), config.rollout.engine
+    form = video_format(found, config.data.video_format)
+    if form == "frames" or config.rollout.facts.samples_from_policy:
+        return form
+    most = 0 if config.vllm.vllm_model_impl == "transformers" else family_of(found).videos_in_vllm
+    if most == 0:
+        if config.data.video_format == "native":
+            raise ConfigError(
+                f"data.video_format: native cannot be used with rollout.engine {engine} and this {found.model_type}: "
+                "vLLM's model has not been shown to read videos as the trainer does. Use auto or frames, with which "
+                "frames are images, or rollout.engine: hf"
+            )
+        return "frames"
+    if most_videos is not None and most_videos > most:
+        raise ConfigError(
+            f"rollout.engine: {engine} takes {most} video in a prompt of {found.model_type}, and the data has a row "
+            f"with {most_videos}. Set data.video_format: frames, with which frames are images, or rollout.engine: hf"
+        )
+    return "native"
+
+
 def context_length(config: ModelConfig, checkpoint: str) -> int | None:
     """Return the maximum number of tokens of prompt and completion, or None if the model's config has no limit."""
     found = checkpoint_config(base_of(checkpoint), config)
@@ -127,8 +167,11 @@ def load_model(
     source, load = str(weights or initial), empty_transformer if empty else load_transformer
     refuse_quantized(base_of(source), config)
     if is_adapter(source):
-        model = load_adapter(load(base_of(source), config, compute_dtype(config)), source, config)
-        check_adapter_settings(model.peft_config["default"], config, source)
+        base = load(base_of(source), config, compute_dtype(config))
+        by_part = config.use_peft and bool(named_parts(config.lora_target_modules))
+        wanted = targeted_layers(base, lora_config(base, config)) if by_part else None
+        model = load_adapter(base, source, config)
+        check_adapter_settings(model, config, source, wanted)
         return model
     if config.use_peft:
         return add_lora(load(source, config, compute_dtype(config)), config)
@@ -140,39 +183,12 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
     return getattr(torch, config.precision)
 
 
-def base_of(source: str) -> str:
-    """Return the base model that a PEFT adapter names, or `source` itself if it is not an adapter."""
-    if not is_adapter(source):
-        return source
-    return adapter_setting(source, "base_model_name_or_path", str)
-
-
-def adapter_rank(source: str) -> int | None:
-    """Return the rank of a PEFT adapter, or None if the checkpoint is not an adapter."""
-    return adapter_setting(source, "r", int) if is_adapter(source) else None
-
-
-def adapter_setting(source: str, name: str, kind: type[T]) -> T:
-    """Return a setting of a PEFT adapter. Raises ModelError if its config has no such setting of this type."""
-    path = Path(source) / ADAPTER_CONFIG
-    value = read_json(path).get(name)
-    if not isinstance(value, kind):
-        raise ModelError(f"{path} has the {name} {value!r}: write the adapter again with save_pretrained")
-    return value
-
-
-def is_adapter(source: str) -> bool:
-    """Return whether a checkpoint directory holds a PEFT adapter."""
-    return (Path(source) / ADAPTER_CONFIG).is_file()
-
-
 def load_transformer(source: str, config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a transformers model in `dtype`, or in 4 bits for QLoRA. Raises ModelError if its weights do not match."""
-    from transformers import AutoModelForImageTextToText
-
     arguments = creation(config, dtype) | (load_in_4bit(source, config) if config.load_in_4bit else {})
-    loaded: Any = AutoModelForImageTextToText.from_pretrained(
-        source, revision=config.model_revision, output_loading_info=True, **arguments
+    found = checkpoint_config(source, config)
+    loaded: Any = model_class(found, config.trust_remote_code).from_pretrained(
+        source, config=found, revision=config.model_revision, output_loading_info=True, **arguments
     )
     model, info = loaded
     check_keys(source, info["missing_keys"], info["unexpected_keys"] | set(info["mismatched_keys"]))
@@ -182,10 +198,11 @@ def load_transformer(source: str, config: ModelConfig, dtype: torch.dtype = torc
 
 def empty_transformer(source: str, config: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Create the same model as `load_transformer`, with parameters on the meta device, which needs no memory."""
-    from transformers import AutoModelForImageTextToText, GenerationConfig
+    from transformers import GenerationConfig
 
+    found = checkpoint_config(source, config)
     with parameters_without_storage():
-        model = AutoModelForImageTextToText.from_config(checkpoint_config(source, config), **creation(config, dtype))
+        model = create(found, config.trust_remote_code, **creation(config, dtype))
     model.tie_weights()  # on the meta device each use of a tied weight got a separate parameter
     with suppress(OSError):  # the checkpoint may have none
         model.generation_config = GenerationConfig.from_pretrained(source, revision=config.model_revision)
@@ -201,9 +218,7 @@ def creation(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the arguments for creating models."""
     # By default a model uses sdpa in every part that supports it. GOT-OCR2 raises an error if sdpa is named.
     attention = None if config.attn_implementation == "sdpa" else config.attn_implementation
-    return {
-        "trust_remote_code": config.trust_remote_code, "attn_implementation": attention, "dtype": dtype,
-    }  # fmt: skip
+    return {"attn_implementation": attention, "dtype": dtype}
 
 
 def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
@@ -215,7 +230,7 @@ def check_keys(source: str, missing: set[str], unexpected: set[str]) -> None:
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
-    """Add a new adapter to the model. By default it leaves out the vision tower and its projector.
+    """Add a new adapter to the model. It leaves out the vision tower and its projector, unless the settings name parts.
 
     Raises ConfigError if a setting names modules that are missing or cannot get an adapter.
     """
@@ -224,8 +239,8 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     from rl_vlm.model.lora_linear import with_lora_linear
 
     paths = [path for path, _ in model.named_modules()]
-    for name in ("lora_target_modules", "lora_exclude_modules"):
-        check_module_names(name, getattr(config, name), paths)
+    check_module_names("lora_target_modules", as_names(config.lora_target_modules), paths, PARTS)
+    check_module_names("lora_exclude_modules", config.lora_exclude_modules, paths)
     try:
         return get_peft_model(model, with_lora_linear(lora_config(model, config), config.load_in_4bit))
     except ValueError as error:  # a module is not a linear layer, or all targets are excluded
@@ -237,14 +252,19 @@ def add_lora(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
 def lora_config(model: PreTrainedModel, config: ModelConfig) -> LoraConfig:
     from peft import LoraConfig
 
-    vision = "|".join(name.replace(".", r"\.") for name in family_of(model.config).vision_modules)
-    excluded = config.lora_exclude_modules
+    family, excluded = family_of(model.config), config.lora_exclude_modules
+    if excluded is None:
+        apart = [] if named_parts(config.lora_target_modules) else family.vision_modules
+        # PEFT shortens the names of a model with experts, and takes a layer `layers.0` for a module `mlp.0`
+        # (Qwen3-Omni). A router can be a linear layer that returns two tensors (Llama 4).
+        anywhere = [*(rf"{re.escape(name)}\..*" for name in family.other_modules), r"layers\.\d+", "router"]
+        excluded = "|".join([*(rf"{re.escape(name)}\..*" for name in apart), rf"(.*\.)?({'|'.join(anywhere)})"])
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
-        target_modules=config.lora_target_modules,
-        exclude_modules=rf"({vision})\..*" if excluded is None else excluded,
+        target_modules=adapter_targets(model, family, config.lora_target_modules),
+        exclude_modules=excluded,
         init_lora_weights=config.init_lora_weights,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -274,6 +294,15 @@ def refuse_unshareable(model: PreTrainedModel, memory: MemoryConfig, config: Mod
         raise ConfigError(f"memory.prefix_sharing: shared is not possible: {reason}; use auto or dense")
 
 
+def refuse_unproven(family: Family, config: ModelConfig) -> None:
+    """Raise ConfigError if nothing says whether the model's rows are right."""
+    if family.is_derived and config.verify == "off":
+        raise ConfigError(
+            f"model.verify: off is not possible for model_type {family.model_type!r}. It has no row in the table of "
+            "families, so only the checks at the start say whether its rows are right: use auto or full"
+        )
+
+
 def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
     """Return `wanted`. If this model cannot share prefixes, log the reason and return `dense`."""
     reason = why_not_shared(model)
@@ -285,21 +314,28 @@ def usable_sharing(model: PreTrainedModel, wanted: Sharing) -> Sharing:
 
 def why_not_shared(model: PreTrainedModel) -> str | None:
     """Return the reason why this model cannot share prefixes exactly, or None if it can."""
-    text = model.config.get_text_config()
-    if text._attn_implementation not in (ONE_CALL, TWO_CALLS):
-        return "model.attn_implementation is not sdpa"
-    unknown = set(getattr(text, "layer_types", None) or ()) - SHAREABLE_LAYERS
+    unknown = unshareable_layers(model.config)
     if unknown:
         return f"the checkpoint has {', '.join(sorted(unknown))} layers, for which sharing is not tested"
+    if not routes_attention(model):
+        own = has_own_code(model.config)
+        return "the checkpoint's code has its own attention" if own else "model.attn_implementation is not sdpa"
     if cannot_share_states(model):
         return "the installed transformers computes layers with a state in a new way, which is not tested"
     return None
+
+
+def unshareable_layers(config: PreTrainedConfig) -> set[str]:
+    """Return the types of the language model's layers for which sharing is not tested."""
+    found: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
+    return set(found) - SHAREABLE_LAYERS
 
 
 def initial_checkpoint(config: RunConfig, ranks: Ranks) -> str:
     """Return the checkpoint that the run starts from. A `module:function` is called to write it to the run's folder."""
     name = config.model.model_name_or_path
     refuse_unread_revision(config.model)
+    warn_of_moving_code(config.model)
     if not names_function(name):
         return name
     directory = Path(config.train.output_dir) / "initial_model"

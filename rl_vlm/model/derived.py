@@ -1,0 +1,104 @@
+"""Facts about a model type that has no row in `FAMILIES`, from the model itself.
+
+    get_encoder("image")   the vision tower
+    get_decoder()          the language model; other parts that are not for audio are projectors
+    get_rope_index         positions, if the model has this function
+    config                 the ids of placeholder tokens, under their usual names
+
+Only the proof before the first step says whether they are right (`rl_vlm/passes/start_check.py`). The image inputs of
+prompts are never joined, so the tower runs once per prompt.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_vlm.errors import ModelError, shorten
+from rl_vlm.model.family import Family, rope_positions, text_positions
+from rl_vlm.model.remote.code import create, has_own_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "img_context_token_id", "media_placeholder_token_id")
+"""Names of the id of an image's placeholder in configs."""
+PLACEHOLDER = r"(image|img|video|audio)_(token|pad_token|context_token)_(id|index)"
+"""Names of the ids of the placeholders of all kinds."""
+_derived: dict[str, Family] = {}
+"""Facts by the content of the config, since large models take seconds to create."""
+AUDIO = re.compile("audio|speech|sound")
+UNSHARDABLE = "its model_type has no row in the table of families, so nobody has checked that ranks make equal calls"
+
+
+def derived_family(config: PreTrainedConfig) -> Family:
+    """Return the facts of a model, from a copy of it without storage.
+
+    Raises ModelError if the installed transformers has no such model, or if images do not become features of
+    placeholder tokens in the input of a language model.
+    """
+    content = config.to_json_string(use_diff=False)
+    if content not in _derived:
+        _derived[content] = derive(config)
+    return _derived[content]
+
+
+def derive(config: PreTrainedConfig) -> Family:
+    """Return the facts of a model, as `derived_family` does, without a look at the known ones."""
+    model, name = empty_model(config), config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal(name, "it is an encoder and a decoder, and not one language model")
+    if not hasattr(model.base_model, "get_image_features"):
+        raise refusal(name, "it has no get_image_features, so its images cannot be encoded once per prompt")
+    if model.get_decoder() is model.base_model:
+        raise refusal(name, "its language model is no module of its own, so its other parts cannot be told")
+    image_token = next((each for each in IMAGE_TOKENS if isinstance(getattr(config, each, None), int)), None)
+    if image_token is None:
+        raise refusal(name, f"its config has no placeholder token of images ({', '.join(IMAGE_TOKENS)})")
+    vision, audio = modules_beside_language(model)
+    if not vision:
+        raise refusal(name, "it has no modules other than its language model")
+    return Family(
+        name,
+        vision,
+        other_modules=audio,
+        row_positions=rope_positions if hasattr(model.base_model, "get_rope_index") else text_positions,
+        image_token=image_token,
+        other_placeholders=tuple(each for each in vars(config) if re.fullmatch(PLACEHOLDER, each)),
+        unshardable=UNSHARDABLE,
+        is_derived=True,
+    )
+
+
+def refusal(model_type: str, reason: str) -> ModelError:
+    """Return the error for a type that cannot be trained."""
+    return ModelError(f"model_type {model_type!r} is not supported: {reason}")
+
+
+def empty_model(config: PreTrainedConfig) -> Any:
+    """Create the model of a config without storage for its weights. Raises ModelError if that fails."""
+    try:
+        with torch.device("meta"):
+            return create(copy.deepcopy(config), is_trusted=has_own_code(config))
+    except Exception as error:  # of the model's own code
+        raise refusal(config.model_type, f"it cannot be created ({type(error).__name__}: {shorten(error)})") from error
+
+
+def modules_beside_language(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the paths of parts that are not the language model, its embeddings or its head: for images, and for audio.
+
+    The vision tower comes first, if transformers names one. Vectors of the base model are for images.
+    """
+    base, tower = model.base_model, model.get_encoder(modality="image")
+    inside = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+    parts = {name: part for name, part in base.named_children() if inside.isdisjoint(part.modules())}
+    audio = [name for name in parts if AUDIO.search(name)]
+    first = [name for name, part in parts.items() if tower in part.modules()]
+    vectors = [name for name, _ in base.named_parameters(recurse=False)]
+    images = [name for name in dict.fromkeys([*first, *parts, *vectors]) if name not in audio]
+    root = next(path for path, module in model.named_modules() if module is base)
+    prefix = f"{root}." if root else ""
+    return tuple(f"{prefix}{name}" for name in images), tuple(f"{prefix}{name}" for name in audio)

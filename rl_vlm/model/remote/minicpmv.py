@@ -1,0 +1,89 @@
+"""The code of MiniCPM-V 2.5 and 2.6 (`minicpmv`): the adapter of its model.
+
+The published class has `llm`, `vpm` and `resampler`, and
+
+    get_vllm_embedding(data)       embeddings of a batch, and a list with the features of each row's slices:
+                                   (slices, tokens per slice, hidden). `data` can have these features already, as
+                                   `vision_hidden_states`, for the places `image_bound` of the rows
+    forward(data, **kwargs)        the language model on these embeddings, at `data["position_ids"]`
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Own
+else:
+    Own = object
+
+IMAGE_TOKEN = "<unk>"
+
+
+def complete(config: Any) -> None:
+    """Leave the config as it is: it extends the language model's."""
+
+
+class MiniCPMV(Own):
+    """Goes before `MiniCPMV` of the checkpoint's code."""
+
+    llm: Any
+    vpm: Any
+    get_vllm_embedding: Any
+    base_model_prefix = ""
+    """The model is its own base model."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if not hasattr(self, "all_tied_weights_keys"):  # the code is older than transformers 5, which needs this call
+            self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.llm.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.llm.get_output_embeddings()
+
+    def get_decoder(self) -> Any:
+        return self.llm.get_decoder()
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """Return the vision tower."""
+        return self.vpm
+
+    def get_image_features(self, pixel_values: Tensor, tgt_sizes: Tensor, **_: Any) -> Any:
+        """Return the features of slices in the form of transformers' models.
+
+        `pixel_values` (slices, channels, patch, length) are padded on the right, and `tgt_sizes` (slices, 2) are the
+        numbers of patches in height and width.
+        """
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        lengths = (tgt_sizes.prod(-1) * pixel_values.shape[2]).tolist()
+        slices = [values[..., :length] for values, length in zip(pixel_values, lengths, strict=True)]
+        ids = torch.zeros(1, 1, dtype=torch.long, device=pixel_values.device)
+        data = {"input_ids": ids, "pixel_values": [slices], "tgt_sizes": [tgt_sizes], "image_bound": [[]]}
+        _, features = self.get_vllm_embedding(data)
+        return BaseModelOutputWithPooling(pooler_output=features[0])
+
+    def forward(
+        self, input_ids: Tensor, pixel_values: Tensor | None = None, tgt_sizes: Any = None,
+        position_ids: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run the published forward on rows with the features of their slices."""
+        features: list[Any] = [[] for _ in input_ids]
+        bounds: list[Any] = [[] for _ in input_ids]
+        if pixel_values is not None:
+            found = self.get_image_features(pixel_values, tgt_sizes=tgt_sizes).pooler_output
+            places = [(row == self.config.image_token_id).nonzero()[:, 0] for row in input_ids]
+            starts = [place[:: found.shape[1]] for place in places]
+            features = list(found.split([len(start) for start in starts]))
+            bounds = [torch.stack([start, start + found.shape[1]], dim=-1) for start in starts]
+        data = {
+            "input_ids": input_ids, "vision_hidden_states": features, "image_bound": bounds,
+            "position_ids": position_ids,
+        }  # fmt: skip
+        return super().forward(data, **kwargs)
