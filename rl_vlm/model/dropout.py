@@ -1,4 +1,4 @@
-"""Turns dropout off, so that rollouts and training passes with the same weights give the same log-probs."""
+"""Turns dropout off and fixes batch norms, so that rollouts and training passes give the same log-probs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,24 @@ def disable_dropout(model: nn.Module) -> None:
     if found:
         rates = ", ".join(f"{name} was {rate:g}" for name, rate in found.items())
         logger.warning("dropout is off, in training as in rollouts: %s", rates)
+
+
+class FixedStatistics(nn.Module):
+    """A batch norm that keeps the statistics of its checkpoint, in training too (FastVLM).
+
+    Otherwise an image's features would depend on the other images of its micro-batch.
+    """
+
+    def train(self, mode: bool = True) -> FixedStatistics:
+        return super().train(False)
+
+
+def fix_statistics(model: nn.Module) -> None:
+    """Let every batch norm of a model use the statistics of its checkpoint."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, FixedStatistics):
+            module.__class__ = type(type(module).__name__, (FixedStatistics, type(module)), {})
+            module.eval()
 
 
 def rate_owners(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,8 @@ gradients and kept, autograd sums their gradients, and then the tower runs once 
     tower with gradients ─► the same features ─ backward from the sum ─► gradients of the tower
 
 By the chain rule, the gradient is the same as from k runs of the tower with gradients. A group's sub-groups are
-consecutive, so only features for the groups of one micro-batch are kept at a time: the token budget bounds them.
+consecutive, so only features for the groups of one micro-batch are kept at a time: the token budget bounds them. The
+same holds for images that stay in the next context of a completion, if a completion is cut between contexts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -32,6 +33,27 @@ class ImageFeatures:
     """Embeddings of the tokens around images, if the vision tower computes them (Ovis2)."""
     lists: tuple[bool, bool]
     """Whether the model's own call returns lists for embeddings, and for deepstack layers. Its forward joins them."""
+    layers: tuple[int, ...] = ()
+    """The language layers that add the embeddings and each of `deepstack`, if the model names them (Granite)."""
+    num_image_tokens: int | None = None
+    """How many vectors are images', the first ones. The others are videos'. None: all."""
+
+    @property
+    def of_images(self) -> ImageFeatures | None:
+        """The vectors of images, if there are any."""
+        num = self.num_image_tokens
+        return self if num is None else self.map(lambda t: t[:num]) if num else None
+
+    @property
+    def of_videos(self) -> ImageFeatures | None:
+        """The vectors of videos, if there are any."""
+        num = self.num_image_tokens
+        return None if num in (None, len(self.embeddings)) else self.map(lambda t: t[num:])
+
+    def placed(self, is_video: Bool[Tensor, " placeholders"]) -> ImageFeatures:
+        """Return the vectors in the order of their placeholders, as if all were of images."""
+        order = torch.argsort(is_video.to(self.embeddings.device), stable=True)
+        return replace(self.map(lambda t: torch.empty_like(t).index_copy(0, order, t)), num_image_tokens=None)
 
     def tensors(self) -> list[Tensor]:
         return [self.embeddings, *self.deepstack, *([] if self.indicators is None else [self.indicators])]

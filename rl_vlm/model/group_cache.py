@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rl_vlm.config.schema import SharedAttention
 from rl_vlm.errors import ModelError
 from rl_vlm.model.shared_prefix import AttentionLayout, MaskFunction, ranges
 from rl_vlm.model.softcap import chunk_scores, chunk_size, weighted_values
@@ -182,7 +183,7 @@ class GroupLayout(AttentionLayout):
     def shape(self) -> tuple[int, int, int, int]:
         return len(self.groups.owners), 1, self.num_new, self.num_keys
 
-    def with_masks(self, mask_function: MaskFunction, two_calls: bool = False) -> GroupLayout:
+    def with_masks(self, mask_function: MaskFunction, setting: SharedAttention = "auto") -> GroupLayout:
         """Return this layout with masks. In a causal layer, a single new token attends to all others."""
         from transformers.masking_utils import causal_mask_function
 
@@ -324,12 +325,20 @@ def caches_latents(config: PreTrainedConfig) -> bool:
     return getattr(config.get_text_config(), "kv_lora_rank", None) is not None
 
 
+def keep_positions(cache: Cache, rows: Int[Tensor, " rows"]) -> None:
+    """Keep the positions of some rows, if the model puts positions (axes, rows, tokens) into its cache (Qwen4-Exp)."""
+    positions: Tensor | None = getattr(cache, "position_ids", None)
+    if positions is not None:
+        vars(cache)["position_ids"] = positions[:, rows]
+
+
 def expanded_cache(prefilled: Cache, rows: Int[Tensor, " rows"], prompts: Tensor, grouped: set[int]) -> Cache:
-    """Return a cache for completions, from that of prompts, which stays as it is.
+    """Build a cache for completions from a cache of prompts, which stays as it is.
 
     Layers in `grouped` take the prompts `prompts` once. Others take the prompt `rows[n]` for completion n.
     """
     expanded = copy.copy(prefilled)
+    keep_positions(expanded, rows)
     expanded.layers = []
     for i, layer in enumerate(prefilled.layers):
         if i in grouped:

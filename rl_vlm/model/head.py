@@ -37,7 +37,7 @@ class Head:
     """Whether elementwise operations are compiled to fused kernels."""
 
     def logits_with_bans(self, *inputs: Tensor | None) -> Tensor:
-        """Return the logits. Those of banned tokens are so low that their probability is 0."""
+        """Return the logits. Banned tokens have logits so low that their probability is 0."""
         logits = self.logits(*inputs)
         lowest = torch.finfo(logits.dtype).min / 2 * min(1, self.temperature)  # finite after the temperature
         logits.detach().index_fill_(-1, self.banned, lowest)
@@ -51,7 +51,7 @@ class Head:
     def replace_by_gradient(
         self, logits: Tensor, targets: Tensor, logprobs: Tensor, log_normalizer: Tensor, gradient: Tensor
     ) -> None:
-        """Replace logits by their gradient. `gradient` is that of the targets' log-probs.
+        """Replace logits by their gradient. `gradient` is the gradient of the targets' log-probs.
 
         Targets are few, so their logits' gradients are set after the elementwise operations.
         """

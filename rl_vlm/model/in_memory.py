@@ -61,7 +61,7 @@ class HeldProcessor:
         self.digest = digest_of_processor(processor)
 
     def __call__(self, directory: Path, seed: int) -> None:
-        """Link the files of the model, and write the processor beside them."""
+        """Link the files of the model, and write the processor to the same directory."""
         from huggingface_hub import snapshot_download
 
         source = Path(self.source) if Path(self.source).is_dir() else Path(snapshot_download(self.source))
@@ -91,7 +91,7 @@ def written_by(model: Any, processor: Any) -> Callable[[Path, int], None]:
 
 
 def refuse_second_copy(model: Any, bytes_per_weight: int, num_copies: int) -> None:
-    """Raise ConfigError if host memory does not hold the copies of a model that the run loads beside the caller's."""
+    """Raise ConfigError if host memory cannot hold the caller's model and the copies that the run loads."""
     needed = sum(weight.numel() for weight in model.parameters()) * bytes_per_weight * num_copies
     free = free_host_memory()
     if needed > free:

@@ -11,7 +11,7 @@ tokens. Each of its contexts takes the place of a completion.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_vlm.errors import ModelError
-from rl_vlm.model.families import Family
+from rl_vlm.errors import ModelError, shorten, text_of
+from rl_vlm.model.family import Family, positions_after_videos
 from rl_vlm.model.shared_prefix import RowLayout
-from rl_vlm.types import MicroBatch, Path, Prompt, Rendered, to_device
+from rl_vlm.types import MicroBatch, Path, Prompt, Rendered, concatenate_images, digest_of, has_video, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,9 +111,34 @@ def dense_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> F
     return ForwardInputs(collate_rows(rows, model.device), index, rendered, num_prefix_tokens)
 
 
+def own_inputs(batch: MicroBatch, family: Family, model: PreTrainedModel) -> ForwardInputs:
+    """Build the inputs of the model's own forward for one completion, as transformers documents it.
+
+    They have the processor's images and videos. They have positions only if the model's own place text in videos.
+    """
+    rows = dense_inputs(batch, family, model)
+    is_misplaced = family.row_positions is positions_after_videos and any(map(has_video, rows.rendered))
+    kwargs = {name: values for name, values in rows.kwargs.items() if is_misplaced or name != "position_ids"}
+    return replace(rows, kwargs=concatenate_images(rows.rendered, model.device) | kwargs)
+
+
 def token_input_names(rendered: Sequence[Rendered]) -> list[str]:
     """Return the names of all per-token inputs of prompts and observations."""
     return list(dict.fromkeys(name for each in rendered for name in each.token_inputs))
+
+
+def prompt_positions(prompt: Prompt, family: Family, model: PreTrainedModel) -> Int[Tensor, "axes prompt_tokens"]:
+    """Return the positions of a prompt. Raises ModelError if the model cannot compute them."""
+    try:
+        return family.prompt_positions(model, prompt)
+    except (RuntimeError, IndexError, StopIteration) as error:  # torch's and Python's, if counts do not fit
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(
+            f"The model cannot compute positions for the {len(prompt.token_ids)} tokens of {prompt.name} "
+            f"({shorten(text_of(error))}). Its processor may be of another revision, so that the images have another "
+            "number of tokens: load both from one checkpoint."
+        ) from error
 
 
 def token_inputs(
@@ -128,7 +153,7 @@ def token_inputs(
     for name in names:
         first = prompt.token_inputs.get(name, torch.zeros_like(prompt.token_ids))
         values[name] = torch.cat([first, first.new_full((sum(lengths),), family.completion_inputs.get(name, 0))])
-    positions = family.prompt_positions(model, prompt)  # (axes, prompt tokens)
+    positions = prompt_positions(prompt, family, model)
     later = positions.max() + 1 + torch.cat([torch.arange(length) for length in [0, *lengths]])
     positions = torch.cat([positions, later.expand(len(positions), -1)], dim=-1)
     known: dict[Any, Tensor] = {}
@@ -152,16 +177,19 @@ def token_inputs(
 
 
 def form_of(path: Path) -> Any:
-    """Return what the positions of a path depend on: where observations are, their tokens, and their images' sizes."""
+    """Return a key for the positions of a path: the places and tokens of observations, and the sizes of their images.
+
+    Inputs of images that are whole numbers, such as grids and masks, count by their values, and pixels by their shape.
+    """
     return len(path.token_ids), *(
-        (place, *observation.token_ids.tolist(), *map(size_of, observation.mm_inputs.values()))
+        (
+            place,
+            *observation.token_ids.tolist(),
+            *(values.shape for values in observation.mm_inputs.values()),
+            digest_of({name: v for name, v in observation.mm_inputs.items() if not v.is_floating_point()}),
+        )
         for place, observation in path.observations.items()
     )
-
-
-def size_of(values: Tensor) -> Any:
-    """Return an input of images if it is whole numbers, such as a grid, and otherwise its shape."""
-    return values.shape if values.is_floating_point() else str(values.tolist())
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]], device: torch.device, pad_left: bool = False) -> dict[str, Tensor]:

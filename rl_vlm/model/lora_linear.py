@@ -31,7 +31,7 @@ Config = TypeVar("Config")
 def with_lora_linear(config: Config, in_4bit: bool = False) -> Config:
     """Let PEFT create `LoraLinear` layers for this adapter. The config is saved as before.
 
-    PEFT has layers of its own for weights in 4 bits. The memory plan traces these models without 4 bits.
+    PEFT has other layers for weights in 4 bits. The memory plan traces these models without 4 bits.
     """
     from peft import LoraConfig
 
@@ -106,10 +106,11 @@ class LoraProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ a.T
-        output = F.linear(rows, weight, bias).addmm_(low, b.T, alpha=scale)
+        output = F.linear(x, weight, bias)  # no view is returned, since Llama 4 adds to its output in place
+        output.view(-1, output.shape[-1]).addmm_(low, b.T, alpha=scale)
         ctx.save_for_backward(x, low, weight, a, b)
         ctx.scale = scale
-        return output.view(*x.shape[:-1], output.shape[-1])
+        return output
 
     @staticmethod
     @once_differentiable

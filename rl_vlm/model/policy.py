@@ -17,11 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from rl_vlm.distributed.shards import local_part
-from rl_vlm.model.families import Family
+from rl_vlm.model.body import run_body
+from rl_vlm.model.family import Family
 from rl_vlm.model.head import Head, chunked_scores, head_function
-from rl_vlm.model.layout import check_completions, dense_inputs, shared_inputs
+from rl_vlm.model.layout import check_completions, dense_inputs, own_inputs, shared_inputs
 from rl_vlm.model.offloading import ActivationOffloading
-from rl_vlm.model.shared_prefix import TWO_CALLS, attention_layout
+from rl_vlm.model.shared_prefix import attention_layout, setting_of
 from rl_vlm.model.softcap import final_logits
 from rl_vlm.model.vision import FeatureCache, VisionEncoder
 from rl_vlm.types import Forward, MicroBatch, PolicyOutput, Prompt, Rendered, TowerBackward, pad_split, to_device
@@ -122,7 +123,7 @@ class Policy(nn.Module):
         if isinstance(work, Forward):
             return self.score(work)
         with self.autocast(keeps_casts=False), self.offloading():
-            return self.vision.kept_loss(work.prompt)
+            return self.vision.kept_loss(work.rendered)
 
     def offloading(self) -> AbstractContextManager[Any]:
         """Return a context that keeps activations in host memory, if `offloads_activations` is set."""
@@ -139,25 +140,50 @@ class Policy(nn.Module):
         with self.autocast(keeps_casts=False), self.offloading():
             # Idle runs of the vision tower come first, like real ones: ranks gather sharded weights in one order.
             self.vision.keep(batch, work.before)
-            num_idle = work.within - len(self.vision.calls(batch.rendered))
+            num_idle = 0 if batch.own_forward else work.within - len(self.vision.calls(batch.rendered))
             idle = self.vision.idle(num_idle)
-            hidden = self.hidden_of_rows(batch) + idle
+            output = self.output_of_rows(batch) + idle
         self.count(batch)
         targets = to_device(torch.cat([c.token_ids for c in batch.completions]), self.device)
-        logprobs, entropies = self.logprobs(hidden, targets)
+        logprobs, entropies = (
+            self.own_logprobs(output, targets) if self.has_own_head(batch) else self.logprobs(output, targets)
+        )
         lengths = [len(c.token_ids) for c in batch.completions]
         return PolicyOutput(pad_split(logprobs, lengths), pad_split(entropies, lengths))
 
-    def hidden_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored hidden"]:
-        """Run one forward and return the hidden states that predict completion tokens."""
-        rows = (shared_inputs if batch.shared else dense_inputs)(batch, self.family, self.transformer)
-        features = self.vision.encode(rows.rendered)
+    def has_own_head(self, batch: MicroBatch) -> bool:
+        """Return whether the model's own forward computes the logits of a micro-batch, with its LM head.
+
+        Rows of the table say which heads are right, and tests compare them.
+        """
+        return batch.own_forward and self.family.is_derived
+
+    def output_of_rows(self, batch: MicroBatch) -> Float[Tensor, "scored values"]:
+        """Run one forward. Return the hidden states that predict completion tokens, or the model's own logits."""
+        inputs = own_inputs if batch.own_forward else shared_inputs if batch.shared else dense_inputs
+        rows = inputs(batch, self.family, self.transformer)
+        features = {} if batch.own_forward else self.vision.encode(rows.rendered)
         images = [features[each] for each in rows.rendered if each in features]
         with attention_layout(rows.layout), self.vision.given(images) as image_inputs:
-            output = self.transformer.base_model(**rows.kwargs, **image_inputs, use_cache=False)
+            kwargs = rows.kwargs | image_inputs
+            if self.has_own_head(batch):
+                output = self.transformer(**kwargs, use_cache=False).logits
+            else:
+                output, _ = run_body(self.transformer, **kwargs, use_cache=False)
         self.counters["computed_tokens"] += rows.kwargs["input_ids"].numel()
         self.counters["prefix_tokens"] += rows.num_prefix_tokens
-        return output.last_hidden_state.flatten(0, 1)[rows.predictor_index]
+        return output.flatten(0, 1)[rows.predictor_index]
+
+    def own_logprobs(
+        self, logits: Float[Tensor, "scored vocabulary"], targets: Int[Tensor, " scored"]
+    ) -> tuple[Float[Tensor, " scored"], Float[Tensor, " scored"]]:
+        """Compute log-probs of `targets` and entropies from logits, after temperature and bans."""
+        head = Head(lambda given: given, self.temperature, self.banned_tokens(logits.device))
+        logprobs, entropies, _ = head.scores([logits], targets)
+        return logprobs, entropies
+
+    def banned_tokens(self, device: torch.device) -> Int[Tensor, " banned"]:
+        return to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), device)
 
     def logprobs(
         self, hidden: Float[Tensor, "scored hidden"], targets: Int[Tensor, " scored"]
@@ -170,8 +196,7 @@ class Policy(nn.Module):
             with self.autocast():
                 return final_logits(product(*inputs), self.transformer.config)
 
-        banned = to_device(torch.tensor(self.banned_token_ids, dtype=torch.int64), hidden.device)
-        head = Head(logits, self.temperature, banned, self.fused and hidden.is_cuda)
+        head = Head(logits, self.temperature, self.banned_tokens(hidden.device), self.fused and hidden.is_cuda)
         return chunked_scores(head, weights, hidden, targets, vocabulary=module.weight.shape[0])
 
     def count(self, batch: MicroBatch) -> None:
@@ -183,7 +208,7 @@ class Policy(nn.Module):
         self.counters["shared_forwards" if batch.shared else "dense_forwards"] += 1
         if batch.dense_reason:
             self.counters[f"dense_forwards/{batch.dense_reason}"] += 1
-        if batch.shared and self.transformer.config.get_text_config()._attn_implementation == TWO_CALLS:
+        if batch.shared and setting_of(self.transformer) == "sdpa":
             self.counters["shared_forwards/two_calls"] += 1
         self.counters["unique_tokens"] += unique
         self.counters["dense_tokens"] += dense

@@ -15,6 +15,20 @@ import torch
 from torch import Tensor, nn
 
 
+def weights_behind(output: Tensor) -> set[int]:
+    """Return the `id`s of the leaves that a tensor's graph has a gradient for."""
+    found, seen, nodes = set[int](), set[Any](), [output.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [each for each, _ in node.next_functions]
+    return found
+
+
 @contextmanager
 def probed_embeddings(model: Any, rounding: float = 0.0) -> Iterator[Tensor]:
     """Add a vector of zeros to all embeddings in the context, and yield it.

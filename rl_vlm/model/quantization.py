@@ -15,6 +15,7 @@ from torch import nn
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ModelError, require_bitsandbytes
 from rl_vlm.model.families import family_of
+from rl_vlm.model.remote.code import with_placeholder
 
 LM_HEAD = "lm_head"
 """The LM head's weights are read in chunks, without calling the module."""
@@ -79,6 +80,7 @@ def checkpoint_config(source: str, config: ModelConfig) -> Any:
     """Read the transformers config of a checkpoint."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(
+    found = AutoConfig.from_pretrained(
         source, revision=config.model_revision, trust_remote_code=config.trust_remote_code
     )
+    return with_placeholder(found, source, config.model_revision)

@@ -8,7 +8,7 @@ from torch import nn
 
 from rl_vlm.config.schema import MemoryConfig
 from rl_vlm.errors import ConfigError
-from rl_vlm.model.families import Family
+from rl_vlm.model.family import Family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,8 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.shards import local_part
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.dropout import disable_dropout
-from rl_vlm.model.loading import INITIAL_ADAPTER, is_adapter, load_policy
+from rl_vlm.model.files import is_adapter
+from rl_vlm.model.loading import INITIAL_ADAPTER, load_policy
 from rl_vlm.model.lora import adapter_layers
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.vision import VisionEncoder

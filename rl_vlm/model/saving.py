@@ -19,6 +19,7 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.shards import whole, whole_shape
 from rl_vlm.model.blocks import NamedWeights, as_in_checkpoints, by_block, persistent_buffers, untied
 from rl_vlm.model.policy import Policy
+from rl_vlm.model.remote.code import save_code
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -81,6 +82,7 @@ class PolicyFiles:
     def write_configs(self, directory: Path) -> None:
         """Write the files of `save_pretrained` other than tensors: configs and the index."""
         model = self.policy.transformer
+        save_code(model, directory)
         model.config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)

@@ -56,7 +56,7 @@ def refuse_unshardable(policy: Policy, strategy: str) -> None:
     reason = policy.family.unshardable
     if reason is not None:
         raise ModelError(
-            f"{policy.family.model_type} cannot be trained with {strategy}: {reason}, so processes would wait for each "
+            f"{policy.family.model_type} cannot be trained with {strategy}: {reason}, so processes could wait for each "
             "other forever. Train it with DDP or ZeRO-2"
         )
     if not is_plain_head(policy.transformer.get_output_embeddings()):

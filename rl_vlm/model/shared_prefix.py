@@ -8,8 +8,8 @@ code is not changed:
     attention over completions   (N, longest completion) x (N, longest prefix + longest completion)   masked
 
 These are two calls of SDPA. On CUDA, one call of FlexAttention over the whole row replaces them: it skips fully masked
-blocks and needs no gathered keys. `memory.shared_attention: sdpa` keeps the two calls there. If the model applies a
-soft cap to its attention scores, `softcap` computes it.
+blocks and needs no gathered keys. `memory.shared_attention: flash` computes causal layers in 16 bits by `flash_rows`,
+and `sdpa` keeps the two calls. If the model applies a soft cap to its attention scores, `softcap` computes it.
 
 The layout of the row is passed to the layers as their `attention_mask`, so gradient checkpointing recomputes with the
 same layout. Decoding passes another layout (`group_cache`). Without a layout, the registered functions call
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,7 @@ from rl_vlm.config.schema import SharedAttention
 from rl_vlm.errors import ModelError
 from rl_vlm.model.block_masks import make_block_mask
 from rl_vlm.model.compilation import allow_graphs
+from rl_vlm.model.flash_rows import FlashRow, fits_flash, flash_attention, has_flash
 from rl_vlm.model.flex_kernels import (
     compiled_flex_attention,
     has_kernels,
@@ -49,8 +50,11 @@ from rl_vlm.types import to_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ONE_CALL, TWO_CALLS = "group_shared", "group_shared_in_two_calls"
-"""Names of this attention in transformers. Without CUDA both are two calls, and the second expands heads as on CUDA."""
+NAMES: dict[SharedAttention, str] = {
+    "auto": "group_shared", "flex": "group_shared_by_flex", "flash": "group_shared_by_flash",
+    "sdpa": "group_shared_in_two_calls",
+}  # fmt: skip
+"""Names of this attention in transformers. Without CUDA all are two calls, and `sdpa` expands heads as on CUDA."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """An attention rule in transformers' form: (batch, head, query position, key position) -> whether to attend."""
@@ -67,7 +71,7 @@ class AttentionLayout(ABC):
         """Return the shape of the mask: (batch, head, query, key)."""
 
     @abstractmethod
-    def with_masks(self, mask_function: MaskFunction, two_calls: bool = False) -> AttentionLayout:
+    def with_masks(self, mask_function: MaskFunction, setting: SharedAttention = "auto") -> AttentionLayout:
         """Return this layout with masks for layers of one type. Their rule on token positions is `mask_function`."""
 
     @abstractmethod
@@ -120,7 +124,7 @@ class RowLayout(AttentionLayout):
     output_index: Int[Tensor, " row"]
     """For each token of the row, its index in the outputs of both attentions, flattened and concatenated."""
     predictor_index: Int[Tensor, " predictors"]
-    """For each completion, the row positions of its prefix's last token and of its own tokens."""
+    """Row positions of the last token of the prefix and of the completion's own tokens, for each completion."""
     row_owner: Int[Tensor, " row"]
     """Index of each token's prompt."""
     row_part: Int[Tensor, " row"]
@@ -129,7 +133,9 @@ class RowLayout(AttentionLayout):
     """`logical_index` for completion tokens, the row position for prefix tokens."""
     num_prefix_tokens: int
     """Sum over all prefixes."""
-    masks: RowMasks | BlockMask | None = None
+    sections: Sequence[Sequence[int]]
+    """The number of tokens of each prefix, and then of each of its completions."""
+    masks: RowMasks | BlockMask | FlashRow | None = None
     """Attention masks for the layers of one type. They are set on the layout that these layers get."""
 
     @property
@@ -191,20 +197,35 @@ class RowLayout(AttentionLayout):
             row_part=sent(along_row(torch.zeros_like(prompts)[:, None], 1 + completions[:, None])),
             row_logical=sent(along_row(prefix_index, logical_index)),
             num_prefix_tokens=int(lengths[is_prefix].sum()),
+            sections=sections,
         )
 
-    def with_masks(self, mask_function: MaskFunction, two_calls: bool = False) -> RowLayout:
+    def with_masks(self, mask_function: MaskFunction, setting: SharedAttention = "auto") -> RowLayout:
         """Return this layout with masks for layers of one type. Their rule on token positions is `mask_function`.
 
-        On CUDA these are masks for FlexAttention, unless `two_calls` is set.
+        On CUDA these are masks for FlexAttention, unless `setting` is sdpa. If it is flash, causal layers have the
+        sequences of the row in place of masks.
 
         Within a prefix and within a completion, the rule is evaluated at positions of the row, so it can look up the
         kind of a token (image or text) there. From a completion to its prefix, the query's position is the logical one,
         where the completion directly follows its prefix. No image spans both, so the kind of the query has no effect.
         """
-        if has_kernels(self.owner_N.device) and not two_calls:
+        from transformers.masking_utils import causal_mask_function
+
+        device = self.owner_N.device
+        if setting == "flash" and mask_function is causal_mask_function and has_flash(device):
+            return replace(self, masks=FlashRow.build(self.sections, device))
+        if setting != "sdpa" and has_kernels(device):
             return replace(self, masks=self.block_mask(mask_function))
-        return replace(self, masks=replace(self.dense_masks(mask_function), expands_heads=two_calls))
+        return replace(self, masks=replace(self.dense_masks(mask_function), expands_heads=setting == "sdpa"))
+
+    @cached_property
+    def causal_blocks(self) -> BlockMask:
+        """The mask of causal layers for FlexAttention, if FlashAttention does not compute their heads."""
+        from transformers import masking_utils
+
+        rule: Any = masking_utils.causal_mask_function
+        return self.block_mask(rule)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
@@ -280,12 +301,12 @@ def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto"
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    def mask(two_calls: bool, *args: Any, **kwargs: Any) -> AttentionLayout | Tensor | None:
+    def mask(*args: Any, **kwargs: Any) -> AttentionLayout | Tensor | None:
         layout = active_layout.get()
         if layout is None:
             return sdpa_mask(*args, **kwargs)
         made = kwargs["attention_mask"]  # PaliGemma makes the mask, and its language model asks again
-        return made if isinstance(made, AttentionLayout) else layout.with_masks(kwargs["mask_function"], two_calls)
+        return made if isinstance(made, AttentionLayout) else layout.with_masks(kwargs["mask_function"], setting)
 
     def attention(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -297,15 +318,20 @@ def enable_shared_rows(model: PreTrainedModel, setting: SharedAttention = "auto"
             return capped_attention(query, key, value, attention_mask, kwargs["scaling"], softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    name = TWO_CALLS if setting == "sdpa" else ONE_CALL
-    AttentionMaskInterface.register(name, partial(mask, name == TWO_CALLS))
-    AttentionInterface.register(name, torch.compiler.disable(attention))  # its kernels are compiled apart
-    model.set_attn_implementation({"text_config": name})
+    AttentionMaskInterface.register(NAMES[setting], mask)
+    AttentionInterface.register(NAMES[setting], torch.compiler.disable(attention))  # its kernels are compiled apart
+    model.set_attn_implementation({"text_config": NAMES[setting]})
 
 
 def routes_attention(model: PreTrainedModel) -> bool:
     """Return whether `enable_shared_rows` was called for the model."""
-    return model.config.get_text_config()._attn_implementation in (ONE_CALL, TWO_CALLS)
+    return setting_of(model) is not None
+
+
+def setting_of(model: PreTrainedModel) -> SharedAttention | None:
+    """Return how shared rows of a model are computed on CUDA, or None if `enable_shared_rows` was not called for it."""
+    found = model.config.get_text_config()._attn_implementation
+    return next((setting for setting, name in NAMES.items() if name == found), None)
 
 
 def shared_attention(
@@ -318,6 +344,10 @@ def shared_attention(
 ) -> Float[Tensor, "row heads value_dim"]:
     """Compute attention over a packed row: each prefix to itself, each completion to its prefix and itself."""
     masks = layout.masks
+    if isinstance(masks, FlashRow):
+        if softcap is None and fits_flash(query, key, value):
+            return flash_attention(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), masks, scale)
+        masks = layout.causal_blocks
     if not isinstance(masks, RowMasks):
         return block_attention(query, key, value, masks, scale, softcap)
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))

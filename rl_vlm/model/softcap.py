@@ -93,11 +93,13 @@ def score_cap(softcap: float, device: torch.device) -> ScoreMod:
 
 
 def final_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Apply the soft cap of the language model's config to the LM head's output, if there is one.
+    """Apply the scale or the soft cap of the language model's config to the LM head's output, if there is one.
 
-    transformers' own forwards of PaliGemma 2 omit it before 5.24, and those of Gemma 3 still do.
+    transformers' own forwards of PaliGemma 2 omit the soft cap before 5.24, and those of Gemma 3 still do.
     """
-    bound = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    text = config.get_text_config()
+    scale, bound = (getattr(text, name, None) for name in ("logits_scaling", "final_logit_softcapping"))
+    logits = logits if scale is None else logits / scale
     return logits if bound is None else soft_capped(logits, bound)
 
 

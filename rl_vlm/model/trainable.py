@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from rl_vlm.config.parts import PARTS, as_names
 from rl_vlm.config.schema import ModelConfig
 from rl_vlm.errors import ConfigError
-from rl_vlm.model.families import Family
+from rl_vlm.model.family import Family
 from rl_vlm.model.lora import check_module_names, refuse_frozen_adapter
+from rl_vlm.model.parts import part_patterns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PARTS = ("lm_head", "language_model", "projector", "vision_tower")
-"""Names for parts in `trainable_modules` that work in every family."""
 
 
 def freeze_untrained(model: nn.Module, transformer: PreTrainedModel, family: Family, config: ModelConfig) -> None:
@@ -25,6 +24,14 @@ def freeze_untrained(model: nn.Module, transformer: PreTrainedModel, family: Fam
     Raises ConfigError if `trainable_modules` names a missing module, names only one of two modules that share a weight,
     or is set for an adapter. Raises it also if an adapter has layers in a vision tower that should be frozen.
     """
+    freeze_unselected(model, transformer, family, config)
+    for name, parameter in transformer.named_parameters():
+        if not family.has_gradient(name):
+            parameter.requires_grad_(False)
+
+
+def freeze_unselected(model: nn.Module, transformer: PreTrainedModel, family: Family, config: ModelConfig) -> None:
+    """Freeze the weights that `freeze_vision_tower` and `trainable_modules` do not train."""
     if config.freeze_vision_tower:
         if model is not transformer:
             refuse_frozen_adapter(transformer, family.vision_prefixes)
@@ -44,9 +51,9 @@ def freeze_untrained(model: nn.Module, transformer: PreTrainedModel, family: Fam
 
 def trained_names(model: PreTrainedModel, family: Family, wanted: list[str] | str) -> set[str]:
     """Return the names of the weights that `trainable_modules` selects. Raises ConfigError if it is invalid."""
-    wanted = [wanted] if wanted in PARTS else wanted
+    wanted = as_names(wanted)
     paths = [path for path, _ in model.named_modules()]
-    check_module_names("trainable_modules", wanted, [*paths, *PARTS] if isinstance(wanted, list) else paths)
+    check_module_names("trainable_modules", wanted, paths, PARTS)
     patterns = name_patterns(model, family, wanted)
     uses: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -68,17 +75,5 @@ def name_patterns(model: PreTrainedModel, family: Family, wanted: list[str] | st
     """Return regular expressions for the names of the selected weights: one per part or module, or the given one."""
     if isinstance(wanted, str):
         return [rf"({wanted})\..+"]
-    vision, projector = (alternatives(names) for names in (family.vision_modules, family.projector_modules))
-    head = model.get_output_embeddings()
-    parts = {
-        "lm_head": rf"{alternatives([path for path, module in model.named_modules() if module is head])}\..+",
-        "language_model": rf"(?!{vision}(\.|$)).+",
-        "projector": rf"{projector}(\..+)?",
-        "vision_tower": rf"(?!{projector}\.){alternatives(family.vision_modules[:1])}\..+",
-    }
+    parts = part_patterns(model, family)
     return [parts.get(name, rf"(.+\.)?{re.escape(name)}\..+") for name in wanted]
-
-
-def alternatives(names: list[str] | tuple[str, ...]) -> str:
-    """Return a regular expression for any of the names."""
-    return f"({'|'.join(map(re.escape, names))})"

@@ -1,4 +1,4 @@
-"""Image features. The images of a prompt, or of an observation, go through the vision tower once for all completions.
+"""Features of images and videos. Those of a prompt, or of an observation, are computed once for all completions.
 
 Features of a frozen tower are cached for one optimizer step. Rollout, old and reference log-probs and training share
 them. A trained tower runs in the micro-batch of a group, and gradients flow through it. If a group is cut, the tower
@@ -11,10 +11,11 @@ runs apart from its micro-batches (`model/features.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -24,14 +25,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rl_vlm.errors import ModelError
-from rl_vlm.model.families import Family
+from rl_vlm.model.family import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
 from rl_vlm.model.recomputation import recomputes_vision
-from rl_vlm.types import MicroBatch, Prompt, Rendered, Sample, concatenate_images, to_device, to_host
+from rl_vlm.types import MicroBatch, Prompt, Rendered, Sample, concatenate_images, has_video, to_device, to_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+GETTERS = (
+    ("pixel_values", "get_image_features", lambda features: features.of_images),
+    ("pixel_values_videos", "get_video_features", lambda features: features.of_videos),
+)
+"""For each kind: the argument of the model's forward, the function it calls, and the part of features."""
 DEFAULT_PATCH_SIZE = 14
 """Patch size if the tower's config has none."""
 
@@ -109,7 +115,7 @@ class VisionEncoder:
         return num_pixels(self.model.config, prompt)
 
     def encode(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
-        """Return the features of every prompt and observation that has images. Those of equal images are the same.
+        """Return the features of every prompt and observation that has images. Equal images have the same features.
 
         Raises ModelError if features and placeholder tokens do not correspond.
         """
@@ -124,7 +130,13 @@ class VisionEncoder:
                 found.setdefault(each.digest, self.kept[each.digest].features())
             elif cached is not None and each.digest not in found:
                 found[each.digest] = cached.map(lambda t: to_device(t, self.model.device))
-        return {each: found[each.digest] for each in with_images}
+        return {each: self.in_order(each, found[each.digest]) for each in with_images}
+
+    def in_order(self, rendered: Rendered, features: ImageFeatures) -> ImageFeatures:
+        """Return features in the order of placeholders, if images and videos have the same token."""
+        if features.num_image_tokens is None or self.family.video_token != self.family.image_token:
+            return features
+        return features.placed(self.family.is_video(self.model.config, rendered))
 
     def cache(self, found: dict[bytes, ImageFeatures], users: Sequence[Rendered]) -> None:
         """Keep features in host memory, since an optimizer step may have any number of prompts."""
@@ -136,6 +148,7 @@ class VisionEncoder:
     def calls(self, rendered: Sequence[Rendered], known: Container[bytes] = ()) -> list[list[Rendered]]:
         """Return the inputs of each run of the tower: all in one run if they can be concatenated, else one each.
 
+        Rows of patches of unlike lengths (Gemma 4) have a run for each length, so that short ones get no padding.
         Equal images are an input once, and those whose digests are `known` are none.
         """
         unlike: dict[bytes, Rendered] = {}
@@ -143,33 +156,38 @@ class VisionEncoder:
             if each.mm_inputs and not any(each.digest in owner for owner in (self.features, self.kept, known)):
                 unlike.setdefault(each.digest, each)
         new = list(unlike.values())
-        return [new] if new and self.family.joins_images else [[each] for each in new]
+        if not self.family.joins_images:
+            return [[each] for each in new]
+        runs: dict[int, list[Rendered]] = {}
+        for each in new:
+            runs.setdefault(row_length(each), []).append(each)
+        return list(runs.values())
 
-    def apart(self, batch: MicroBatch) -> list[Prompt]:
-        """Return the prompts for which a trained tower runs apart from the micro-batch, one for equal images."""
+    def apart(self, batch: MicroBatch) -> list[Rendered]:
+        """Return those on which a trained tower runs apart from the micro-batch, one for equal images."""
         if self.is_frozen or not torch.is_grad_enabled():
             return []
-        return list({s.prompt.digest: s.prompt for s in batch.subgroups if s.vision_apart}.values())
+        return list({each.digest: each for s in batch.subgroups for each in s.apart}.values())
 
     def keep(self, batch: MicroBatch, num_runs: int) -> None:
         """Run the tower without gradients and keep the features. Idle runs bring the number of runs to `num_runs`."""
-        new = [prompt for prompt in self.apart(batch) if prompt.digest not in self.kept]
+        new = [each for each in self.apart(batch) if each.digest not in self.kept]
         with torch.no_grad():
             self.idle(num_runs - len(new))
-            self.kept |= {prompt.digest: KeptFeatures(self.run([prompt])[prompt]) for prompt in new}
+            self.kept |= {each.digest: KeptFeatures(self.run([each])[each]) for each in new}
 
-    def kept_loss(self, prompt: Prompt) -> Tensor:
+    def kept_loss(self, rendered: Rendered) -> Tensor:
         """Run the tower with gradients. Return a scalar whose gradient sums up all uses of the kept features.
 
         The kept features are dropped. For the idle prompt, the gradient is 0.
         """
-        if prompt is self.idle_prompt:
+        if rendered is self.idle_prompt:
             return self.idle(1)
-        return self.kept.pop(prompt.digest).loss(self.run([prompt])[prompt])
+        return self.kept.pop(rendered.digest).loss(self.run([rendered])[rendered])
 
     def run(self, rendered: Sequence[Rendered]) -> dict[Rendered, ImageFeatures]:
-        """Run the tower once on the images of prompts and observations."""
-        inputs = concatenate_images(rendered, self.model.device)
+        """Run the tower once on the images and videos of prompts and observations."""
+        inputs = tower_inputs(rendered, self.model.device)
         self.counters["vision_forwards"] += 1
         if torch.is_grad_enabled() and self.is_recomputed:
             self.counters["vision_recomputations"] += 1
@@ -177,27 +195,38 @@ class VisionEncoder:
         if self.family.cross_attends:
             return {rendered[0]: cross_attention_features(self.model, inputs)}
         model: Any = self.model.base_model
-        output = model.get_image_features(**inputs, return_dict=True)
-        return dict(zip(rendered, split_features(output, rendered, self.placeholders(rendered)), strict=True))
+        with self.family.own_errors():
+            if self.family.image_features is not None:
+                output = self.family.image_features(model, **inputs)
+            else:
+                output = model.get_image_features(**inputs, return_dict=True)
+        of_videos = [int(self.family.is_video(self.model.config, each).sum()) for each in rendered]
+        found = split_features(output, rendered, self.placeholders(rendered), of_videos)
+        return dict(zip(rendered, found, strict=True))
 
     @contextmanager
     def given(self, features: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
         """Make forwards with the yielded arguments use these features instead of running the vision tower.
 
-        The features belong to the rows' images, in order of their placeholders. Only transformers 5.18 and later accept
-        them as an argument (`mm_encoder_outputs`).
+        The features belong to the rows' images and videos, in order of their placeholders. Only transformers 5.18 and
+        later accept them as an argument (`mm_encoder_outputs`).
         """
-        embeddings = torch.cat([f.embeddings for f in features]) if features else None
-        if embeddings is None or self.family.cross_attends:
-            yield {} if embeddings is None else {"cross_attention_states": embeddings}
+        if self.family.cross_attends:
+            yield {"cross_attention_states": joined_embeddings(features)} if features else {}
             return
-        output = joined_output(embeddings, features)
         inner: Any = self.model.base_model
-        inner.get_image_features = lambda *args, **kwargs: output
+        arguments: dict[str, Any] = {}
+        for argument, getter, of_kind in GETTERS:
+            if some := [part for each in features if (part := of_kind(each)) is not None]:
+                arguments[argument] = joined_embeddings(some)
+                setattr(inner, getter, returning(joined_output(arguments[argument], some)))
         try:
-            yield {"pixel_values": embeddings}
+            with self.family.own_errors():
+                yield arguments
         finally:
-            del inner.get_image_features
+            for argument, getter, _ in GETTERS:
+                if argument in arguments:
+                    delattr(inner, getter)
 
     def idle(self, num_calls: int) -> Tensor:
         """Run the tower `num_calls` times and return 0. Idle runs let all ranks run it equally often."""
@@ -209,8 +238,8 @@ class VisionEncoder:
         return 0.0 * torch.stack([part.sum() for run in runs for part in (run.embeddings, *run.deepstack)]).sum()
 
     def placeholders(self, rendered: Sequence[Rendered]) -> list[int]:
-        """Count the placeholder tokens of each prompt or observation."""
-        return [int((each.token_ids == self.model.config.image_token_id).sum()) for each in rendered]
+        """Count the placeholder tokens of each prompt or observation, of images and videos."""
+        return [len(self.family.is_video(self.model.config, each)) for each in rendered]
 
 
 class LinearPatches(nn.Conv3d):
@@ -241,19 +270,90 @@ def idle_sample() -> Sample:
     return Sample("idle", messages, [Image.new("RGB", (64, 64), "gray")], {}, messages)
 
 
+def returning(output: Any) -> Callable[..., Any]:
+    """Return a function that returns `output`, whatever its arguments."""
+    return lambda *args, **kwargs: output
+
+
+def tower_inputs(some: Sequence[Rendered], device: torch.device) -> dict[str, Tensor]:
+    """Return the inputs of one run of the tower on the images and videos of prompts and observations.
+
+    The images of each come before its videos, whose frames or temporal patches are images for the tower.
+    """
+    if not any(map(has_video, some)):
+        return concatenate_images(some, device)
+    join = next(join for name, join in JOINED.items() if any(name in each.mm_inputs for each in some))
+    return {name: to_device(value, device) for name, value in join(some).items()}
+
+
+def of_both_kinds(some: Sequence[Rendered], *names: str) -> list[list[Tensor]]:
+    """Return, for each name of an input of images and of videos, its values: the images of each, and then its videos.
+
+    The names alternate: one of images, and the one of videos for the same input.
+    """
+    pairs = list(zip(names[::2], names[1::2], strict=True))
+    return [[each.mm_inputs[name] for each in some for name in pair if name in each.mm_inputs] for pair in pairs]
+
+
+def joined_grids(some: Sequence[Rendered]) -> dict[str, Tensor]:
+    """Join patches in grids. No tower attends across temporal patches, and GLM-V's takes no grid with several."""
+    pixels, grids = of_both_kinds(some, "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+    of_patches = torch.cat([torch.repeat_interleave(grid, grid[:, 0], dim=0) for grid in grids])
+    of_patches[:, 0] = 1
+    return {"pixel_values": torch.cat(pixels), "image_grid_thw": of_patches}
+
+
+def joined_strips(some: Sequence[Rendered]) -> dict[str, Tensor]:
+    """Join strips of patches (MiniCPM-V)."""
+    pixels, sizes = of_both_kinds(some, "pixel_values", "pixel_values_videos", "target_sizes", "target_sizes_videos")
+    return {"pixel_values": torch.cat(pixels, dim=-1), "target_sizes": torch.cat(sizes)}
+
+
+def joined_padded(some: Sequence[Rendered]) -> dict[str, Tensor]:
+    """Join rows of patches with their places (Gemma 4). Rows of frames beside images get the padding of images."""
+    pixels, places = of_both_kinds(
+        some, "pixel_values", "pixel_values_videos", "image_position_ids", "video_position_ids"
+    )
+    longest = max(map(row_length, some))
+
+    def padded(rows: Sequence[Tensor], value: int) -> Tensor:
+        return torch.cat([F.pad(row, (0, 0, 0, longest - row.shape[1]), value=value) for row in rows])
+
+    return {"pixel_values": padded(pixels, 0), "image_position_ids": padded(places, -1)}
+
+
+def row_length(rendered: Rendered) -> int:
+    """Return the patches in the longest row of an input in rows of patches (Gemma 4), or 0 for other inputs."""
+    if not {"image_position_ids", "video_position_ids"} & rendered.mm_inputs.keys():
+        return 0
+    return max(rendered.mm_inputs[name].shape[1] for name, *_ in GETTERS if name in rendered.mm_inputs)
+
+
+JOINED: dict[str, Callable[[Sequence[Rendered]], dict[str, Tensor]]] = {
+    "video_grid_thw": joined_grids,
+    "target_sizes_videos": joined_strips,
+    "video_position_ids": joined_padded,
+}
+"""How inputs of videos become inputs of images for the tower, by an input that only some families have."""
+
+
 def num_patches(config: PreTrainedConfig, rendered: Rendered) -> int:
-    """Return the number of patches that the vision tower computes for images, padding included."""
+    """Return the number of patches that the vision tower computes for images and videos, padding included."""
     patch_size = getattr(config.vision_config, "patch_size", DEFAULT_PATCH_SIZE)
     side = patch_size if isinstance(patch_size, int) else patch_size[0]
     return num_pixels(config, rendered) // side**2
 
 
 def num_pixels(config: PreTrainedConfig, rendered: Rendered) -> int:
-    """Return the number of pixels in the vision tower's input for images, padding included."""
-    if not rendered.mm_inputs:
-        return 0
+    """Return the number of pixels in the vision tower's input for images and videos, padding included.
+
+    Frames of one temporal patch count once, as the tower computes them together.
+    """
     values_per_pixel = 3 * getattr(config.vision_config, "temporal_patch_size", 1)
-    return rendered.mm_inputs["pixel_values"].numel() // values_per_pixel
+    found = [rendered.mm_inputs[name] for name, *_ in GETTERS if name in rendered.mm_inputs]
+    if longest := row_length(rendered):
+        return sum(len(rows) * longest * rows.shape[2] for rows in found) // values_per_pixel
+    return sum(rows.numel() for rows in found) // values_per_pixel
 
 
 def patch_cost(config: PreTrainedConfig) -> float:
@@ -268,14 +368,21 @@ def patch_cost(config: PreTrainedConfig) -> float:
     return depth * width / (text.num_hidden_layers * text.hidden_size) if depth and width else 1.0
 
 
-def split_features(output: Any, rendered: Sequence[Rendered], placeholders: Sequence[int]) -> list[ImageFeatures]:
-    """Split the model's output for the images of several prompts and observations.
+def split_features(
+    output: Any, rendered: Sequence[Rendered], placeholders: Sequence[int], of_videos: Sequence[int] = ()
+) -> list[ImageFeatures]:
+    """Split the model's output for the images and videos of several prompts and observations.
 
-    Raises ModelError, naming both counts, if one does not have a feature per placeholder token.
+    `of_videos` says how many of the placeholder tokens of each are of videos, by default none. Raises ModelError,
+    naming both counts, if one does not have a feature per placeholder token.
     """
-    layers = [_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()]
-    embeddings = _joined(output.pooler_output)
-    check_counts(output.pooler_output, rendered, placeholders)
+    of_videos = of_videos or [0] * len(rendered)
+    pooled, deeper, targets = _features_by_layer(output)
+    layers = [_joined(layer) for layer in deeper]
+    embeddings = _joined(pooled)
+    check_counts(pooled, rendered, placeholders, of_videos)
+    if embeddings.ndim == 3 and len(embeddings) == 1 < len(rendered):  # no tiles, but all images in one row (Hunyuan)
+        embeddings = embeddings[0]
     tile = embeddings.shape[1] if embeddings.ndim == 3 else 1
     for each, num in zip(rendered, placeholders, strict=True):
         if num % tile:
@@ -287,32 +394,61 @@ def split_features(output: Any, rendered: Sequence[Rendered], placeholders: Sequ
     deepstack = (
         zip(*(layer.split(list(placeholders)) for layer in layers), strict=True) if layers else [()] * len(parts)
     )
-    lists = (
-        not isinstance(output.pooler_output, Tensor),
-        bool(layers) and not isinstance(output.deepstack_features[0], Tensor),
-    )
+    lists = not isinstance(pooled, Tensor), bool(layers) and not isinstance(deeper[0], Tensor)
     indicators = getattr(output, "visual_indicator_features", None)
-    return [ImageFeatures(part, tuple(deep), indicators, lists) for part, deep in zip(parts, deepstack, strict=True)]
+    of_images = [num - videos if videos else None for num, videos in zip(placeholders, of_videos, strict=True)]
+    return [
+        ImageFeatures(part, tuple(deep), indicators, lists, targets, num)
+        for part, deep, num in zip(parts, deepstack, of_images, strict=True)
+    ]
+
+
+def _features_by_layer(output: Any) -> tuple[Any, Sequence[Any], tuple[int, ...]]:
+    """Return features for embeddings, those for deeper layers, and the indices of both, if the model names them."""
+    deepstack = list(getattr(output, "deepstack_features", None) or ())
+    if not deepstack or isinstance(deepstack[0], Tensor) or isinstance(deepstack[0][0], Tensor):
+        pooled = output.pooler_output
+        return output.last_hidden_state if pooled is None else pooled, deepstack, ()  # Llama 4's forward projects them
+    targets, features = zip(*deepstack, strict=True)
+    return features[0], features[1:], targets
 
 
 def check_counts(
-    embeddings: Tensor | Sequence[Tensor], rendered: Sequence[Rendered], placeholders: Sequence[int]
+    embeddings: Tensor | Sequence[Tensor],
+    rendered: Sequence[Rendered],
+    placeholders: Sequence[int],
+    of_videos: Sequence[int],
 ) -> None:
     """Raise ModelError if features and placeholders differ in number, for each owner if features are per image."""
     owners = [each.name for each in rendered]
-    if len(rendered) > 1 and not isinstance(embeddings, Tensor):
-        images = iter(embeddings)
-        found = [sum(_num_rows(next(images)) for _ in range(each.num_images)) for each in rendered]
-        counts = zip(owners, placeholders, found, strict=True)
+    if not isinstance(embeddings, Tensor) and (len(rendered) > 1 or any(of_videos)):
+        items = iter(embeddings)
+        counts = []
+        for each, num, num_video in zip(rendered, placeholders, of_videos, strict=True):
+            for kind, expected, number in zip(
+                ("image", "video"), (num - num_video, num_video), num_items(each), strict=True
+            ):
+                counts.append((each.name, kind, expected, sum(map(_num_rows, islice(items, number)))))
     else:
         owner = owners[0] if len(rendered) == 1 else "all prompts"
-        counts = [(owner, sum(placeholders), sum(_num_rows(e) for e in embeddings))]
-    for owner, num, num_features in counts:
+        counts = [(owner, "image", sum(placeholders), sum(_num_rows(e) for e in embeddings))]
+    for owner, kind, num, num_features in counts:
         if num != num_features:
             raise ModelError(
-                f"The tokens of {owner} have {num} image placeholders, but the images became {num_features} features. "
-                "Pairing them anyway would show the model other pixels than the row's."
+                f"The tokens of {owner} have {num} {kind} placeholders, but the {kind}s became {num_features} "
+                "features. Pairing them anyway would show the model other pixels than the row's."
             )
+
+
+def num_items(rendered: Rendered) -> tuple[int, int]:
+    """Return how many items the tower's output has for images, and for videos: images, or crops of them, or frames."""
+    inputs = rendered.mm_inputs
+    if "target_sizes_videos" in inputs:
+        return len(inputs.get("target_sizes", ())), len(inputs["target_sizes_videos"])
+    if "video_position_ids" in inputs:
+        return rendered.num_images, len(inputs["video_position_ids"])
+    grids = inputs.get("video_grid_thw")
+    return rendered.num_images, 0 if grids is None else int(grids[:, 0].sum())
 
 
 def _joined(parts: Tensor | Sequence[Tensor]) -> Tensor:
@@ -323,6 +459,12 @@ def _num_rows(tensor: Tensor) -> int:
     return tensor.numel() // tensor.shape[-1] if tensor.ndim > 1 else 1
 
 
+def joined_embeddings(features: Sequence[ImageFeatures]) -> Float[Tensor, "*tiles tokens hidden"]:
+    """Concatenate the embeddings of several prompts, by tiles if all have tiles of equally many tokens."""
+    parts = [f.embeddings for f in features]
+    return torch.cat(parts if len({part.shape[1:] for part in parts}) == 1 else [part.flatten(0, -2) for part in parts])
+
+
 def joined_output(embeddings: Tensor, features: Sequence[ImageFeatures]) -> Any:
     """Join the features of several prompts into the form of the model's own output."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -331,8 +473,11 @@ def joined_output(embeddings: Tensor, features: Sequence[ImageFeatures]) -> Any:
     deepstack = [torch.cat(layers) for layers in zip(*(f.deepstack for f in features), strict=True)]
     output: Any = BaseModelOutputWithPooling()
     output.pooler_output = [embeddings] if embeddings_list else embeddings
+    output.last_hidden_state = embeddings
     output.deepstack_features = [[layer] for layer in deepstack] if deepstack_list else deepstack
     output.visual_indicator_features = features[0].indicators
+    if features[0].layers:
+        output.deepstack_features = list(zip(features[0].layers, (embeddings, *deepstack), strict=True))
     return output
 
 

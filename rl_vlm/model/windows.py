@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rl_vlm.model.families import Family
+from rl_vlm.model.family import Family
 from rl_vlm.types import to_device
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def row_order(cu_seqlens: Int[Tensor, " ends"], longest: int, num_patches: int) 
 def batched_attention(
     module: nn.Module,
     query: Float[Tensor, "1 heads row dim"],
-    key: Float[Tensor, "1 heads row dim"],
-    value: Float[Tensor, "1 heads row dim"],
+    key: Float[Tensor, "1 kv_heads row dim"],
+    value: Float[Tensor, "1 kv_heads row dim"],
     attention_mask: None,
     *,
     cu_seq_lens_q: Int[Tensor, " ends"],

@@ -1,0 +1,74 @@
+"""Features of images with one call of the projector, for models that call it, or a part of it, once per image.
+
+Ranks that shard weights must call it equally often, and have different numbers of images. These projectors join blocks
+of neighbouring patches. So the blocks of all images can stand in one column, which is one image:
+
+    [a b]  [e f]          [a]
+    [c d]  [g h]    ─►    [b]  …  [h]        each letter a block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def lfm2_features(model: Any, pixel_values: Tensor, spatial_shapes: Tensor, pixel_attention_mask: Tensor) -> Any:
+    """Return the output of LFM2-VL's `get_image_features`."""
+    hidden = model.vision_tower(
+        pixel_values=pixel_values, spatial_shapes=spatial_shapes, pixel_attention_mask=pixel_attention_mask
+    ).last_hidden_state
+    projector, sizes = model.multi_modal_projector, spatial_shapes.tolist()
+    block = (projector.factor, projector.factor)
+    images = [image[: height * width] for image, (height, width) in zip(hidden, sizes, strict=True)]
+    features = projector(column_of_blocks(images, sizes, block)[None])
+    return with_parts(hidden, features.flatten(0, 2), sizes, block)
+
+
+def minicpm_features(model: Any, pixel_values: Tensor, target_sizes: Tensor) -> Any:
+    """Return the output of MiniCPM-V's `get_image_features`."""
+    tower, merger, halves = model.vision_tower, model.merger, model.config.downsample_mode != "4x"
+    hidden = tower(pixel_values.to(tower.dtype), target_sizes=target_sizes, use_vit_merger=halves).last_hidden_state
+    sizes = (target_sizes // 2 if halves else target_sizes).tolist()
+    height, width = (side**merger.merger_times for side in merger.merge_kernel_size)
+    column = column_of_blocks(hidden[0].split([h * w for h, w in sizes]), sizes, (height, width))
+    (features,) = merger(column.flatten(0, 1)[None], target_sizes.new_tensor([[len(column), width]]))
+    return with_parts(hidden, features, sizes, (height, width))
+
+
+def paddleocr_features(model: Any, pixel_values: Tensor, image_grid_thw: Tensor) -> Any:
+    """Return the output of PaddleOCR-VL's `get_image_features`."""
+    patches = pixel_values.to(model.visual.dtype)[None]
+    hidden = model.visual(pixel_values=patches, grid_thw=image_grid_thw).last_hidden_state
+    block, sizes = model.projector.merge_kernel_size, [(t * h, w) for t, h, w in image_grid_thw.tolist()]
+    column = column_of_blocks(hidden.split([h * w for h, w in sizes]), sizes, block)
+    features = model.projector(column.flatten(0, 1), image_grid_thw.new_tensor([[1, *column.shape[:2]]]))
+    return with_parts(hidden, features, sizes, block)
+
+
+def column_of_blocks(
+    images: Sequence[Float[Tensor, "_ channels"]], sizes: Sequence[Sequence[int]], block: tuple[int, int]
+) -> Float[Tensor, "rows block_width channels"]:
+    """Put the blocks of all images below each other. `sizes` has the height and width of each image in patches."""
+    height, width = block
+    blocks = [
+        image.view(rows // height, height, columns // width, width, -1).transpose(1, 2).flatten(0, 2)
+        for image, (rows, columns) in zip(images, sizes, strict=True)
+    ]
+    return torch.cat(blocks)
+
+
+def with_parts(
+    hidden: Tensor, features: Float[Tensor, "blocks channels"], sizes: Sequence[Sequence[int]], block: tuple[int, int]
+) -> Any:
+    """Return the output of the tower and a tensor of features for each image."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    counts = [rows * columns // (block[0] * block[1]) for rows, columns in sizes]
+    output: Any = BaseModelOutputWithPooling()
+    output.last_hidden_state, output.pooler_output = hidden, list(features.split(counts))
+    return output
