@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_vlm.model.dropout import disable_dropout
+from rl_vlm.model.dropout import disable_dropout, fix_statistics
 
 
 class Config:
@@ -78,3 +78,19 @@ def test_the_dropout_of_adapters_is_0_in_their_configs_too():
     model.peft_config = {"default": Config(lora_dropout=0.05), "initial": Config(lora_dropout=0.1)}
     disable_dropout(model)
     assert [vars(config) for config in model.peft_config.values()] == [{"lora_dropout": 0.0}] * 2
+
+
+def test_batch_norms_keep_their_statistics_in_training():
+    norm: Any = nn.BatchNorm2d(1)
+    norm.running_mean.fill_(2.0)
+    norm.running_var.fill_(4.0 - norm.eps)
+    model = nn.Sequential(norm, nn.Conv2d(1, 1, 1))
+    fix_statistics(model)
+    model.train()
+    assert norm(torch.full((3, 1, 1, 1), 6.0)).flatten().tolist() == [2.0, 2.0, 2.0]
+    assert norm.running_mean.item() == 2.0
+    assert model[1].training
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert list(model.state_dict()) == [
+        "0.weight", "0.bias", "0.running_mean", "0.running_var", "0.num_batches_tracked", "1.weight", "1.bias",
+    ]  # fmt: skip

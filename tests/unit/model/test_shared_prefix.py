@@ -196,7 +196,7 @@ def test_short_rows_do_not_take_the_kernel_for_decoding(monkeypatch):
 
 def test_two_calls_with_expanded_heads_are_the_same(layout):
     query, key, value = torch.randn(4, 9, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
-    grouped, expanded = (layout.with_masks(CAUSAL, two_calls) for two_calls in (False, True))
+    grouped, expanded = (layout.with_masks(CAUSAL, setting) for setting in ("auto", "sdpa"))
     assert expanded.masks.expands_heads
     torch.testing.assert_close(*(shared_attention(query, key, value, each, 0.3) for each in (grouped, expanded)))
 
@@ -223,9 +223,9 @@ def test_two_calls_have_masks_for_sdpa_on_every_device(layout):
         mock.patch.object(RowLayout, "dense_masks", return_value=layout.dense_masks(CAUSAL)),
         mock.patch.object(RowLayout, "block_mask", return_value=None) as blocks,
     ):
-        on_cuda.with_masks(CAUSAL, two_calls=True)
+        on_cuda.with_masks(CAUSAL, "sdpa")
         assert not blocks.called
-        on_cuda.with_masks(CAUSAL)
+        on_cuda.with_masks(CAUSAL, "flex")
         assert blocks.called
 
 

@@ -67,6 +67,7 @@ def test_scores_in_bfloat16_are_bounded_in_float32():
     [
         ({"final_logit_softcapping": 2.0}, [2 * tanh(0.5), 2 * tanh(-4.0)]),
         ({"final_logit_softcapping": None}, [1.0, -8.0]),
+        ({"logits_scaling": 4.0}, [0.25, -2.0]),
         ({}, [1.0, -8.0]),
     ],
 )

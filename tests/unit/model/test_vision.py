@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from zlib import crc32
@@ -9,14 +10,18 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_vlm.errors import ModelError
-from rl_vlm.model.families import Family
+from rl_vlm.model.family import Family
 from rl_vlm.model.features import ImageFeatures, KeptFeatures
 from rl_vlm.model.vision import (
     LinearPatches,
     VisionEncoder,
+    joined_embeddings,
     joined_output,
+    num_items,
+    num_pixels,
     patch_cost,
     split_features,
+    tower_inputs,
     use_linear_patches,
 )
 from rl_vlm.types import Completion, Group, MicroBatch, Prompt, Sample, ScoredGroup, SubGroup
@@ -96,6 +101,25 @@ def test_each_language_layer_gets_the_deepstack_features_of_its_number(as_lists)
     joined = joined_output(torch.zeros(3, 1), [doubled, features[one]]).deepstack_features
     found = [torch.cat(list(layer)) if as_lists else layer for layer in joined]
     assert [layer.flatten().tolist() for layer in found] == [[22, 24, 10], [42, 44, 20], [62, 64, 30]]
+
+
+def test_a_model_can_name_the_layers_of_all_features():
+    one, two = make_prompt("one", [1]), make_prompt("two", [2])
+    layers = [torch.tensor([10.0, 11, 12])[:, None] + 10 * i for i in range(3)]  # the first row is that of `one`
+    output = SimpleNamespace(deepstack_features=[(5 + i, layer.split([1, 2])) for i, layer in enumerate(layers)])
+    features = split_features(output, [one, two], [1, 2])
+    assert [f.embeddings.flatten().tolist() for f in features] == [[10], [11, 12]]
+    joined = joined_output(joined_embeddings(features[::-1]), features[::-1]).deepstack_features
+    values = [(layer, torch.cat(list(some)).flatten().tolist()) for layer, some in joined]
+    assert values == [(5, [11, 12, 10]), (6, [21, 22, 20]), (7, [31, 32, 30])]
+
+
+def test_all_images_can_be_in_one_row_of_a_batch():
+    one, two = make_prompt("one", [1]), make_prompt("two", [2])
+    output = SimpleNamespace(pooler_output=torch.tensor([[[10.0], [11], [12]]]))
+    first, second = split_features(output, [one, two], [1, 2])
+    (alone,) = split_features(SimpleNamespace(pooler_output=torch.tensor([[[20.0], [21]]])), [two], [2])
+    assert joined_embeddings([second, alone, first]).flatten().tolist() == [11, 12, 20, 21, 10]
 
 
 def test_a_frozen_tower_sees_an_image_once_and_a_trained_one_every_time():
@@ -257,3 +281,94 @@ def test_patches_as_a_matrix_product_are_the_convolution():
     overlapping = nn.Conv3d(3, 8, kernel_size=4, stride=2)
     use_linear_patches(cast(Any, nn.Sequential(overlapping)))
     assert type(overlapping) is nn.Conv3d
+
+
+def with_inputs(num_images: int = 1, **inputs: list) -> Prompt:
+    sample = Sample("s", [], cast(Any, [None] * num_images), {}, "")
+    return Prompt(sample, torch.zeros(1).long(), {}, {name: torch.tensor(value) for name, value in inputs.items()})
+
+
+def joined(*prompts: Prompt) -> dict[str, list]:
+    return {name: value.tolist() for name, value in tower_inputs(prompts, torch.device("cpu")).items()}
+
+
+def test_each_temporal_patch_of_a_video_is_an_image_for_the_tower():
+    both = with_inputs(
+        pixel_values=[[1.0], [2]], image_grid_thw=[[1, 1, 2]],
+        pixel_values_videos=[[3.0], [4], [5], [6]], video_grid_thw=[[2, 1, 1], [1, 2, 1]],
+    )  # fmt: skip
+    image = with_inputs(pixel_values=[[7.0]], image_grid_thw=[[1, 1, 1]])
+    assert joined(both) == {
+        "pixel_values": [[1], [2], [3], [4], [5], [6]],
+        "image_grid_thw": [[1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 2, 1]],
+    }
+    assert joined(image, both) == {
+        "pixel_values": [[7], [1], [2], [3], [4], [5], [6]],
+        "image_grid_thw": [[1, 1, 1], [1, 1, 2], [1, 1, 1], [1, 1, 1], [1, 2, 1]],
+    }
+    assert joined(image) == {"pixel_values": [[7]], "image_grid_thw": [[1, 1, 1]]}
+    assert num_items(both) == (1, 3)
+
+
+def test_a_strip_of_frames_follows_that_of_images():
+    both = with_inputs(
+        pixel_values=[[[1.0]]], target_sizes=[[1, 1]],
+        pixel_values_videos=[[[2.0, 3, 4]]], target_sizes_videos=[[1, 1], [1, 2]],
+    )  # fmt: skip
+    assert joined(both) == {"pixel_values": [[[1, 2, 3, 4]]], "target_sizes": [[1, 1], [1, 1], [1, 2]]}
+    assert num_items(both) == (1, 2)
+
+
+def test_frames_with_fewer_patches_than_an_image_are_padded():
+    both = with_inputs(
+        pixel_values=[[[1.0], [2], [3]]], image_position_ids=[[[0, 0], [1, 0], [2, 0]]],
+        pixel_values_videos=[[[4.0]], [[5]]], video_position_ids=[[[0, 0]], [[0, 0]]],
+    )  # fmt: skip
+    assert joined(both) == {
+        "pixel_values": [[[1], [2], [3]], [[4], [0], [0]], [[5], [0], [0]]],
+        "image_position_ids": [[[0, 0], [1, 0], [2, 0]], *[[[0, 0], [-1, -1], [-1, -1]]] * 2],
+    }
+    assert num_items(both) == (1, 2)
+
+
+def rows_of(images: int = 0, frames: int = 0) -> Prompt:
+    """Images of 10 patches and frames of 4, of 3 values each (Gemma 4)."""
+    found = {}
+    if images:
+        found |= {"pixel_values": torch.zeros(images, 10, 3), "image_position_ids": torch.zeros(images, 10, 2)}
+    if frames:
+        found |= {"pixel_values_videos": torch.zeros(frames, 4, 3), "video_position_ids": torch.zeros(frames, 4, 2)}
+    return Prompt(Sample("s", [], [], {}, ""), torch.zeros(1, dtype=torch.int64), {}, found)
+
+
+def test_rows_of_unlike_lengths_are_in_runs_of_their_own_and_padding_counts():
+    config = cast(Any, SimpleNamespace(vision_config=SimpleNamespace()))
+    image, clip, both, other = rows_of(images=1), rows_of(frames=3), rows_of(1, 2), rows_of(frames=1)
+    for index, each in enumerate((image, clip, both, other)):
+        each.mm_inputs["number"] = torch.tensor(index)  # other pixels
+    assert [num_pixels(config, each) for each in (image, clip, both, other)] == [10, 12, 30, 4]
+    assert make_encoder().calls([image, clip, both, other]) == [[image, both], [clip, other]]
+
+
+def test_features_know_which_are_of_videos():
+    features = ImageFeatures(torch.arange(5.0)[:, None], (torch.arange(5.0)[:, None] + 10,), None, (True, True), (), 2)
+    images, videos = features.of_images, features.of_videos
+    assert images is not None and videos is not None
+    assert [t.flatten().tolist() for t in images.tensors()] == [[0, 1], [10, 11]]
+    assert [t.flatten().tolist() for t in videos.tensors()] == [[2, 3, 4], [12, 13, 14]]
+    placed = features.placed(torch.tensor([True, False, True, False, True]))
+    assert [t.flatten().tolist() for t in placed.tensors()] == [[2, 0, 3, 1, 4], [12, 10, 13, 11, 14]]
+    assert placed.of_images is placed and placed.of_videos is None
+    assert replace(features, num_image_tokens=0).of_images is None
+
+
+def test_features_are_counted_for_images_and_for_videos():
+    both = with_inputs(image_grid_thw=[[1, 1, 2]], video_grid_thw=[[2, 1, 1]])
+    items = [torch.zeros(2, 1), torch.zeros(1, 1), torch.zeros(1, 1)]
+    output = SimpleNamespace(pooler_output=items)
+    (found,) = split_features(output, [both], [4], [2])
+    assert found.num_image_tokens == 2
+    with pytest.raises(ModelError, match="sample s have 3 image placeholders, but the images became 2 features"):
+        split_features(output, [both], [4], [1])
+    with pytest.raises(ModelError, match="sample s have 3 video placeholders, but the videos became 2 features"):
+        split_features(output, [both], [5], [3])

@@ -14,6 +14,7 @@ from rl_vlm.model.families import FAMILIES
 from rl_vlm.model.windows import RowOrder, enable_batched_windows, row_order
 from rl_vlm.types import Prompt, concatenate_images
 from tests.helpers.builders import make_policy, make_prompt, noise_image
+from tests.helpers.tiers import short_test_of_families
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 WHOLE, BORDERS = (64, 64), (48, 40)
@@ -23,7 +24,9 @@ UNLIKE = (WHOLE, BORDERS, WHOLE)
 SPLIT_AND_BATCHED = {
     "qwen2_vl": (6, 4), "qwen2_5_vl": (15, 6), "qwen3_vl": (12, 8), "qwen3_vl_moe": (12, 8), "glm4v": (3, 2),
     "glm46v": (3, 2), "kimi_k25": (3, 2), "qwen3_5": (3, 2), "qwen3_5_moe": (3, 2), "minicpmv4_6": (250, 5),
-    "minicpmv4_7": (250, 5),
+    "minicpmv4_7": (250, 5), "glm4v_moe": (3, 2), "glm_ocr": (3, 2), "exaone4_5": (15, 6), "video_llama_3": (3, 2),
+    "paddleocr_vl": (3, 2), "hunyuan_vl": (3, 2), "qwen2_5_omni_thinker": (15, 6), "qwen3_omni_moe_thinker": (9, 6),
+    "ernie4_5_vl_moe": (3, 2), "qwen4_exp": (3, 2),
 }  # fmt: skip
 """Calls of SDPA for three images of two sizes in the tiny towers of 1, 2 or 4 layers: transformers' and ours."""
 
@@ -100,7 +103,7 @@ def compare(
     return split, (calls["sdpa"], calls["reads"])
 
 
-@pytest.mark.parametrize("family", [name for name in SPLIT_AND_BATCHED if name in TINY_FAMILIES])
+@pytest.mark.parametrize("family", short_test_of_families(SPLIT_AND_BATCHED.keys() & TINY_FAMILIES))
 def test_every_tower_of_this_kind_is_computed_in_batches(family: str, tmp_path: Path, calls: Counter[str]) -> None:
     (split, _), (batched, _) = compare(Tower(family, tmp_path), UNLIKE, calls)
     assert (split, batched) == SPLIT_AND_BATCHED[family]
