@@ -44,7 +44,7 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor's values by those of rank 0."""
+        """Replace a tensor's values by rank 0's values."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> None:

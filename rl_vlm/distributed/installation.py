@@ -29,7 +29,7 @@ VERSION = "package version"
 
 
 def check_installation(config: RunConfig) -> None:
-    """Raise ConfigError if the run would use other hardware than the machine has. Log other faults as warnings."""
+    """Raise ConfigError if the run would not use the machine's hardware. Log other faults as warnings."""
     for finding in faults(config):
         message = f"{finding.kind}: {finding.what}. {finding.remedy}"
         if finding.severity == "error" and finding.kind != VERSION:

@@ -125,7 +125,7 @@ class Ranks:
                 raise failure
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor's values by those of rank 0."""
+        """Replace a tensor's values by rank 0's values."""
         if self.world_size > 1:
             torch.distributed.broadcast(tensor, src=0)
 

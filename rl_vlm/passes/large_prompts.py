@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from rl_vlm.errors import DataError, shorten
 from rl_vlm.passes.budget import TokenBudget
-from rl_vlm.types import Prompt
+from rl_vlm.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +58,17 @@ class LargePrompts:
 
     def describe(self, prompt: Prompt) -> str:
         """Explain why a prompt exceeds the budget, and name settings that fit."""
-        sizes = ", ".join(f"{image.width}x{image.height}" for image in prompt.sample.images)
+        media = prompt.sample.media_text
         price, needed = self.budget.price(prompt), self.needed_tokens(prompt)
         if price == needed:
-            what = f"its images of {sizes} pixels count as {price} tokens in the vision tower"
+            what = f"its {media} count as {price} tokens in the vision tower"
         else:
-            images = f" with images of {sizes} pixels" if sizes else ""
-            what = f"its prompt{images} and one token of a completion have {needed} tokens"
-        pixels = self.fitting_pixels(prompt)
-        lower = f", or data.max_pixels to at most {pixels}" if pixels else ""
+            what = f"its prompt{f' with {media}' if media else ''} and one token of a completion have {needed} tokens"
+        fitting = {
+            "data.max_frames": self.fitting_frames(prompt),
+            self.pixel_setting(prompt): self.fitting_pixels(prompt),
+        }
+        lower = "".join(f", or {name} to at most {value}" for name, value in fitting.items() if value)
         return (
             f"Sample {prompt.sample.sample_id}: {what}, more than memory.micro_batch_tokens "
             f"{self.budget.planned.tokens}. A micro-batch cannot be smaller. Set memory.micro_batch_tokens to at "
@@ -74,12 +76,47 @@ class LargePrompts:
         )
 
     def fitting_pixels(self, prompt: Prompt) -> int | None:
-        """Return a `data.max_pixels` with which the prompt fits, or None if there is none."""
-        if self.min_pixels is None or not prompt.sample.images:
+        """Return pixels of each image, or of each frame, with which the prompt fits, or None if there are none."""
+        sample = prompt.sample
+        num_media = len(sample.images) or num_frames(sample)
+        if (self.min_pixels is None and sample.images) or not num_media:
             return None
+        if sample.own_images and sample.all_videos:
+            return None  # they have a limit each
+        pixels = self.budget.vision.pixels(prompt)
+        if sample.videos:
+            pixels = sum(video.frames[..., 0].size for video in sample.videos)
+        pixels = int(pixels / num_media * self.fitting_share(prompt))
+        return pixels if pixels >= (self.min_pixels if sample.images and self.min_pixels else 1) else None
+
+    def fitting_frames(self, prompt: Prompt) -> int | None:
+        """Return a limit on the frames of each video with which the prompt fits, or None if there is none.
+
+        The text of a video's frames is taken to stay.
+        """
+        sample = prompt.sample
+        if sample.own_images or not sample.all_videos:
+            return None
+        lengths = [len(video.frames) for video in sample.all_videos]
+        kept = int(num_frames(sample) * self.fitting_share(prompt))
+        vision_config = self.budget.vision.model.config.vision_config
+        joined = getattr(vision_config, "temporal_patch_size", 1) if sample.videos else 1
+        limits = range(joined, max(lengths) + 1, joined)
+        return max((limit for limit in limits if sum(min(each, limit) for each in lengths) <= kept), default=None)
+
+    def fitting_share(self, prompt: Prompt) -> float:
+        """Return the largest share of the prompt's pixels that fits."""
         vision, tokens, price = self.budget.vision, self.budget.planned.tokens, self.budget.price(prompt)
         (placeholders,) = vision.placeholders([prompt])
         left_by_text = tokens - 1 - (len(prompt.token_ids) - placeholders)
-        shares = [1.0, left_by_text / placeholders, tokens / price if price else 1.0]
-        pixels = int(vision.pixels(prompt) / len(prompt.sample.images) * min(shares))
-        return pixels if pixels >= self.min_pixels else None
+        return max(0.0, min(1.0, left_by_text / placeholders, tokens / price if price else 1.0))
+
+    @staticmethod
+    def pixel_setting(prompt: Prompt) -> str:
+        """Return the setting that bounds the pixels of the prompt's images, or of its frames."""
+        return "data.video_max_pixels" if prompt.sample.all_videos else "data.max_pixels"
+
+
+def num_frames(sample: Sample) -> int:
+    """Return the number of frames of all videos."""
+    return sum(len(video.frames) for video in sample.all_videos)

@@ -1,13 +1,17 @@
 """Packing of an optimizer step's groups into micro-batches under a token budget.
 
 Groups are packed whole if they fit. A larger group is split into sub-groups. Each computes the prefix again, but not
-the images. A single completion is never split. Packing changes neither the loss nor the gradient.
+the images. A completion that does not fit alone is split between its contexts, in the same way. A single context is
+never split. Packing changes neither the loss nor the gradient.
+
+    budget of 3 contexts    a completion of 2 contexts, and one of 4
+    micro-batches           [0: 1 2]  [1: 1 2 3]  [1: 4]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rl_vlm.types import Completion, MicroBatch, Prompt, Rendered, ScoredGroup, Sharing, SubGroup
 
@@ -33,7 +37,7 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Split groups into micro-batches of at most `budget` tokens, which together hold every valid completion once.
 
-    The budget counts the language model's tokens, with padding, plus the `vision_tokens` of images. A completion that
+    The budget counts the language model's tokens, with padding, plus the `vision_tokens` of images. A context that
     exceeds it gets its own micro-batch. Prompts that leave no room for a completion are refused before
     (`passes/large_prompts.py`). If `mixes_prompts` is False, every micro-batch holds one prompt.
     """
@@ -58,7 +62,7 @@ def why_dense(group: ScoredGroup, sharing: Sharing) -> str | None:
     """Return why a group is computed as one padded row per completion, or None if its prefix is shared."""
     if sharing == "auto":
         return None if sharing_ratio(group) >= SHARING_PAYS else "little_to_share"
-    return None if sharing == "shared" else "not_shared"
+    return {"shared": None, "dense": "not_shared", "unproven": "not_proven"}[sharing]
 
 
 @dataclass(frozen=True)
@@ -74,21 +78,17 @@ class Size:
     vision_tokens: int = 0
 
     @staticmethod
-    def of(
-        group: ScoredGroup, members: Sequence[int], vision_tokens: VisionTokens = no_vision, vision_apart: bool = False
-    ) -> Size:
-        """Return the cost of completions with their prompts, whose images cost nothing if `vision_apart`."""
-        sizes = [Size.of_prompt(group, some, vision_tokens, vision_apart) for some in group.group.by_prompt(members)]
-        return sum(sizes, Size())
+    def of(group: ScoredGroup, members: Sequence[int], vision_tokens: VisionTokens = no_vision) -> Size:
+        """Return the cost of completions with their prompts."""
+        pieces = [SubGroup(group, some) for some in group.group.by_prompt(members)]
+        return sum((Size.of_subgroup(piece, vision_tokens) for piece in pieces), Size())
 
     @staticmethod
-    def of_prompt(
-        group: ScoredGroup, members: Sequence[int], vision_tokens: VisionTokens, vision_apart: bool = False
-    ) -> Size:
-        """Return the cost of completions of one prompt."""
-        prompt = group.group.prompt_of(members[0])
-        added = Size.added([group.group.completions[i] for i in members], len(prompt.token_ids), vision_tokens)
-        return added + Size.alone(prompt, vision_tokens, vision_apart)
+    def of_subgroup(subgroup: SubGroup, vision_tokens: VisionTokens) -> Size:
+        """Return the cost of a sub-group. Images on which the tower runs apart cost nothing."""
+        prompt, apart = subgroup.prompt, {each.digest for each in subgroup.apart}
+        added = Size.added(subgroup.completions, len(prompt.token_ids), vision_tokens, apart)
+        return added + Size.alone(prompt, vision_tokens, subgroup.vision_apart)
 
     @staticmethod
     def alone(prompt: Prompt, vision_tokens: VisionTokens, vision_apart: bool) -> Size:
@@ -96,11 +96,16 @@ class Size:
         return Size(len(prompt.token_ids), vision_tokens=0 if vision_apart else vision_tokens(prompt))
 
     @staticmethod
-    def added(completions: Sequence[Completion], prefix: int, vision_tokens: VisionTokens) -> Size:
-        """Return the cost of completions without their prompt, which has `prefix` tokens."""
+    def added(
+        completions: Sequence[Completion], prefix: int, vision_tokens: VisionTokens, apart: Container[bytes] = ()
+    ) -> Size:
+        """Return the cost of completions without their prompt, which has `prefix` tokens.
+
+        Images with a digest in `apart` cost nothing.
+        """
         lengths = [length for completion in completions for length in completion.path_lengths]
         unlike = [{each.digest: each for each in completion.observations} for completion in completions]
-        images = sum(vision_tokens(each) for some in unlike for each in some.values())
+        images = sum(vision_tokens(each) for some in unlike for digest, each in some.items() if digest not in apart)
         return Size(sum(lengths), len(lengths), prefix + max(lengths, default=0), images)
 
     def __add__(self, other: Size) -> Size:
@@ -118,7 +123,7 @@ class Size:
 
 def batch_tokens(batch: MicroBatch, vision_tokens: VisionTokens) -> int:
     """Return the tokens of a micro-batch, as the budget counts them."""
-    sizes = [Size.of(s.scored, s.members, vision_tokens, s.vision_apart) for s in batch.subgroups]
+    sizes = [Size.of_subgroup(subgroup, vision_tokens) for subgroup in batch.subgroups]
     return sum(sizes, Size()).tokens(batch.shared)
 
 
@@ -148,7 +153,7 @@ class Packer:
         size = Size()
         by_length = sorted(groups, key=lambda group: Size.of(group, valid_members(group)).longest_row, reverse=True)
         for piece in (piece for group in by_length for piece in self.split(group)):
-            piece_size = self.size(piece.scored, piece.members, piece.vision_apart)
+            piece_size = Size.of_subgroup(piece, self.vision_tokens)
             if current and not (self.mixes_prompts and self.fits(size + piece_size)):
                 yield current
                 current, size = [], Size()
@@ -165,26 +170,41 @@ class Packer:
     def split_members(self, group: ScoredGroup, members: Sequence[int]) -> list[SubGroup]:
         """Split completions of one prompt into sub-groups that each fit the budget.
 
-        If they are cut, the sub-groups do not pay for the images: the vision tower runs apart from them.
+        If they are cut, the sub-groups do not pay for the images of the prompt: the vision tower runs apart from them.
         """
-        if self.fits(self.size(group, members)):
+        if self.fits(Size.of(group, members, self.vision_tokens)):
             return [SubGroup(group, list(members))]
         prompt, completions = group.group.prompt_of(members[0]), group.group.completions
         apart = self.vision_tokens(prompt) > 0
         prefix, prompt_alone = len(prompt.token_ids), Size.alone(prompt, self.vision_tokens, apart)
-        pieces: list[list[int]] = [[]]
+        pieces: list[SubGroup] = []
         size = prompt_alone
         for member in members:
             row = Size.added([completions[member]], prefix, self.vision_tokens)
-            if pieces[-1] and not self.fits(size + row):
-                pieces.append([])
-                size = prompt_alone
-            pieces[-1].append(member)
-            size = size + row
-        return [SubGroup(group, piece, apart) for piece in pieces]
+            if pieces and self.fits(size + row):
+                pieces[-1] = replace(pieces[-1], members=[*pieces[-1].members, member])
+                size = size + row
+                continue
+            parts = [SubGroup(group, [member], apart)]
+            if not self.fits(prompt_alone + row):
+                parts = self.split_contexts(group, member, apart)
+            pieces += parts
+            size = Size.of_subgroup(parts[-1], self.vision_tokens)
+        return pieces
 
-    def size(self, group: ScoredGroup, members: Sequence[int], vision_apart: bool = False) -> Size:
-        return Size.of(group, members, self.vision_tokens, vision_apart)
+    def split_contexts(self, group: ScoredGroup, member: int, vision_apart: bool) -> list[SubGroup]:
+        """Split a completion into sub-groups of consecutive contexts that each fit the budget."""
+        num_contexts = len(group.group.completions[member].contexts)
+        if num_contexts < 2:
+            return [SubGroup(group, [member], vision_apart)]
+        pieces: list[SubGroup] = []
+        start = 0
+        for end in range(2, num_contexts + 1):
+            longer = SubGroup(group, [member], vision_apart, {member: range(start, end)})
+            if not self.fits(Size.of_subgroup(longer, self.vision_tokens)):
+                pieces.append(SubGroup(group, [member], vision_apart, {member: range(start, end - 1)}))
+                start = end - 1
+        return [*pieces, SubGroup(group, [member], vision_apart, {member: range(start, num_contexts)})]
 
     def fits(self, size: Size) -> bool:
         return size.tokens(self.shared) <= self.budget

@@ -7,37 +7,35 @@ groups ─ micro-batches ─ schedule ─► outputs without gradients
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from rl_vlm.algorithm.cut_completions import CutOutputs
 from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.algorithm.objective import Objective
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.collectives import Collectives
 from rl_vlm.distributed.optimizer import Optimizer
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.model.flex_kernels import head_dims_of, naming_compiler_errors
 from rl_vlm.model.loading import usable_sharing
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference
-from rl_vlm.model.vision import VisionEncoder
-from rl_vlm.passes.micro_batches import make_micro_batches
 from rl_vlm.passes.recovery import Recovery
+from rl_vlm.passes.rounds import Rounds
 from rl_vlm.passes.schedule import Round, make_schedule
 from rl_vlm.stages import LogprobStage, Stage
-from rl_vlm.types import MicroBatch, PolicyOutput, ScoredGroup, Sharing, synchronize, to_host
+from rl_vlm.types import MicroBatch, PolicyOutput, ScoredGroup, synchronize, to_host
 
 T = TypeVar("T")
 
 Where = Callable[[ScoredGroup], bool]
 
 
-class Passes:
+class Passes(Rounds):
     """Passes of one rank. All ranks call each method together."""
 
     def __init__(
@@ -49,13 +47,10 @@ class Passes:
         optimizer: Optimizer,
         recovery: Recovery,
     ) -> None:
-        self.ranks = ranks
-        self.policy = policy
-        self.optimizer = optimizer
-        self.recovery = recovery
-        self.sharing: Sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
         frozen = reference.frozen if reference is not None else None
-        self.models = [policy] if frozen is None else [policy, frozen]
+        sharing = usable_sharing(policy.transformer, config.memory.prefix_sharing)
+        super().__init__(config, ranks, policy, recovery, sharing, others=[] if frozen is None else [frozen])
+        self.optimizer = optimizer
 
     @torch.no_grad()
     def outputs(
@@ -65,19 +60,24 @@ class Passes:
         together = self.optimizer.strategy.equal_calls  # ranks gather the weights in each forward
 
         def attempt() -> list[tuple[MicroBatch, PolicyOutput]]:
-            outputs = []
-            for work in self.schedule(list(filter(where, groups)), groups[0], model.vision, together):
-                with self.running(work):
-                    output = PolicyOutput(*map(to_host, model(work.forward)))
-                outputs.append((work.forward.batch, output))
-            synchronize(self.ranks.device)
-            return [(batch, output) for batch, output in outputs if not batch.is_dummy]
+            rounds = self.schedule(list(filter(where, groups)), groups[0], model.vision, together)
+            return self.outputs_of(rounds, model)
 
         self.policy.eval()
         try:
             return self.repeated(stage, attempt, together)
         finally:
             self.policy.train()
+
+    def outputs_of(self, rounds: Sequence[Round], model: Policy | Reference) -> list[tuple[MicroBatch, PolicyOutput]]:
+        """Run the forwards of rounds, and return their outputs in host memory."""
+        outputs = []
+        for work in rounds:
+            with self.running(work):
+                output = PolicyOutput(*map(to_host, model(work.forward)))
+            outputs.append((work.forward.batch, output))
+        synchronize(self.ranks.device)
+        return [(batch, output) for batch, output in outputs if not batch.is_dummy]
 
     def add_logprobs(
         self, stage: LogprobStage, model: Policy | Reference, groups: Sequence[ScoredGroup], where: Where
@@ -104,11 +104,12 @@ class Passes:
         """Run the training passes once. Return the loss, the log-probs to keep, and metrics."""
         strategy, metrics, start = self.optimizer.strategy, StepMetrics(), time.perf_counter()
         step_loss, outputs, sums = torch.zeros((), device=self.ranks.device), [], []
+        cut = self.cut_outputs(objective)
         for work in self.training_schedule(objective):
             batch = work.forward.batch
             with self.running(work), strategy.accumulating(last=work.is_last):
                 output = self.optimizer.policy(work.forward)
-                loss, found = objective.loss(batch, output)
+                loss, found = objective.loss(batch, output, cut)
                 strategy.backward(loss)
                 for tower_backward in work.tower_backwards:
                     strategy.backward(self.optimizer.policy(tower_backward), is_share=False)
@@ -123,14 +124,23 @@ class Passes:
             metrics.add_values(seconds, max="balance/seconds_max", mean="balance/seconds_mean")
         return step_loss, outputs, metrics
 
-    @contextmanager
-    def running(self, work: Round) -> Iterator[None]:
-        """Run the forward and backward of one round in this context.
+    @torch.no_grad()
+    def cut_outputs(self, objective: Objective) -> CutOutputs:
+        """Compute the outputs for completions that the training passes cut, if their losses need all tokens.
 
-        Raises AttemptFailed if it runs out of memory, and ModelError if a kernel cannot be compiled.
+        If ranks communicate within the passes, all make equally many forwards.
         """
-        with naming_compiler_errors(partial(head_dims_of, self.policy.transformer)), self.recovery.running(work):
-            yield
+        batches = list(filter(objective.needs_all_tokens, self.micro_batches(objective.contributing)))
+        together = self.optimizer.strategy.is_sharded and objective.config.rollout.max_contexts > 1
+        if not batches and not together:
+            return CutOutputs()
+        ranks = self.ranks if together else None
+        self.policy.eval()
+        try:
+            schedule = make_schedule(batches, self.policy.vision, objective.groups[0], ranks)
+            return CutOutputs(self.outputs_of(schedule, self.policy))
+        finally:
+            self.policy.train()
 
     def training_schedule(self, objective: Objective) -> list[Round]:
         """Return the rounds of the training passes."""
@@ -138,26 +148,6 @@ class Passes:
         return self.schedule(
             objective.contributing, spare, self.policy.vision, strategy.is_sharded, strategy.needs_all_gradients
         )
-
-    def schedule(
-        self,
-        groups: Sequence[ScoredGroup],
-        spare: ScoredGroup,
-        vision: VisionEncoder,
-        together: bool,
-        needs_all_gradients: bool = False,
-        sharing: Sharing | None = None,
-        budget: int | None = None,
-    ) -> list[Round]:
-        """Cut groups into micro-batches under the token budget, and return the rounds in which they run.
-
-        If `together`, ranks communicate within the passes, and all get equally many rounds. `sharing` and `budget`, in
-        tokens, are the run's by default.
-        """
-        tokens, price = self.recovery.budget.tokens if budget is None else budget, self.recovery.budget.price
-        mixes_prompts = not self.policy.family.cross_attends
-        batches = make_micro_batches(groups, tokens, sharing or self.sharing, price, mixes_prompts)
-        return make_schedule(batches, vision, spare, self.ranks if together else None, needs_all_gradients)
 
     def repeated(self, stage: Stage, attempt: Callable[[], T], together: bool) -> T:
         """Run passes and return their result. Repeat them under a smaller budget if they run out of memory."""

@@ -37,8 +37,9 @@ ALLOCATOR_ERRORS = (
 )
 """Texts of errors that have no specific class."""
 FOR_ONE_COMPLETION = (
-    "Set memory.gradient_checkpointing or model.use_peft to true, set data.max_pixels or rollout.max_completion_length "
-    "lower, or share the model between devices: launch/accelerate/zero3.yaml."
+    "Set memory.gradient_checkpointing or model.use_peft to true, set data.max_pixels, data.video_max_pixels, "
+    "data.max_frames or rollout.max_completion_length lower, or share the model between devices: "
+    "launch/accelerate/zero3.yaml."
 )
 FOR_THE_UPDATE = (
     "Set model.use_peft to true, or share the optimizer state between devices: launch/accelerate/zero2.yaml or "
@@ -58,6 +59,8 @@ class Failure:
     error: str
     rank: int | None = None
     """None if a rank recovers alone."""
+    can_split: bool = True
+    """Whether there is more than one context of a completion."""
 
     @classmethod
     def of(
@@ -67,12 +70,12 @@ class Failure:
         num_completions: int,
         tokens: int,
         rank: int | None = None,
+        can_split: bool = True,
     ) -> Failure:
         """Describe the batch of these prompts, which ran out of memory."""
-        images = [f"{image.width}x{image.height}" for image in prompts[0].sample.images]
-        with_images = f" with images of {', '.join(images)} pixels" if images else ""
-        first = f"sample {prompts[0].sample.sample_id}{with_images}"
-        return cls(len(prompts), num_completions, tokens, first, first_line(error), rank)
+        media = prompts[0].sample.media_text
+        first = f"sample {prompts[0].sample.sample_id}{f' with {media}' if media else ''}"
+        return cls(len(prompts), num_completions, tokens, first, first_line(error), rank, can_split)
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f", on rank {self.rank}"
@@ -149,8 +152,10 @@ class Recovery:
 
     def failure(self, batch: MicroBatch, error: RuntimeError) -> Failure:
         """Describe a failed micro-batch."""
-        prompts = [subgroup.prompt for subgroup in batch.subgroups]
-        return Failure.of(error, prompts, len(batch.completions), self.budget.tokens_of(batch), self.ranks.rank)
+        prompts, completions = [subgroup.prompt for subgroup in batch.subgroups], batch.completions
+        can_split = sum(len(completion.path_lengths) for completion in completions) > 1
+        tokens = self.budget.tokens_of(batch)
+        return Failure.of(error, prompts, len(completions), tokens, self.ranks.rank, can_split)
 
     def repeat(self, stage: Stage, attempt: Callable[[], T], undo: Callable[[], None], together: bool) -> T:
         """Run passes and return their result. Repeat them under smaller budgets while any rank runs out of memory.
@@ -200,7 +205,7 @@ class Recovery:
 
     def half_of(self, failure: Failure) -> int:
         """Return half of the failed micro-batch's tokens. Raises OutOfMemory if it cannot be split."""
-        if failure.num_completions == 1:
+        if not failure.can_split:
             raise OutOfMemory(
                 f"a single completion of {failure.first} does not fit in memory: {failure}. {FOR_ONE_COMPLETION}"
             )

@@ -1,8 +1,8 @@
 """The schedule of a pass: each rank's rounds in order. Ranks that run together have equally many.
 
 A round is a forward and its backward, and then the vision tower's own backwards. A trained tower runs apart from the
-forwards of groups that are cut (`model/features.py`). Its backward for a prompt follows the last forward that uses the
-prompt. Two ranks, the second with one micro-batch less:
+forwards of groups and completions that are cut (`model/features.py`). Its backward for a prompt, or for an observation,
+follows the last forward that uses it. Two ranks, the second with one micro-batch less:
 
     rank 0   Forward(a, before=1)   Forward(a, within=0) TowerBackward(A)      │ exchange of gradients
     rank 1   Forward(b, before=1)   Forward(dummy)       TowerBackward(idle)   │ in the last round
@@ -72,21 +72,21 @@ def make_schedule(
 def own_rounds(batches: Sequence[MicroBatch], vision: VisionEncoder) -> list[Round]:
     """Return the rounds of this rank's micro-batches. No features are kept before the first one.
 
-    The tower runs on a prompt before the first forward that uses its kept features, and again after the last one.
-    Prompts and observations of equal images count as one.
+    The tower runs on a prompt or an observation before the first forward that uses its kept features, and again after
+    the last one. Those of equal images count as one.
     """
     apart = [vision.apart(batch) for batch in batches]
-    last = {prompt.digest: i for i, prompts in enumerate(apart) for prompt in prompts}
+    last = {each.digest: i for i, some in enumerate(apart) for each in some}
     rounds: list[Round] = []
     kept: set[bytes] = set()
     cached: set[bytes] = set()
     for i, batch in enumerate(batches):
-        before = sum(prompt.digest not in kept for prompt in apart[i])
-        kept.update(prompt.digest for prompt in apart[i])
-        done = [prompt for prompt in apart[i] if last[prompt.digest] == i]
+        before = sum(each.digest not in kept for each in apart[i])
+        kept.update(each.digest for each in apart[i])
+        done = [each for each in apart[i] if last[each.digest] == i]
         forward = Forward(batch, before, within=len(vision.calls(batch.rendered, kept | cached)))
         rounds.append(Round(forward, tuple(map(TowerBackward, done))))
-        kept.difference_update(prompt.digest for prompt in done)
+        kept.difference_update(each.digest for each in done)
         if vision.is_frozen:
             cached.update(each.digest for each in batch.rendered if each.mm_inputs)
     return rounds
@@ -120,8 +120,11 @@ def at(rounds: Sequence[T], i: int) -> T:
 
 
 def dummy(spare: ScoredGroup) -> MicroBatch:
-    """Build a micro-batch of one completion whose loss is multiplied by 0.
+    """Build a micro-batch of one completion, in its first context, whose loss is multiplied by 0.
 
     Its tokens are valid, since they come from `spare`, any group of this rank. So 0 x loss is 0.
     """
+    first = spare.group.completions[0]
+    if len(first.contexts) > 1:
+        spare = replace(spare, group=replace(spare.group, completions=[first.part(range(1))]))
     return MicroBatch([SubGroup(spare, [0])], shared=False, is_dummy=True)

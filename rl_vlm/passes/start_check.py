@@ -1,203 +1,373 @@
-"""A check before the first step: shared rows and dense rows give the same results, with this device and these rows.
+"""A proof before the first step that the rows of a run are right, with its own device, weights and rows.
 
-a few of the first completions ─► dense rows, together ──────────────────► expected
-                               ├► dense rows, one at a time, or rounded ─► their own rounding ─► bounds
-                               └► shared rows ───────────────────────────► within the bounds, or the run ends
+A few of the first completions, shortened, are computed in several ways:
+
+    dense rows, together ─► expected
+    dense rows, one at a time, or with rounded embeddings ─► their own rounding, and so the bounds
+    0  the same rows once more          equal: nothing is random, such as dropout
+    1  the model's own forward          equal: positions, masks and images are the model's
+    2  shared rows                      equal, log-probs and a gradient: each prompt is computed once
+    3  with other images                unlike: pixels arrive
+       with the prompt of another row   unlike: prompts arrive
+       beside other completions         equal: nothing leaks
+    4  the engine's log-probs           equal, if the engine samples from the trained weights themselves
+    5  trained weights                  have a gradient
+
+If shared rows are not proven, the run goes on with a slower way that is: two SDPA calls in place of FlexAttention, or
+dense rows. If another check fails, the run ends. An evaluation trains nothing, and leaves out 2 and 5.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from rl_vlm.algorithm.logprobs import store_logprobs
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.distributed.collectives import Collectives
-from rl_vlm.errors import ModelError, OutOfMemory
-from rl_vlm.model.probe import probed_embeddings
-from rl_vlm.passes.passes import Passes
+from rl_vlm.distributed.shards import whole_shape
+from rl_vlm.distributed.strategy import Strategy
+from rl_vlm.errors import ModelError, OutOfMemory, shorten
+from rl_vlm.model.in_memory import free_host_memory
+from rl_vlm.passes.checked_groups import (
+    ALL,
+    CheckedSize,
+    chosen,
+    first_turns,
+    last_of_each,
+    of_other_lengths,
+    shortened,
+    with_exchanged_prompts,
+    with_other_images,
+    with_other_siblings,
+)
+from rl_vlm.passes.probing import CheckedRows, Probing, Way
+from rl_vlm.passes.proof import (
+    AGAIN,
+    GRADIENTS,
+    OTHER_IMAGES,
+    OTHER_PROMPTS,
+    OWN_FORWARD,
+    ROLLOUTS,
+    ROWS,
+    SHARED,
+    SIBLINGS,
+    SMALLEST_BOUND,
+    Comparison,
+    Expected,
+    Proof,
+    ProofCheck,
+    device_name,
+    logprob_difference,
+    refuse,
+)
 from rl_vlm.passes.recovery import free_memory, tried
-from rl_vlm.stages import Stage
-from rl_vlm.types import MicroBatch, ScoredGroup, Sharing, length_mask, pad_rows, to_device
+from rl_vlm.passes.rounds import Rounds
+from rl_vlm.types import ScoredGroup
 
 logger = logging.getLogger(__name__)
-
-NUM_GROUPS = 2
-"""Groups that a rank checks. Two prompts in a row show whether one sees the other."""
-NUM_COMPLETIONS = 3
-MAX_TOKENS = 128
-"""Tokens of a checked completion, at most. It then ends in another block of FlexAttention than it begins."""
-MARGIN = 10.0
-"""Bounds are this many times the differences between dense rows."""
-SMALLEST_BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Smallest relative bound, by precision."""
+NOT_TAKEN = "the model's own forward takes no such videos"
+"""Why a check that compares with the model's own forward is left out."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The difference between two ways to compute the same value."""
+class Checked(NamedTuple):
+    """The rows of a proof, and the differences of dense rows that its bounds come from."""
 
-    name: str
-    difference: float
-    bound: float
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the difference is within the bound. A difference that is not a number never is."""
-        return self.difference <= self.bound
-
-    def __str__(self) -> str:
-        return f"{self.name} by {self.difference:.1e} (bound {self.bound:.1e})"
-
-
-class Probe(NamedTuple):
-    """Log-probs of all tokens of some groups, and the gradient of a sum of them, in host memory and float32."""
-
-    logprobs: Tensor
-    gradient: Tensor
-    """With respect to a vector that is added to all embeddings. The rows' layout does not matter to it."""
+    rows: CheckedRows
+    turns: CheckedRows
+    """First turns, which the model's own forward computes. They are `rows` if no completion has others."""
+    sampled: list[ScoredGroup]
+    """The groups of `rows` that an engine has sampled. Made-up ones follow."""
+    expected: Expected
 
 
 class StartCheck:
-    """Compares shared rows with dense rows once, before the first step of a process."""
+    """Proves the rows of a run once, before the first step of a process."""
 
-    def __init__(self, config: RunConfig, ranks: Collectives, passes: Passes) -> None:
-        self.ranks = ranks
-        self.passes = passes
-        self.is_due = config.model.verify == "auto" and passes.sharing != "dense"
+    def __init__(self, config: RunConfig, rounds: Rounds, strategy: Strategy | None = None) -> None:
+        """`strategy` is the one that trains the policy; None if nothing is trained."""
+        self.config = config
+        self.rounds = rounds
+        self.ranks = rounds.ranks
+        self.strategy = strategy
+        self.gathers = strategy is not None and strategy.equal_calls
+        """Whether ranks gather weights together, and so must make equal calls."""
+        self.size = ALL if config.model.verify == "full" else CheckedSize()
+        self.is_due = config.model.verify != "off"
+        self.proof = Proof()
 
-    def run(self, groups: Sequence[ScoredGroup]) -> list[Comparison]:
-        """Compare rows of a few of the groups, and return the comparisons. All ranks must call it.
+    @property
+    def way(self) -> Way:
+        """Return how the run computes rows. They are shared if they can be."""
+        return "shared" if self.strategy is not None and self.rounds.sharing in ("auto", "shared") else "dense"
 
-        Raises ModelError on every rank if a comparison does not hold on any. If memory runs out, the check is skipped
-        on every rank. If ranks gather weights together, they cannot skip it, and OutOfMemory is raised.
+    def run(self, groups: Sequence[ScoredGroup], policy_version: int | None = None) -> Proof:
+        """Check rows of a few of the groups, and return the checks. All ranks must call it.
+
+        `policy_version` is the policy's. Falls back to a slower way if shared rows are not proven. Raises
+        ModelError on every rank if another check does not hold on any. If memory runs out, a check is skipped on every
+        rank. If ranks gather weights together, they cannot skip it, and OutOfMemory is raised.
         """
-        self.is_due, start = False, time.perf_counter()
-        found, failure = tried(partial(self.comparisons, groups[:NUM_GROUPS]))
-        if failure is not None and self.passes.optimizer.strategy.equal_calls:
+        self.is_due, start, self.proof = False, time.perf_counter(), Proof(fallback=self.rounds.fallback)
+        if (checked := self.computed(chosen(groups, self.size))) is not None:
+            self.prove(checked, policy_version)
+            logger.info("%s were checked in %.1f s", ROWS, time.perf_counter() - start)
+        self.refuse_unproven()
+        return self.proof
+
+    def computed(self, groups: Sequence[ScoredGroup]) -> Checked | None:
+        """Compute the rows to check. Note why, and return None on every rank, if a rank cannot compare its own."""
+        if not all(self.ranks.gather([bool(groups)])):
+            self.note(ProofCheck(ROWS, untried="a rank has no sampled token"))
+            return None
+        probing = Probing(self.rounds, self.gathers)
+        checked: Checked | None = self.attempt(ROWS, lambda: self.checked(probing, groups), together=self.gathers)
+        if checked is not None and not all(self.ranks.gather([checked.expected.is_finite])):
+            self.note(ProofCheck(ROWS, untried="a log-prob or a gradient is not finite"))
+            return None
+        return checked
+
+    def refuse_unproven(self) -> None:
+        """Raise ModelError if only the checks can say whether rows are right, and they could not be made."""
+        family, checks = self.rounds.policy.family, self.proof.checks
+        if not family.is_derived or any(check.of == OWN_FORWARD and check.untried is None for check in checks):
+            return
+        raise ModelError(
+            f"model_type {family.model_type!r} has no row in the table of families, and it is not proven here: "
+            f"{next((str(check) for check in checks if check.untried), 'no check was made')}"
+        )
+
+    def prove(self, checked: Checked, policy_version: int | None) -> None:
+        """Make all checks. If ranks gather weights together, make most of them on whole weights."""
+        if not self.gathers:
+            self.prove_forwards(checked)
+            self.prove_shared_rows(checked)
+            self.prove_contents(checked, policy_version)
+            return
+        self.prove_shared_rows(checked)
+        if (problem := self.why_not_whole()) is not None:
+            self.note(ProofCheck(OWN_FORWARD, untried=problem))
+            return
+        with self.whole_weights() as probing:
+            rows = CheckedRows(probing, checked.rows.groups)
+            turns = rows if checked.turns is checked.rows else CheckedRows(probing, checked.turns.groups)
+            checked = checked._replace(rows=rows, turns=turns)
+            self.prove_forwards(checked)
+            self.prove_contents(checked, policy_version)
+
+    def prove_forwards(self, checked: Checked) -> None:
+        """Compare dense rows with themselves, and with the model's own forward."""
+        self.add(AGAIN, lambda: self.again(checked))
+        self.add(OWN_FORWARD, lambda: self.own_forward(checked))
+
+    def prove_contents(self, checked: Checked, policy_version: int | None) -> None:
+        """Check that log-probs depend on images and prompts, and on nothing else; the engine's; and gradients."""
+        self.add(SIBLINGS, lambda: self.siblings(checked))
+        self.add(OTHER_IMAGES, lambda: self.other_images(checked))
+        self.add(OTHER_PROMPTS, lambda: self.other_prompts(checked))
+        self.add(ROLLOUTS, lambda: self.rollouts(checked, policy_version))
+        if self.strategy is not None:
+            self.add(GRADIENTS, lambda: self.gradients(checked))
+
+    def why_not_whole(self) -> str | None:
+        """Return why ranks cannot gather all weights at once, or None if they can."""
+        if not self.config.rollout.ds3_gather_for_generation:
+            return "rollout.ds3_gather_for_generation is false, and it needs whole weights on each device"
+        needed = 4 * sum(whole_shape(parameter).numel() for parameter in self.rounds.policy.parameters())
+        device, num = self.ranks.device, self.ranks.world_size
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory() // num
+        if all(self.ranks.gather([needed < free])):
+            return None
+        return "it needs whole weights, which do not fit beside the shards of each device"
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[Probing]:
+        """Gather all weights, so that ranks run forwards independently of each other."""
+        assert self.strategy is not None
+        self.gathers = False
+        try:
+            with self.strategy.gathered():
+                yield Probing(self.rounds, together=False)
+        finally:
+            self.gathers = True
+
+    def note(self, check: ProofCheck) -> None:
+        """Record and log a check."""
+        self.proof.checks.append(check)
+        logger.info("%s", check)
+
+    def attempt(self, of: str, compute: Callable[[], Any], together: bool) -> Any:
+        """Compute something on every rank. Return None on every rank if memory runs out on any.
+
+        If ranks compute it `together`, raise OutOfMemory instead.
+        """
+        found, failure = tried(compute)
+        if failure is not None and together:
             raise OutOfMemory(f"the check before the first step: {failure}. Set model.verify: off to skip it")
         failures = list(filter(None, self.ranks.gather([failure])))
         if failures:
             free_memory()
-            logger.warning("shared rows were not compared with dense rows: %s", failures[0])
-            return []
-        found = found or []
-        with self.ranks.agree():
-            refuse_differences(found, self.ranks.device)
-        seconds = time.perf_counter() - start
-        if found:
-            differences = " and in ".join(map(str, found))
-            logger.info("shared rows were compared with dense rows in %.1f s: they differ in %s", seconds, differences)
+            self.proof.checks.append(ProofCheck(of, untried=str(failures[0])))
+            logger.warning("%s", self.proof.checks[-1])
+            return None
         return found
 
-    def comparisons(self, groups: Sequence[ScoredGroup]) -> list[Comparison]:
-        """Compute the rows in each way, and compare them. Raises AttemptFailed if memory runs out."""
-        dtype = self.passes.policy.compute_dtype
-        dense = self.probe(groups, "dense")
-        others = [
-            self.probe(groups, "dense", one_at_a_time=True),
-            self.probe(groups, "dense", rounding=torch.finfo(dtype).eps / 2),
-        ]
-        return compare(self.probe(groups, "shared"), dense, others, SMALLEST_BOUND[dtype])
+    def add(self, of: str, compute: Callable[[], ProofCheck], may_fail: bool = False) -> bool:
+        """Make a check, log it, and return whether it holds on every rank. If it must hold, raises ModelError."""
+        check: ProofCheck | None = self.attempt(of, compute, together=self.gathers)
+        if check is None:
+            return True
+        failed = [each for each in self.ranks.gather([None if check.holds else check]) if each is not None]
+        self.note(failed[0] if failed and check.holds else check)  # a fault of another rank is this one's, too
+        if not may_fail:
+            with self.ranks.agree():
+                refuse(check, self.ranks.device)
+        return not failed
 
-    def probe(
-        self, groups: Sequence[ScoredGroup], sharing: Sharing, one_at_a_time: bool = False, rounding: float = 0.0
-    ) -> Probe:
-        """Compute log-probs and a gradient of the groups, shortened. Weights get no gradient.
+    def prove_shared_rows(self, checked: Checked) -> None:
+        """Find the fastest way of sharing that is proven. Raises ModelError if the settings allow no other.
 
-        `sharing` is how rows are laid out. With `one_at_a_time`, each completion has a forward of its own. Embeddings
-        are multiplied by 1 ± `rounding`.
+        Rows of the table stay shared if memory runs out in the check. Derived facts do not.
         """
-        passes, policy, checked = self.passes, self.passes.policy, [shortened(group) for group in groups]
-        budget, go_back = 0 if one_at_a_time else None, policy.mark()
-        together = passes.optimizer.strategy.equal_calls
-        # dense rows have other shapes than a run compiles
-        stance = torch.compiler.set_stance("force_eager" if sharing == "dense" else "default")
+        while self.way == "shared":
+            slower = self.rounds.slower_way()
+            holds = self.add(SHARED, lambda: self.shared_rows(checked), may_fail=slower is not None)
+            failed = self.proof.checks[-1]
+            if holds and (failed.untried is None or not self.rounds.policy.family.is_derived):
+                return
+            if slower is None:
+                raise ModelError(f"{failed}. memory.prefix_sharing: dense computes each prompt once per completion")
+            self.rounds.use(slower)
+            self.proof.fallback = slower
+            logger.warning(
+                "%s on %s. The run goes on with %s, which is slower", failed, device_name(self.ranks.device), slower
+            )
+
+    def checked(self, probing: Probing, groups: Sequence[ScoredGroup]) -> Checked:
+        """Shorten groups, and compute dense rows: together, one at a time, and with rounded embeddings."""
+        policy = self.rounds.policy
+        dtype, sampled = policy.compute_dtype, [shortened(group, self.size) for group in groups]
+        made = []
+        if self.size.tries_lengths:
+            context = getattr(policy.transformer.config.get_text_config(), "max_position_embeddings", None)
+            made = of_other_lengths(sampled, self.config.rollout.max_completion_length, context)
+        rows = CheckedRows(probing, [*sampled, *made])
+        turns = [
+            first_turns(group)
+            for group in rows.groups
+            if all(policy.family.own_forward_takes(group.group.prompt_of(m[0])) for m in group.group.by_prompt())
+        ]
+        is_single = len(turns) == len(rows.groups) and all(map(operator.is_, turns, rows.groups))
+        trains = self.strategy is not None
+        dense = probing.probe(rows.groups, "dense", trains)
+        others = [
+            probing.probe(rows.groups, "dense", trains, one_at_a_time=True),
+            probing.probe(rows.groups, "dense", trains, rounding=torch.finfo(dtype).eps / 2),
+        ]
+        expected = Expected(dense, others, SMALLEST_BOUND[dtype])
+        return Checked(rows, rows if is_single else CheckedRows(probing, turns), sampled, expected)
+
+    def again(self, checked: Checked) -> ProofCheck:
+        """Compare dense rows with the same rows once more, as bounds would hide a model that is random."""
+        expected = checked.expected
+        difference = logprob_difference(checked.rows.logprobs("dense"), expected.dense.logprobs)
+        return ProofCheck(AGAIN, (Comparison("log-probs", difference, expected.smallest_bound),))
+
+    def own_forward(self, checked: Checked) -> ProofCheck:
+        """Compare first turns with the model's own forward, which encodes images and computes positions itself."""
+        turns = checked.turns
+        if not turns.groups:
+            return ProofCheck(OWN_FORWARD, untried=NOT_TAKEN)
+        return ProofCheck(OWN_FORWARD, checked.expected.equal_logprobs(turns.logprobs("own"), turns.logprobs("dense")))
+
+    def shared_rows(self, checked: Checked) -> ProofCheck:
+        """Compare rows that share a prompt with rows that do not. Derived facts may not allow to compute them."""
+        rows = checked.rows
         try:
-            with stance, probed_embeddings(policy.transformer, rounding) as vector:
-                gradient = torch.zeros_like(vector)
-                schedule = passes.schedule(checked, checked[0], policy.vision, together, sharing=sharing, budget=budget)
-                for work in schedule:
-                    batch = work.forward.batch
-                    with passes.running(work):
-                        logprobs_NT = policy(work.forward).logprobs_NT
-                        gradient += torch.autograd.grad(signed_sum(batch, logprobs_NT), vector)[0]
-                    if not batch.is_dummy:
-                        store_logprobs(batch, logprobs_NT.detach().float(), Stage.OLD_LOGPROBS)
-        finally:
-            go_back()
-        logprobs = [group.old_logprobs[i] for group in checked for i in sorted(group.old_logprobs)]
-        return Probe(torch.cat(logprobs), gradient.cpu())
+            found = rows.probing.probe(rows.groups, "shared", has_gradient=True)
+        except (ModelError, RuntimeError) as error:
+            if not self.rounds.policy.family.is_derived:
+                raise
+            return ProofCheck(SHARED, problem=f"shared rows cannot be computed ({shorten(str(error))})")
+        return ProofCheck(SHARED, checked.expected.equal(found))
 
+    def other_images(self, checked: Checked) -> ProofCheck:
+        """Look whether log-probs depend on pixels, in the model's own forward and in the run's rows."""
+        turns = checked.turns
+        if not turns.groups:
+            return ProofCheck(OTHER_IMAGES, untried=NOT_TAKEN)
+        if not any(group.group.prompt_of(0).mm_inputs for group in turns.groups):
+            return ProofCheck(OTHER_IMAGES, untried="no prompt has an image")
+        others = CheckedRows(turns.probing, [with_other_images(group) for group in turns.groups])
+        if logprob_difference(others.logprobs("own"), turns.logprobs("own")) == 0:
+            return ProofCheck(OTHER_IMAGES, untried="the model's own forward does not depend on images")
+        moved = logprob_difference(others.logprobs(self.way), turns.logprobs(self.way))
+        return ProofCheck(OTHER_IMAGES, (Comparison("log-probs", moved, 0.0, unlike=True),))
 
-def shortened(scored: ScoredGroup) -> ScoredGroup:
-    """Return a new group of the first completions and their first tokens. All of them are valid."""
-    completions = [completion.first_tokens(MAX_TOKENS) for completion in scored.group.completions[:NUM_COMPLETIONS]]
-    num = len(completions)
-    return ScoredGroup(
-        replace(scored.group, completions=completions), scored.scores_GF[:num], scored.rewards_G[:num],
-        scored.advantages_G[:num], valid_G=torch.ones(num, dtype=torch.bool), has_variance=True,
-    )  # fmt: skip
+    def other_prompts(self, checked: Checked) -> ProofCheck:
+        """Look whether log-probs depend on prompts."""
+        turns = checked.turns
+        if len({tuple(group.group.prompt.token_ids.tolist()) for group in turns.groups}) < 2:
+            return ProofCheck(OTHER_PROMPTS, untried="there is one prompt")
+        others = CheckedRows(turns.probing, with_exchanged_prompts(turns.groups))
+        moved = logprob_difference(others.logprobs(self.way), turns.logprobs(self.way))
+        return ProofCheck(OTHER_PROMPTS, (Comparison("log-probs", moved, 0.0, unlike=True),))
 
+    def siblings(self, checked: Checked) -> ProofCheck:
+        """Compare the last completion of each group with itself in a row with other completions."""
+        rows = checked.rows
+        if all(len(group.group.completions) < 2 for group in rows.groups):
+            return ProofCheck(SIBLINGS, untried="there is one completion per prompt")
+        others = CheckedRows(rows.probing, [with_other_siblings(group) for group in rows.groups])
+        found, before = others.of_completions(self.way), rows.of_completions(self.way)
+        found, before = (torch.cat([some[i] for i in last_of_each(rows.groups)]) for some in (found, before))
+        return ProofCheck(SIBLINGS, checked.expected.equal_logprobs(found, before))
 
-def signed_sum(batch: MicroBatch, logprobs_NT: Tensor) -> Tensor:
-    """Return a sum of log-probs with weights of both signs, which depend on each token and its position."""
-    if batch.is_dummy:
-        return 0.0 * logprobs_NT.sum()
-    tokens_NT = pad_rows([c.token_ids for c in batch.completions])
-    mask_NT = length_mask([len(c.token_ids) for c in batch.completions])
-    weights_NT = torch.cos(tokens_NT + torch.arange(tokens_NT.shape[1])) * mask_NT
-    return (to_device(weights_NT, logprobs_NT.device) * logprobs_NT).sum()
+    def rollouts(self, checked: Checked, policy_version: int | None) -> ProofCheck:
+        """Compare the log-probs that the engine sampled with, if it samples from the trained weights themselves."""
+        rollout = self.config.rollout
+        if not rollout.facts.samples_from_policy:
+            return ProofCheck(ROLLOUTS, untried="the engine has a check of its own")
+        is_resumed = self.strategy is not None and rollout.max_rollout_tokens is not None
+        if is_resumed or any(group.group.policy_version != policy_version for group in checked.sampled):
+            return ProofCheck(ROLLOUTS, untried="the completions are from older weights")
+        completions = [completion for group in checked.sampled for completion in group.group.completions]
+        lengths = [len(completion.token_ids) for completion in completions]
+        dense = checked.expected.dense.logprobs[: sum(lengths)].split(lengths)
+        # a completion that failed before its first turn has a token that no engine sampled
+        compared = [(c.generator_logprobs, row) for c, row in zip(completions, dense, strict=True) if not c.fault]
+        if not compared:
+            return ProofCheck(ROLLOUTS, untried="all completions are faults")
+        sampled, computed = map(torch.cat, zip(*compared, strict=True))
+        return ProofCheck(ROLLOUTS, checked.expected.equal_logprobs(sampled, computed))
 
-
-def compare(shared: Probe, dense: Probe, others: Sequence[Probe], smallest_bound: float) -> list[Comparison]:
-    """Compare the probes of shared and dense rows. `others` are the same dense rows, computed in other ways.
-
-    Return nothing if dense rows are not finite. Training then ends after a few steps, and says so.
-    """
-    if not (dense.logprobs.isfinite().all() and dense.gradient.isfinite().all()):
-        return []
-
-    def bound(of_dense: Sequence[float]) -> float:
-        return max(smallest_bound, MARGIN * max(of_dense))
-
-    logprobs = [logprob_difference(each, dense) for each in (shared, *others)]
-    gradients = [gradient_difference(each, dense) for each in (shared, *others)]
-    return [
-        Comparison("log-probs", logprobs[0], bound(logprobs[1:])),
-        Comparison("the norm of a gradient", gradients[0], bound(gradients[1:])),
-    ]
-
-
-def logprob_difference(a: Probe, b: Probe) -> float:
-    """Return the root mean square of the differences, divided by the root mean square of `b`, or by 1 if larger."""
-    return rms(a.logprobs - b.logprobs) / max(rms(b.logprobs), 1.0)
-
-
-def rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item()
-
-
-def gradient_difference(a: Probe, b: Probe) -> float:
-    """Return the difference of the gradients' norms, relative to the norm of `b`."""
-    expected = b.gradient.norm().item()
-    return abs(a.gradient.norm().item() - expected) / expected if expected else 0.0
-
-
-def refuse_differences(found: Sequence[Comparison], device: torch.device) -> None:
-    """Raise ModelError if a comparison does not hold."""
-    if failed := [str(each) for each in found if not each.holds]:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-        raise ModelError(
-            f"Shared rows and dense rows differ on {name} in {' and in '.join(failed)}. Each bound is {MARGIN:g} times "
-            "the largest difference between dense rows that are computed in three ways. On a GPU, try "
-            "memory.shared_attention: sdpa, and then model.fused: off. memory.prefix_sharing: dense computes each "
-            "prompt once per completion. model.verify: off skips this check."
-        )
+    def gradients(self, checked: Checked) -> ProofCheck:
+        """Look whether each trained weight has a gradient. It may be zero, as for a new adapter's `lora_A`."""
+        assert self.strategy is not None
+        if self.strategy.is_sharded:
+            return ProofCheck(GRADIENTS, untried="they are sharded between ranks")
+        policy, dense = self.rounds.policy, checked.expected.dense
+        has_images = any(g.group.prompt.mm_inputs for g in checked.rows.groups) and not dense.vision_apart
+        vision = set(map(id, policy.family.vision_parameters(policy.transformer)))
+        trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+        parts = {
+            "the language model": [n for n, p in trained.items() if id(p) not in vision],
+            "the vision tower": [n for n, p in trained.items() if id(p) in vision] if has_images else [],
+        }
+        without = {
+            part: [name for name in names if id(trained[name]) not in dense.weights] for part, names in parts.items()
+        }
+        for part, names in parts.items():
+            if names and len(without[part]) == len(names):
+                return ProofCheck(GRADIENTS, problem=f"no trained weight of {part} has a gradient")
+        unused = [name for names in without.values() for name in names]
+        if unused:
+            named = f"{', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
+            logger.warning(
+                "%d of %d trained weights have no gradient in the first rows: %s", len(unused), len(trained), named
+            )
+        return ProofCheck(GRADIENTS)

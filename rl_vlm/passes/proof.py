@@ -1,0 +1,186 @@
+"""The checks of a proof, and the meaning of their results.
+
+Bounds are multiples of the differences between dense rows if only the batch changes, or if embeddings are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_vlm.errors import ModelError
+
+Result = Literal["holds", "failed", "untried"]
+MARGIN = 10.0
+"""Bounds are this many times the differences between dense rows."""
+SMALLEST_BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Smallest relative bound, by precision."""
+ROWS = "the first rows"
+AGAIN = "dense rows and the same rows once more"
+OWN_FORWARD = "dense rows and the model's own forward"
+SHARED = "shared rows and dense rows"
+OTHER_IMAGES = "the run's rows and rows with other images"
+OTHER_PROMPTS = "the run's rows and rows with the prompt of another row"
+SIBLINGS = "the run's rows and rows beside other completions"
+ROLLOUTS = "rollouts and dense rows"
+GRADIENTS = "trained weights"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference between two ways to compute the same value, or between values that must be unlike."""
+
+    name: str
+    difference: float
+    bound: float
+    unlike: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the difference is as it must be. A difference that is not a number never is."""
+        return self.difference > self.bound if self.unlike else self.difference <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.name} by {self.difference:.1e} ({'above' if self.unlike else 'bound'} {self.bound:.1e})"
+
+
+@dataclass(frozen=True)
+class ProofCheck:
+    """A comparison with the differences found, or the reason why it was not tried."""
+
+    of: str
+    comparisons: tuple[Comparison, ...] = ()
+    untried: str | None = None
+    problem: str | None = None
+    """A fault that is no difference."""
+
+    @property
+    def holds(self) -> bool:
+        """Return whether nothing is wrong. A check that was not tried holds."""
+        return self.problem is None and all(each.holds for each in self.comparisons)
+
+    @property
+    def result(self) -> Result:
+        """Return the result in a word."""
+        return "untried" if self.untried is not None else "holds" if self.holds else "failed"
+
+    def __str__(self) -> str:
+        if self.untried is not None:
+            return f"{self.of} were not checked: {self.untried}"
+        if self.problem is not None:
+            return f"{self.of}: {self.problem}"
+        if not self.comparisons:
+            return f"{self.of} all have a gradient"
+        return f"{self.of} differ in {' and in '.join(map(str, self.comparisons))}"
+
+
+class Probe(NamedTuple):
+    """Log-probs of all tokens of some groups, and the gradient of a sum of them, in host memory and float32."""
+
+    logprobs: Tensor
+    gradient: Tensor
+    """With respect to a vector that is added to all embeddings. The rows' layout does not matter to it."""
+    weights: frozenset[int] = frozenset()
+    """The `id`s of the weights that the log-probs depend on."""
+    vision_apart: bool = False
+    """Whether the vision tower ran apart from a forward, so that its weights are not among them."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Dense rows of shortened groups, computed in three ways."""
+
+    dense: Probe
+    others: list[Probe]
+    smallest_bound: float
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.dense.logprobs.isfinite().all() and self.dense.gradient.isfinite().all())
+
+    def equal(self, found: Probe) -> tuple[Comparison, ...]:
+        """Compare log-probs and gradients with dense rows."""
+        return tuple(compare(found, self.dense, self.others, self.smallest_bound))
+
+    def equal_logprobs(self, found: Tensor, expected: Tensor) -> tuple[Comparison, ...]:
+        """Compare log-probs of the same tokens under the bound of all dense rows."""
+        rounding = max(logprob_difference(each.logprobs, self.dense.logprobs) for each in self.others)
+        bound = max(self.smallest_bound, MARGIN * rounding)
+        return (Comparison("log-probs", logprob_difference(found, expected), bound),)
+
+
+@dataclass
+class Proof:
+    """The checks of one start, and the way of computing rows that they allow."""
+
+    checks: list[ProofCheck] = field(default_factory=list)
+    fallback: str | None = None
+    """The slower way that the run goes on with."""
+
+    def state(self) -> dict[str, Any]:
+        """Return it with JSON types."""
+        checks = [{"check": str(each), "result": each.result} for each in self.checks]
+        return {"checks": checks, "fallback": self.fallback}
+
+
+def compare(shared: Probe, dense: Probe, others: Sequence[Probe], smallest_bound: float) -> list[Comparison]:
+    """Compare the probes of shared and dense rows. `others` are the same dense rows, computed in other ways."""
+
+    def bound(of_dense: Sequence[float]) -> float:
+        return max(smallest_bound, MARGIN * max(of_dense))
+
+    logprobs = [logprob_difference(each.logprobs, dense.logprobs) for each in (shared, *others)]
+    gradients = [gradient_difference(each, dense) for each in (shared, *others)]
+    return [
+        Comparison("log-probs", logprobs[0], bound(logprobs[1:])),
+        Comparison("the norm of a gradient", gradients[0], bound(gradients[1:])),
+    ]
+
+
+def logprob_difference(a: Tensor, b: Tensor) -> float:
+    """Return the root mean square of the differences, divided by the root mean square of `b`, or by 1 if larger."""
+    return rms(a - b) / max(rms(b), 1.0)
+
+
+def rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item()
+
+
+def gradient_difference(a: Probe, b: Probe) -> float:
+    """Return the difference of the gradients' norms, relative to the norm of `b`."""
+    expected = b.gradient.norm().item()
+    return abs(a.gradient.norm().item() - expected) / expected if expected else 0.0
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
+
+
+def refuse(check: ProofCheck, device: torch.device) -> None:
+    """Raise ModelError if a check does not hold."""
+    if check.holds:
+        return
+    failed = [str(each) for each in check.comparisons if not each.holds]
+    what = f"{check.of[0].upper()}{check.of[1:]}"
+    differ = "do not differ" if any(each.unlike for each in check.comparisons) else "differ"
+    found = check.problem or f"{differ} on {device_name(device)} in {' and in '.join(failed)}"
+    raise ModelError(f"{what} {found}. {ADVICE[check.of]} model.verify: off skips this check.")
+
+
+ADVICE = {
+    AGAIN: "Something in the model is random, such as dropout in its own code.",
+    OWN_FORWARD: f"The bound is {MARGIN:g} times the largest difference between dense rows that are computed in three "
+    "ways. The run would train another function than the model's own.",
+    SHARED: f"Each bound is {MARGIN:g} times the largest difference between dense rows that are computed in three "
+    "ways. On a GPU, try memory.shared_attention: sdpa, and then model.fused: off. memory.prefix_sharing: dense "
+    "computes each prompt once per completion.",
+    OTHER_IMAGES: "The model's own forward depends on the images, and the run's rows do not: pixels do not arrive.",
+    OTHER_PROMPTS: "Prompts do not arrive.",
+    SIBLINGS: "One completion sees another, so its log-probs are of another text.",
+    ROLLOUTS: "The engine samples from another distribution than the one that is trained.",
+    GRADIENTS: "Nothing there would be trained.",
+}
