@@ -19,7 +19,8 @@ from rewards.contract import Answer, Fault, RewardFunction, failed, read_returne
 # Arguments that every call offers in addition to data columns. `Call` adds log_extra and log_metric.
 OFFERED = (
     "prompts", "completions", "completion_ids", "images", "image_sizes", "model_image_sizes", "image_path",
-    "image_grid_thw", "turns", "finish_reasons", "environments", "trainer_state", "log_extra", "log_metric",
+    "image_grid_thw", "video_duration", "video_frame_times", "turns", "finish_reasons", "environments",
+    "trainer_state", "log_extra", "log_metric",
 )  # fmt: skip
 
 LONGEST_TEXT = 220

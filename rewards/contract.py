@@ -18,7 +18,7 @@ RewardFunction = Callable[..., Any]
 FaultKind = Literal[
     "none", "type", "length", "nan", "inf", "magnitude", "name",
     "exception", "timeout", "crash", "load", "request", "reply", "budget", "not_applicable",
-    "connection", "reset", "get_reward", "observation", "ids",
+    "connection", "memory", "reset", "get_reward", "step", "observation", "ids",
 ]  # fmt: skip
 
 LARGEST_REWARD = 1e6

@@ -36,6 +36,10 @@ from rewards.shaping.cosine_length import cosine_length
 from rewards.shaping.language import language
 from rewards.shaping.overlong import overlong
 from rewards.shaping.repetition import repetition
+from rewards.temporal.order import order
+from rewards.temporal.temporal_iou import temporal_iou
+from rewards.temporal.temporal_recall import temporal_recall
+from rewards.temporal.time_distance import time_distance
 
 BUILT_INS: dict[str, RewardFunction] = {
     "boxed": boxed,
@@ -56,12 +60,16 @@ BUILT_INS: dict[str, RewardFunction] = {
     "language": language,
     "maths": maths,
     "numeric": numeric,
+    "order": order,
     "overlong": overlong,
     "point_in_box": point_in_box,
     "repetition": repetition,
     "reward_model": reward_model,
     "rouge_l": rouge_l,
     "short_answer": short_answer,
+    "temporal_iou": temporal_iou,
+    "temporal_recall": temporal_recall,
+    "time_distance": time_distance,
     "yes_no": yes_no,
 }
 

@@ -13,6 +13,9 @@ from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import shorten
+from rl_vlm.model.families import family_of
+from rl_vlm.model.loading import base_of
+from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.passes.budget import PlannedBudget
 from rl_vlm.plan.bound import bytes_at_most
 from rl_vlm.plan.build import plan_memory, read_config, traced_model
@@ -62,6 +65,8 @@ def planned_budget(
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids), default=None)
     if longest is None:
         return unplanned("no row of the data makes a prompt")
+    if family_of(checkpoint_config(base_of(initial), config.model)).is_derived:
+        return unplanned("its model_type has no row in the table of families")
     before = random_states()
     try:
         needs_none = not on_gpu and surely_fits(config, initial, hardware, longest)

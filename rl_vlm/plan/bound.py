@@ -43,7 +43,7 @@ def bytes_at_most(config: RunConfig, checkpoint: str, prompt: Prompt, tokens: in
     language = [p for p in policy.parameters() if p not in vision | of_vocabulary]
     patches = num_patches(model.config, prompt)
     row = len(prompt.token_ids) + config.rollout.max_completion_length
-    placeholders = int((prompt.token_ids == getattr(model.config, "image_token_id", -1)).sum())
+    placeholders = policy.vision.placeholders([prompt])[0] if prompt.mm_inputs else 0
     most_patches = patches * (1 + tokens // tokens_per_image(config.rollout, len(prompt.token_ids), placeholders))
     values = (
         COPIES * sum(p.numel() for p in policy.parameters())

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from rl_vlm.config.batches import batch_sizes
+from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.function_names import names_function
-from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import ConfigError
+from rl_vlm.config.schema import DataConfig, RunConfig
+from rl_vlm.data.samples import load_rows
+from rl_vlm.data.sources import NotOpened
+from rl_vlm.data.tables import VIDEO_COLUMNS
+from rl_vlm.errors import ConfigError, DataError
 from rl_vlm.model.families import family_of
 from rl_vlm.model.group_cache import caches_latents
-from rl_vlm.model.loading import base_of, make_initial_model
+from rl_vlm.model.loading import base_of, make_initial_model, native_or_frames
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.vision import num_patches
 from rl_vlm.plan.hardware import Card, Hardware
@@ -25,15 +30,19 @@ from rl_vlm.plan.observed import observed_images, tokens_per_image
 from rl_vlm.plan.packaged import config_source, not_found
 from rl_vlm.plan.sharding import buffer_bytes
 from rl_vlm.plan.tracing.activations import MOST_TOKENS, Activations, trace_activations
-from rl_vlm.plan.tracing.groups import PromptSize, image_inputs, make_prompt
+from rl_vlm.plan.tracing.groups import PromptSize, make_prompt, planned_media
 from rl_vlm.plan.vllm import ImageSize, VLLMMemory, batched_tokens, hf_cache_bytes, hf_logits_bytes, vllm_memory
 from rl_vlm.plan.weights import Weights, count_weights, traceable
 from rl_vlm.rollout.vllm.arguments import allowed_lora_rank, keeps_weights
 from rl_vlm.stages import Stage
-from rl_vlm.types import Prompt
+from rl_vlm.types import Prompt, VideoFormat
 
 ASSUMED_PIXELS = 2**20
 """Pixels of an image if `data.max_pixels` is not set."""
+ASSUMED_FRAME_PIXELS = 2**18
+"""Pixels of a frame of a video if `data.video_max_pixels` is not set."""
+OF_VIDEOS = ("fps", "num_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "video_root")
+"""Settings that only data with videos has."""
 PLANNED_STAGES = (
     Stage.LOAD, Stage.GENERATION, Stage.OLD_LOGPROBS, Stage.REF_LOGPROBS, Stage.ENTROPY, Stage.TRAINING, Stage.UPDATE,
     Stage.WEIGHT_SYNC, Stage.SAVE,
@@ -52,9 +61,11 @@ class Model:
     activations: Activations
     prompt_tokens: int
     patches: int
-    """Patches of a prompt's image."""
+    """Patches of a prompt's images and videos."""
     image_tokens: int = 0
-    """Tokens of a prompt's image."""
+    """Tokens of a prompt's images and videos."""
+    num_frames: int = 0
+    """Frames of a prompt's video, or 0 if it has an image."""
 
     @property
     def width(self) -> int:
@@ -90,7 +101,9 @@ def inspect_model(config: RunConfig) -> Model:
     """
     with config_directory(config) as directory:
         found = read_config(config, directory)
-        return traced_model(config, directory, found, make_prompt(found, prompt_size(config, found)), on_gpu=True)
+        size = prompt_size(config, found, native_or_frames(config, directory))
+        model = traced_model(config, directory, found, make_prompt(found, size), on_gpu=True)
+        return replace(model, num_frames=size.num_frames)
 
 
 def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: Prompt, on_gpu: bool) -> Model:
@@ -98,7 +111,7 @@ def traced_model(config: RunConfig, directory: str, model_config: Any, prompt: P
     weights = count_weights(config, directory)
     activations = trace_activations(with_built_in_loss(traceable(config)), model_config, prompt, on_gpu)
     activations = replace(activations, fixed=activations.fixed + weights.dequantized_bytes)
-    image_tokens = int((prompt.token_ids == model_config.image_token_id).sum())
+    image_tokens = len(family_of(model_config).is_video(model_config, prompt))
     patches = num_patches(model_config, prompt)
     return Model(model_config, weights, activations, len(prompt.token_ids), patches, image_tokens)
 
@@ -132,22 +145,43 @@ def read_config(config: RunConfig, directory: str) -> Any:
     return found
 
 
-def prompt_size(config: RunConfig, model_config: Any) -> PromptSize:
-    """Return the size of the largest prompt that the settings admit, with one image.
+def prompt_size(config: RunConfig, model_config: Any, video_format: VideoFormat = "native") -> PromptSize:
+    """Return the size of the largest prompt that the settings admit, with one image, or one video if the data has some.
 
-    If a limit is not set, `ASSUMED_PIXELS` or `ASSUMED_TEXT_TOKENS` takes its place. Raises ConfigError if the image
-    leaves no room for text.
+    If a limit is not set, `ASSUMED_PIXELS`, `ASSUMED_FRAME_PIXELS` or `ASSUMED_TEXT_TOKENS` takes its place. Raises
+    ConfigError if the image or video leaves no room for text.
     """
-    pixels = config.data.max_pixels or ASSUMED_PIXELS
-    image_tokens, _ = image_inputs(model_config, pixels)
-    longest = config.data.max_prompt_length
-    text = ASSUMED_TEXT_TOKENS if longest is None else longest - image_tokens
-    if text < 1:
+    data = config.data
+    size = PromptSize(data.max_pixels or ASSUMED_PIXELS, ASSUMED_TEXT_TOKENS)
+    what, lower = f"an image of {size.image_pixels:,} pixels", "data.max_pixels"
+    if has_videos(data):
+        frames = data.num_frames or data.max_frames
+        pixels = min(data.video_max_pixels or ASSUMED_FRAME_PIXELS, (data.video_total_pixels or math.inf) / frames)
+        size = PromptSize(int(pixels), ASSUMED_TEXT_TOKENS, frames, video_format)
+        what, lower = f"{frames} frames of {size.image_pixels:,} pixels", "data.max_frames or data.video_max_pixels"
+    if (longest := data.max_prompt_length) is None:
+        return size
+    media_tokens = planned_media(model_config, size).num_tokens
+    if longest - media_tokens < 1:
         raise ConfigError(
-            f"data.max_prompt_length {longest} leaves no room for text beside an image of {pixels:,} pixels, which has "
-            f"{image_tokens} tokens: lower data.max_pixels, or raise max_prompt_length"
+            f"data.max_prompt_length {longest} leaves no room for text beside {what}, with {media_tokens} tokens: "
+            f"lower {lower}, or raise max_prompt_length"
         )
-    return PromptSize(pixels, text)
+    return replace(size, text_tokens=longest - media_tokens)
+
+
+def has_videos(data: DataConfig) -> bool:
+    """Return whether the settings or the first row of a data file name videos. Data elsewhere is not opened."""
+    entries = data_sources(data, "train")
+    named = {key for entry in entries for key in entry.columns}
+    if named.intersection(VIDEO_COLUMNS) or any(getattr(data, name) is not None for name in OF_VIDEOS):
+        return True
+    if not all(Path(entry.name).is_file() for entry in entries):
+        return False
+    with suppress(DataError, NotOpened):
+        rows = load_rows(data, "train", 1)
+        return any(rows.parse(part.start).videos for part in rows.parts)
+    return False
 
 
 def plan_memory(config: RunConfig, hardware: Hardware, model: Model) -> MemoryPlan:
@@ -200,12 +234,12 @@ def frozen_patches_per_token(config: RunConfig, model: Model) -> float:
 
 
 def images_together(config: RunConfig, model: Model) -> int:
-    """Return the images of a prompt and one completion."""
+    """Return the images of a prompt and one context of a completion."""
     return 1 + observed_images(config.rollout, model.image_tokens)
 
 
 def single_completion(config: RunConfig, model: Model) -> int:
-    """Return the tokens of a prompt and one completion of the longest length, with their images."""
+    """Return the tokens of a prompt and one completion of the longest length, in one context, with their images."""
     images = images_together(config, model) * model.image_price
     return images + model.prompt_tokens + config.rollout.max_completion_length
 
@@ -312,7 +346,7 @@ def vllm_needs(config: RunConfig, model: Model, card: Card) -> VLLMMemory:
         config.vllm.vllm_tensor_parallel_size,
         batched_tokens(card),
         enforce_eager=config.vllm.vllm_enforce_eager,
-        image=ImageSize(model.image_tokens, model.patches),
+        image=ImageSize(model.image_tokens // max(1, model.num_frames), model.patches // max(1, model.num_frames)),
         lora_rank=allowed_lora_rank(config.model.lora_r) if sends_adapter(config) else 0,
     )
 

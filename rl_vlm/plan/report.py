@@ -54,7 +54,7 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
         f"{config.model.model_name_or_path}: {weights.num / 1e9:.2f}B weights, "
         f"{weights.num_trained / 1e9:.2f}B trained",
         f"{nodes}{hardware.gpus} x {plan.card.name} ({plan.card.memory / GIB:.1f} GiB), {plan.sharding.name}; "
-        f"prompts of {model.prompt_tokens:,} tokens with an image of {model.patches:,} patches, completions of "
+        f"prompts of {model.prompt_tokens:,} tokens with {media(model)}, completions of "
         f"{config.rollout.max_completion_length:,}{observed(config, model)}",
         "",
         phase_table("GiB per GPU", plan.phases, not_planned(plan)),
@@ -70,12 +70,23 @@ def describe_plan(config: RunConfig, hardware: Hardware, model: Model, plan: Mem
     return "\n".join(lines)
 
 
+def media(model: Model) -> str:
+    """Describe the image or video of a prompt."""
+    if model.num_frames:
+        return f"a video of {model.num_frames} frames ({model.patches:,} patches)"
+    return f"an image of {model.patches:,} patches"
+
+
 def observed(config: RunConfig, model: Model) -> str:
-    """Return what the plan assumes of observations; an empty text without tools."""
+    """Describe the observations that the plan assumes. Return an empty text without tools."""
     if not config.rollout.has_tools:
         return ""
     number = observed_images(config.rollout, model.image_tokens)
-    return f" with observations, of which up to {number:,} are assumed to have an image as large as the prompt's"
+    contexts = config.rollout.max_contexts
+    edited = f" in each of up to {contexts:,} contexts," if contexts > 1 else ""
+    return (
+        f"{edited} with observations, of which up to {number:,} are assumed to have an image as large as the prompt's"
+    )
 
 
 def limits(config: RunConfig, hardware: Hardware, model: Model, plan: MemoryPlan) -> Iterator[str]:

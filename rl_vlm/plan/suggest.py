@@ -125,7 +125,7 @@ def savings(config: RunConfig) -> Iterator[Changes]:
 
 
 def adapters(config: RunConfig) -> Iterator[Changes]:
-    """Yield the changes to LoRA, then to QLoRA, as far as the run does not train so already."""
+    """Yield the change to LoRA, then to QLoRA. Leave out a change that the run has already."""
     changes: Changes = {}
     if not config.model.use_peft:
         changes = {"model.use_peft": True, "model.freeze_vision_tower": True}

@@ -113,8 +113,8 @@ def num_active(policy: Policy) -> int:
 
 
 def traceable(config: RunConfig) -> RunConfig:
-    """Return the settings without quantization, compilation and the check of shared rows, which all need values."""
-    without = {"load_in_4bit": False, "fused": "off", "verify": "off"}
+    """Return the settings without quantization and compilation, which need values."""
+    without = {"load_in_4bit": False, "fused": "off"}
     return config.model_copy(update={"model": config.model.model_copy(update=without)})
 
 

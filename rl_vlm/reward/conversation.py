@@ -26,7 +26,10 @@ def completion_as(form: Form, completion: Completion) -> str | list[Message]:
 
 
 def messages_of(turn: Turn) -> list[Message]:
-    """Return the message of a turn, and a message for each result."""
+    """Return the message of a turn, and a message for each result: of a tool, or of the user after a step."""
+    if turn.reward is not None:
+        seen = [{"role": "user", "content": content_of(result)} for result in turn.results]
+        return [{"role": "assistant", "content": turn.content}, *seen]
     calls = [{"type": "function", "function": call} for call in called(turn)]
     names = [call.name for call in turn.calls] or [UNREAD]
     results = zip(names[: len(turn.results)], turn.results, strict=True)
@@ -60,6 +63,7 @@ def turns_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
                 {"content": content_of(result), "error": result.error, "seconds": result.seconds}
                 for result in turn.results
             ],
+            "reward": turn.reward,
             "seconds": sum(result.seconds for result in turn.results),
         }
         for turn in turns

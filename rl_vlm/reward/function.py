@@ -234,26 +234,34 @@ def arguments(groups: Sequence[Group], columns: Iterable[str], form: Form | None
     """Build the arguments of TRL's protocol: one list per argument, with one entry per completion.
 
     The entry is None if a row lacks the column. Prompts and completions have the given form, or their row's form if it
-    is None. A column of the data replaces `turns`, `finish_reasons`, or an argument of VLM-R1 with its name.
+    is None. A column of the data replaces `turns`, `finish_reasons`, and arguments of VLM-R1 and videos.
     `environments` are there if a completion has one.
     """
     rows = [(group.prompt_of(i), completion) for group in groups for i, completion in enumerate(group.completions)]
     samples = [prompt.sample for prompt, _ in rows]
+    videos = [sample.all_videos for sample in samples]
     has_environment = any(completion.environment_name for _, completion in rows)
     return {
         "turns": [turns_of(completion.turns) for _, completion in rows],
         "finish_reasons": [completion.finish_reason for _, completion in rows],
-        "image_path": [sample.image_files for sample in samples],
+        "image_path": [own(sample.image_files, sample) for sample in samples],
         "image_grid_thw": [image_grid(prompt) for prompt, _ in rows],
+        "video_duration": [[video.duration for video in each] for each in videos],
+        "video_frame_times": [[video.times for video in each] for each in videos],
         **{column: [sample.columns.get(column) for sample in samples] for column in columns},
         "prompts": [prompt_in(form, sample.prompt) for sample in samples],
         "completions": [completion_as(form or form_of(p.sample.prompt), completion) for p, completion in rows],
         "completion_ids": [completion.paths[-1].token_ids.tolist() for _, completion in rows],
-        "images": [sample.images for sample in samples],
-        "image_sizes": [[image.size for image in sample.images] for sample in samples],
-        "model_image_sizes": [prompt.image_sizes for prompt, _ in rows],
+        "images": [own(sample.images, sample) for sample in samples],
+        "image_sizes": [[image.size for image in own(sample.images, sample)] for sample in samples],
+        "model_image_sizes": [prompt.own_image_sizes for prompt, _ in rows],
         **({"environments": [completion.environment for _, completion in rows]} if has_environment else {}),
     }
+
+
+def own(values: Sequence[Any], sample: Sample) -> list[Any]:
+    """Return the values of images that are no frames of a video, of one value per image or of none at all."""
+    return [values[i] for i in sample.own_images] if values else []
 
 
 def image_grid(prompt: Prompt) -> list[Any] | None:
@@ -261,9 +269,9 @@ def image_grid(prompt: Prompt) -> list[Any] | None:
 
     Fractions of patches are exact. None if there is no image, or if the model's size of it is unknown.
     """
-    if not prompt.image_sizes:
+    if not prompt.own_image_sizes:
         return None
-    sides = [Fraction(side, PATCH) for side in reversed(prompt.image_sizes[0])]
+    sides = [Fraction(side, PATCH) for side in reversed(prompt.own_image_sizes[0])]
     return [1, *(int(side) if side.denominator == 1 else side for side in sides)]
 
 

@@ -48,6 +48,9 @@ def why_not_scored(reward: Reward, columns: Iterable[str] = ()) -> str | None:
         return "it is async, has a timeout or asks a model, so that a call for every row may cost much"
     if {"model_image_sizes", "image_grid_thw"} & inspect.signature(reward.function).parameters.keys():
         return "it reads coordinates in the images of the model, and gold answers may have others"
+    times = inspect.signature(reward.function).parameters.get("solution_times")
+    if times is not None and times.default == "frames":
+        return "its gold answers are numbers of frames, and answers have seconds"
     return None
 
 

@@ -15,7 +15,7 @@ from rewards.contract import Answer, Fault, FaultKind, Score, failed, on_one_lin
 from rewards.forms import Form
 from rl_vlm.config.schema import RewardsConfig
 from rl_vlm.config.secrets import without_secrets
-from rl_vlm.errors import RewardError, shorten
+from rl_vlm.errors import Problems, RewardError, shorten
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.stages import TAKEN_NAME, is_column, is_metric, is_taken
 
@@ -32,12 +32,15 @@ class RewardSuite:
     """The reward functions of a run. Close it, or use it as a context manager, to end its worker processes."""
 
     def __init__(self, config: RewardsConfig, environments: Sequence[str] | None = None) -> None:
-        """Load every function. Raises RewardError if one cannot be loaded, has unknown kwargs, or shares its name.
+        """Load every function. Raises RewardError if some cannot be loaded, have unknown kwargs, or share a name.
 
         `environments` are the classes with `get_reward`, by name. Each is one more reward, of weight 1. None: the run
         has no environment.
         """
-        self._rewards = [Reward(spec, environments is not None) for spec in config.specs]
+        problems = Problems()
+        loaded = [problems.call(Reward, spec, environments is not None) for spec in config.specs]
+        problems.refuse()
+        self._rewards = [reward for reward in loaded if reward is not None]
         self._environments = list(environments or ())
         self._warned: set[str] = set()
         self.data_columns: set[str] = set()
@@ -70,14 +73,20 @@ class RewardSuite:
         """Return the data columns that functions name as parameters."""
         return {column for reward in self._rewards for column in reward.columns}
 
+    @property
+    def reads_environments(self) -> bool:
+        """Return whether a function names `environments`, the instances of environments."""
+        return "environments" in self.columns
+
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise RewardError if a function needs a column that the data does not have.
+        """Raise RewardError if functions need columns that the data does not have.
 
         If a single row lacks such a column, functions get None.
         """
-        columns = set(columns)
+        columns, problems = set(columns), Problems()
         for reward in self._rewards:
-            reward.check_columns(columns)
+            problems.call(reward.check_columns, columns)
+        problems.refuse()
         self.data_columns |= columns
 
     def find_forms(self, example: Callable[[Callable[[Mapping[str, Any]], bool]], Sample]) -> list[Form | None]:
@@ -181,7 +190,7 @@ class RewardSuite:
 
 
 def rewards_of(environment: str, groups: Sequence[Group]) -> Answer:
-    """Return what `get_reward` of the environments of a class has returned. It does not apply to others."""
+    """Return the values of `get_reward` for the completions of one environment. None for all others."""
     completions = [completion for group in groups for completion in group.completions]
     return Answer(
         [
@@ -205,15 +214,20 @@ def check_names(names: Sequence[str], environments: Sequence[str] = ()) -> None:
 
     `environments` are the names of classes with `get_reward` among them.
     """
-    for name in names:
-        if names.count(name) > 1 and name in environments:
-            raise RewardError(
-                f"{names.count(name)} rewards are called {name!r}, as a class with `get_reward`: rename one"
-            )
-        if names.count(name) > 1:
-            raise RewardError(f"{names.count(name)} reward functions are called {name!r}: give each a `name`")
-        if is_taken(name):
-            raise RewardError(f"a reward function cannot be called {name!r}: {TAKEN_NAME}")
+    problems = Problems()
+    for name in dict.fromkeys(names):
+        problems.call(check_name, name, names.count(name), name in environments)
+    problems.refuse()
+
+
+def check_name(name: str, number: int, is_environment: bool) -> None:
+    """Raise RewardError if a `number` of rewards with this name cannot be in one run."""
+    if number > 1 and is_environment:
+        raise RewardError(f"{number} rewards are called {name!r}, as a class with `get_reward`: rename one")
+    if number > 1:
+        raise RewardError(f"{number} reward functions are called {name!r}: give each a `name`")
+    if is_taken(name):
+        raise RewardError(f"a reward function cannot be called {name!r}: {TAKEN_NAME}")
 
 
 def without_taken_names(names: Sequence[str], answers: Sequence[Answer]) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""Trace attention over packed rows as on a GPU, where one FlexAttention call replaces two SDPA calls."""
+"""Trace attention over packed rows as on a GPU, where FlexAttention or FlashAttention replace two SDPA calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from rl_vlm.config.schema import SharedAttention
 from rl_vlm.model import shared_prefix
 from rl_vlm.model.shared_prefix import MaskFunction, RowLayout
 
@@ -37,7 +38,7 @@ class KeptByFlexAttention(torch.autograd.Function):
 def attention_as_on_gpu() -> Iterator[None]:
     """Trace packed rows in this context as on a GPU, without masks of tokens by tokens."""
 
-    def without_masks(layout: RowLayout, mask_function: MaskFunction, two_calls: bool = False) -> RowLayout:
+    def without_masks(layout: RowLayout, mask_function: MaskFunction, setting: SharedAttention = "auto") -> RowLayout:
         return layout
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: None, scale: float, softcap: float | None) -> Tensor:

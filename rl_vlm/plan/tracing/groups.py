@@ -1,18 +1,21 @@
-"""Groups to trace a step on: prompts of one image and text, with completions of the longest length."""
+"""Groups to trace a step on: prompts of one image or video and text, with completions of the longest length."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 
 from rl_vlm.errors import ConfigError
-from rl_vlm.model.families import FAMILIES, canvas_positions, mrope_positions
-from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.model.family import VIDEO_TYPE, positions_after_videos
+from rl_vlm.types import Completion, Group, Prompt, Sample, ScoredGroup, VideoFormat
 
 TEXT_TOKEN = 1
+TIME_TOKENS = 9
+"""Tokens of the time of a frame, and of the two marks around its pixels."""
 MERGED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm46v"}
 """Families whose images are grids of patches of any size."""
 TILED = {"internvl"}
@@ -23,10 +26,15 @@ RESIZED = {"gemma3"}
 
 @dataclass(frozen=True)
 class PromptSize:
-    """An image and text."""
+    """An image or a video, and text."""
 
     image_pixels: int
+    """Pixels of the image, or of each frame."""
     text_tokens: int
+    """Tokens of the text. Those between frames count extra."""
+    num_frames: int = 0
+    """Frames of the video, or 0 for an image."""
+    video_format: VideoFormat = "native"
 
 
 def make_prompt(config: Any, size: PromptSize) -> Prompt:
@@ -34,16 +42,61 @@ def make_prompt(config: Any, size: PromptSize) -> Prompt:
 
     Raises ConfigError if the shapes of the family's images are unknown.
     """
-    num_images, inputs = image_inputs(config, size.image_pixels)
-    image = torch.full((num_images,), config.image_token_id)
-    token_ids = torch.cat([image, torch.full((size.text_tokens,), TEXT_TOKEN)])
-    kinds = (token_ids == config.image_token_id).long()
-    token_inputs = {}
-    if FAMILIES[config.model_type].row_positions in (mrope_positions, canvas_positions):
+    family = FAMILIES[config.model_type]
+    media = planned_media(config, size)
+    is_native = size.num_frames > 0 and size.video_format == "native" and family.videos == "patches"
+    token, kind = (getattr(config, family.video_token), VIDEO_TYPE) if is_native else (config.image_token_id, 1)
+    runs = [torch.full((length,), token) for length in media.runs]
+    times = torch.full((TIME_TOKENS if size.num_frames and len(runs) > 1 else 0,), TEXT_TOKEN)
+    between = [part for run in runs for part in (times, run)]
+    token_ids = torch.cat([*between, torch.full((size.text_tokens,), TEXT_TOKEN)])
+    kinds = (token_ids == token).long() * kind
+    token_inputs, inputs = {}, media.inputs
+    if family.has_rope_index:
         token_inputs["mm_token_type_ids"] = kinds
     if config.model_type == "gemma3":
         token_inputs["token_type_ids"] = kinds
-    return Prompt(Sample("planned", [], [Image.new("1", (1, 1))], {}, []), token_ids, token_inputs, inputs)
+    as_images = size.num_frames if family.videos is None or size.video_format == "frames" else 0
+    images = [Image.new("1", (1, 1))] * (as_images if size.num_frames else 1)
+    return Prompt(Sample("planned", [], images, {}, []), token_ids, token_inputs, inputs)
+
+
+class PlannedMedia(NamedTuple):
+    """An image or a video of a planned prompt."""
+
+    runs: list[int]
+    """Placeholder tokens that are beside each other."""
+    inputs: dict[str, torch.Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the placeholder tokens, and those of times between them."""
+        return sum(self.runs) + TIME_TOKENS * len(self.runs) * (len(self.runs) > 1)
+
+
+def planned_media(config: Any, size: PromptSize) -> PlannedMedia:
+    """Return the image or video of a prompt of this size. Raises ConfigError like `make_prompt`."""
+    tokens, inputs = image_inputs(config, size.image_pixels)
+    family, number = FAMILIES[config.model_type], size.num_frames
+    if not number:
+        return PlannedMedia([tokens], inputs)
+    if size.video_format == "frames" or family.videos is None:
+        names = {name: torch.cat([value] * number) for name, value in inputs.items()}
+        return PlannedMedia([tokens] * number, names)
+    if config.model_type in TILED:  # a frame is one tile
+        tile = inputs["pixel_values"][:1]
+        return PlannedMedia([config.image_seq_length] * number, {"pixel_values": torch.cat([tile] * number)})
+    joined = config.vision_config.temporal_patch_size
+    number = -(-number // joined)
+    _, height, width = inputs["image_grid_thw"][0].tolist()
+    found = {
+        "pixel_values_videos": torch.cat([inputs["pixel_values"]] * number),
+        "video_grid_thw": torch.tensor([[number, height, width]]),
+    }
+    if config.model_type == "qwen2_5_vl":
+        found["second_per_grid_ts"] = torch.ones(1)
+    is_one_run = family.row_positions is positions_after_videos
+    return PlannedMedia([tokens * number] if is_one_run else [tokens] * number, found)
 
 
 def image_inputs(config: Any, pixels: int) -> tuple[int, dict[str, torch.Tensor]]:

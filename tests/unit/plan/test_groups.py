@@ -1,13 +1,19 @@
 """Planned prompts, against those that each family's processor makes of a real image."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
+from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError
+from rl_vlm.model.families import FAMILIES
+from rl_vlm.plan.build import ASSUMED_FRAME_PIXELS, ASSUMED_PIXELS, prompt_size
 from rl_vlm.plan.tracing.groups import MERGED, RESIZED, TILED, PromptSize, make_group, make_prompt
+from rl_vlm.types import VideoFormat
 from tests.helpers import builders
+from tests.helpers.videos import noise_video, video_prompt
 from tests.tiny.build import TINY_FAMILIES, build_tiny
 
 KNOWN = sorted(TINY_FAMILIES.keys() & (MERGED | TILED | RESIZED))
@@ -30,6 +36,55 @@ def test_prompts_have_the_shapes_of_the_processor(family: str, side: int, tmp_pa
     }
     if "image_grid_thw" in real.mm_inputs:
         assert planned.mm_inputs["image_grid_thw"].tolist() == real.mm_inputs["image_grid_thw"].tolist()
+
+
+OFTEN = {"qwen2_5_vl", "qwen3_vl", "internvl"}
+WITH_VIDEOS = [
+    pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow)
+    for name in KNOWN
+    if FAMILIES[name].videos is not None
+]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("video_format", ["native", "frames"])
+@pytest.mark.parametrize("family", WITH_VIDEOS)
+def test_prompts_with_a_video_have_the_shapes_of_the_processor(family: str, video_format: VideoFormat, tmp_path: Path):
+    checkpoint = build_tiny(family, tmp_path)
+    config = AutoConfig.from_pretrained(checkpoint)
+    real = video_prompt(checkpoint, [noise_video(6, seed=0, size=(16, 16))], video_format=video_format)
+    planned = make_prompt(config, PromptSize(16**2, 10, num_frames=6, video_format=video_format))
+    assert planned.num_images == real.num_images
+    row = FAMILIES[family]
+    counts = [row.is_video(config, prompt).tolist() for prompt in (planned, real)]
+    assert counts[0] == counts[1]
+    assert planned.token_inputs.keys() == real.token_inputs.keys()
+    shapes = [{name: t.shape for name, t in prompt.mm_inputs.items()} for prompt in (planned, real)]
+    assert shapes[0] == shapes[1]
+    for name in {"image_grid_thw", "video_grid_thw"} & real.mm_inputs.keys():
+        assert planned.mm_inputs[name].tolist() == real.mm_inputs[name].tolist()
+
+
+def test_the_plan_has_a_video_if_the_data_has_one(tmp_path: Path):
+    config = AutoConfig.from_pretrained(build_tiny("qwen2_5_vl", tmp_path / "model"))
+
+    def size(**data: Any) -> PromptSize:
+        given = {"model": {"model_name_or_path": "any"}, "data": {"dataset_name": "org/data"} | data}
+        return prompt_size(RunConfig.model_validate(given), config)
+
+    assert size() == PromptSize(ASSUMED_PIXELS, 256)
+    assert size(num_frames=8, video_max_pixels=1024) == PromptSize(1024, 256, 8)
+    assert size(columns={"video": "clip"}) == PromptSize(ASSUMED_FRAME_PIXELS, 256, 64)
+    assert size(fps=1.0, max_frames=16, video_total_pixels=32_000).image_pixels == 2000
+    # four pairs of frames of 8 x 8 patches, of which four are a token
+    assert size(num_frames=8, video_max_pixels=1024, max_prompt_length=100) == PromptSize(1024, 36, 8)
+    with pytest.raises(ConfigError, match=r"no room for text beside 8 frames of 1,024 pixels, with 64 tokens: lower "):
+        size(num_frames=8, video_max_pixels=1024, max_prompt_length=64)
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "?", "video": "a.mp4"}\n')
+    assert size(dataset_name=str(file)).num_frames == 64
+    file.write_text('{"prompt": "?", "image": "a.png"}\n')
+    assert size(dataset_name=str(file)).num_frames == 0
 
 
 def test_a_family_with_other_images_is_refused(tmp_path: Path):

@@ -149,11 +149,13 @@ def test_patches_of_a_frozen_tower_are_those_of_short_completions():
 def test_images_of_observations_are_planned():
     """Images of 30 tokens and 40 patches: 100 tokens of a trajectory hold 3, one after each of 3 turns of 4."""
     tools: dict[str, Any] = {"engine": "hf", "tools": ["tools.py:crop"]}
+    trained = replace(a_model(trains_vision=True), image_tokens=30)  # a patch costs 3 / 4 of a token
     for turns, images in ((4, 3), (3, 2), (10, 3), (1, 0)):
         config = a_config(max_turns=turns, **tools)
         assert observed_images(config.rollout, 30) == images
-        trained = replace(a_model(trains_vision=True), image_tokens=30)  # a patch costs 3 / 4 of a token
         assert single_completion(config, trained) == 49 + 100 + (1 + images) * 30
+    edits = a_config(max_turns=10, keep_images=1, edit_every=2, **tools)  # contexts are trained apart, with 2 images
+    assert single_completion(edits, trained) == 49 + 100 + (1 + 2) * 30
     assert observed_images(a_config().rollout, 30) == 0  # without tools
     assert observed_images(a_config(max_turns=4, **tools).rollout, 0) == 0  # without an image in the prompt
 

@@ -6,28 +6,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from rewards.text import completion_text
 from rl_vlm.config.schema import RewardsConfig, RewardSpec
+from rl_vlm.data.frames import frames_as_images
 from rl_vlm.errors import RewardError
 from rl_vlm.reward.conversation import completion_as, turns_of
 from rl_vlm.reward.function import Reward, arguments
 from rl_vlm.reward.golds import why_not_scored
 from rl_vlm.reward.suite import RewardSuite
+from rl_vlm.rollout.environments.starts import offered
 from rl_vlm.types import (
     Completion,
     Context,
     Group,
     Observation,
     Prompt,
+    RolloutRequest,
     Sample,
     ToolCall,
     ToolResult,
     TrainerState,
     Turn,
+    Video,
 )
 
 STATE = TrainerState(global_step=0, max_steps=1, epoch=0.0)
@@ -129,24 +134,57 @@ def test_turns_are_plain() -> None:
             {"content": [{"type": "text", "text": "left:"}, {"type": "image"}], "error": None, "seconds": 0.5},
             {"content": "3", "error": None, "seconds": 0.25},
         ],
+        "reward": None,
         "seconds": 0.75,
     }
     assert second["calls"] == [] and second["results"][0]["error"] == "no JSON"
-    assert last == {"text": "<answer>7</answer>", "calls": [], "results": [], "seconds": 0}
+    assert last == {"text": "<answer>7</answer>", "calls": [], "results": [], "reward": None, "seconds": 0}
 
 
 def test_ids_are_all_after_the_prompt() -> None:
-    offered = arguments([of(trajectory(), Completion(torch.tensor([8]), torch.zeros(1), "length", "a"))], [], None)
-    assert offered["completion_ids"] == [[5, 6, 50, 51, 52, 7], [8]]
-    assert offered["finish_reasons"] == ["stop", "length"]
-    assert [len(turns) for turns in offered["turns"]] == [3, 0]
-    assert offered["completions"][1] == [{"role": "assistant", "content": "a"}]
+    found = arguments([of(trajectory(), Completion(torch.tensor([8]), torch.zeros(1), "length", "a"))], [], None)
+    assert found["completion_ids"] == [[5, 6, 50, 51, 52, 7], [8]]
+    assert found["finish_reasons"] == ["stop", "length"]
+    assert [len(turns) for turns in found["turns"]] == [3, 0]
+    assert found["completions"][1] == [{"role": "assistant", "content": "a"}]
+
+
+def test_videos_give_their_seconds_and_the_times_of_their_frames() -> None:
+    video = Video(np.zeros((2, 4, 4, 3), np.uint8), (0, 15), 30.0, 300, 10.0)
+    group = of(trajectory())
+    frames = [Image.fromarray(frame) for frame in video.frames]
+    for videos in ({"videos": [video]}, {"frames_of": [video], "frame_starts": [0], "images": frames}):
+        shown = replace(group.prompt, sample=replace(group.prompt.sample, **videos))
+        found = arguments([replace(group, prompt=shown)], [], None)
+        assert (found["video_duration"], found["video_frame_times"]) == ([[10.0]], [[[0.0, 0.5]]])
+    assert arguments([of(trajectory(), video_duration=7)], ["video_duration"], None)["video_duration"] == [7]
+
+
+def test_frames_of_a_video_are_no_images_of_the_row() -> None:
+    """A row of a video and an image has the same arguments if the model gets frames as images."""
+    video = Video(np.zeros((2, 4, 4, 3), np.uint8), (0, 15), 30.0, 300, 10.0)
+    content = [{"type": "video"}, {"type": "image"}, {"type": "text", "text": "Where?"}]
+    messages = [{"role": "user", "content": content}]
+    picture = Image.new("RGB", (6, 8))
+    row = Sample("s0", messages, [picture], {}, messages, image_files=["a.png"], videos=[video])
+    resized = {"native": [(28, 56)], "frames": [(14, 14), (14, 14), (28, 56)]}
+    for sample, sizes in ((row, resized["native"]), (frames_as_images(row), resized["frames"])):
+        shown = replace(prompt(), sample=sample, image_sizes=sizes)
+        found = arguments([replace(of(trajectory()), prompt=shown)], [], None)
+        assert (found["image_sizes"], found["model_image_sizes"]) == ([[(6, 8)]], [[(28, 56)]])
+        assert (found["images"], found["image_path"], found["image_grid_thw"]) == (
+            [[picture]],
+            [["a.png"]],
+            [[1, 4, 2]],
+        )
+        reset = offered(RolloutRequest("g0", shown), 0)
+        assert (reset["image"], reset["image_sizes"], reset["model_image_sizes"]) == (picture, [(6, 8)], [(28, 56)])
 
 
 def test_a_prompt_has_what_reset_appended() -> None:
     started = prompt([{"role": "user", "content": "Which digit? Now."}])
-    offered = arguments([of(trajectory(start=started), trajectory())], [], None)
-    assert [messages[0]["content"] for messages in offered["prompts"]] == ["Which digit? Now.", "Which digit?"]
+    found = arguments([of(trajectory(start=started), trajectory())], [], None)
+    assert [messages[0]["content"] for messages in found["prompts"]] == ["Which digit? Now.", "Which digit?"]
 
 
 def test_environments_are_offered_if_there_are_any() -> None:
@@ -161,9 +199,9 @@ def test_environments_are_offered_if_there_are_any() -> None:
 
 
 def test_a_column_replaces_turns_as_it_replaces_arguments_of_vlm_r1() -> None:
-    offered = arguments([of(trajectory(), turns=4, finish_reasons="x", environments="mine")],
+    found = arguments([of(trajectory(), turns=4, finish_reasons="x", environments="mine")],
                         ["turns", "finish_reasons", "environments"], None)  # fmt: skip
-    assert (offered["turns"], offered["finish_reasons"], offered["environments"]) == ([4], ["x"], ["mine"])
+    assert (found["turns"], found["finish_reasons"], found["environments"]) == ([4], ["x"], ["mine"])
 
 
 @pytest.fixture

@@ -187,3 +187,10 @@ def test_a_run_without_environments_may_have_functions_of_weight_0() -> None:
 )
 def test_errors_name_what_failed(faults: list[str], expected: str) -> None:
     assert failing(faults) == expected
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [("environments, **columns", True), ("**columns", False)])
+def test_environments_are_kept_only_for_a_function_that_names_them(arguments: str, expected: bool) -> None:
+    Path("kept.py").write_text(f"def score(completions, {arguments}):\n    return [0.0 for _ in completions]\n")
+    with RewardSuite(RewardsConfig(reward_funcs=["kept.py:score"]), ["Game"]) as suite:
+        assert suite.reads_environments == expected

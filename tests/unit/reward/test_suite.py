@@ -256,6 +256,13 @@ def test_a_missing_column_is_refused_before_the_run(suite):
         rewards.check_columns(["solution", "a"])
 
 
+def test_missing_columns_of_all_functions_are_refused_at_once(suite):
+    source = "def f(completions, gold): return []\ndef g(completions, box): return []"
+    rewards = suite(source, {"function": "mine.py:f"}, {"function": "mine.py:g"})
+    with pytest.raises(RewardError, match=r"(?s)'f' needs a column 'gold'.*'g' needs a column 'box'"):
+        rewards.check_columns(["solution"])
+
+
 @pytest.mark.parametrize("timeout", [None, 10.0])
 def test_a_column_does_not_become_a_setting_of_a_built_in(suite, timeout):
     rewards = suite("", {"function": "format_tags", "timeout": timeout})

@@ -52,7 +52,7 @@ ODD = ["\x00", "\ud800", "٧", "７", "²", "Ⅶ", "\u202e8", "nan", "inf", "-in
 def test_long_and_odd_answers_score_zero_in_bounded_time(function: Callable[..., Any], text: str) -> None:
     started = time.process_time()
     assert function([text], ["no" if function is yes_no else 1]) == [0.0]
-    assert time.process_time() - started < 4.0
+    assert time.process_time() - started < 20.0  # without bounds it would be minutes
 
 
 def latex_pairs() -> list[tuple[str, str]]:

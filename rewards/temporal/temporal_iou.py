@@ -1,0 +1,48 @@
+"""Reward for intervals of a video: intersection over union in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.contract import Fault, Score
+from rewards.temporal.intervals import Interval, SolutionTimes, clocks, gold_intervals, read_intervals
+from rewards.text import Completion, completion_text
+
+
+def temporal_iou(
+    completions: Sequence[Completion],
+    solution: Sequence[Any],
+    video_frame_times: Sequence[Any] | None = None,
+    *,
+    solution_times: SolutionTimes = "seconds",
+) -> list[Score]:
+    """Return the IoU of the predicted and the gold interval, in seconds of the file.
+
+    With `solution_times="frames"`, the gold interval has numbers of the frames that the model gets, from 0.
+
+    Of several, pairs of the largest IoU are taken one after another. Their sum is divided by the larger number of
+    intervals, so that a further prediction lowers the score.
+    """
+    read = clocks(solution_times, video_frame_times, len(completions))
+    rows = zip(completions, solution, read, strict=True)
+    return [_score(completion_text(one), gold_intervals(gold, clock)) for one, gold, clock in rows]
+
+
+def _score(text: str, gold: list[Interval] | Fault | None) -> Score:
+    if not isinstance(gold, list):
+        return gold
+    predicted = read_intervals(text)
+    return sum(matched(predicted, gold)) / max(len(predicted), len(gold))
+
+
+def matched(predicted: Sequence[Interval], gold: Sequence[Interval]) -> list[float]:
+    """Return the IoUs of pairs of a predicted and a gold interval, the largest first. Each is in one pair at most."""
+    pairs = [(one.iou(other), i, j) for i, one in enumerate(predicted) for j, other in enumerate(gold)]
+    values, used, met = [], set(), set()
+    for value, i, j in sorted(pairs, reverse=True):
+        if value > 0 and i not in used and j not in met:
+            values.append(value)
+            used.add(i)
+            met.add(j)
+    return values

@@ -1,0 +1,37 @@
+"""Reward for a moment of a video."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rewards.contract import Score
+from rewards.temporal.intervals import SolutionTimes, clocks, gold_moment, read_moment
+from rewards.text import Completion, completion_text
+
+
+def time_distance(
+    completions: Sequence[Completion],
+    solution: Sequence[Any],
+    video_frame_times: Sequence[Any] | None = None,
+    *,
+    scale: float = 1.0,
+    solution_times: SolutionTimes = "seconds",
+) -> list[Score]:
+    """Return exp(-|a - g| / scale), where a is the predicted and g the gold second, or 0.0 without a prediction.
+
+    With `solution_times="frames"`, the gold answer is the number of a frame that the model gets, from 0. Raises
+    ValueError for a scale that is not above 0.
+    """
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}, expected a number above 0")
+    scores: list[Score] = []
+    read = clocks(solution_times, video_frame_times, len(completions))
+    for completion, given, clock in zip(completions, solution, read, strict=True):
+        gold, found = gold_moment(given, clock), read_moment(completion_text(completion))
+        if not isinstance(gold, float):
+            scores.append(gold)
+        else:
+            scores.append(0.0 if found is None else math.exp(-abs(found - gold) / scale))
+    return scores
