@@ -16,9 +16,10 @@ from PIL import Image
 from rewards.contract import Answer, Fault
 from rewards.worker import Worker
 from rl_vlm.functions import load_function
+from tests.helpers.processes import is_gone
 
 FUNCTIONS = """
-import gc, multiprocessing, os, re, subprocess, sys, time
+import gc, os, re, subprocess, sys, time
 from multiprocessing.connection import Connection
 
 class Panic(BaseException):
@@ -71,7 +72,7 @@ def ends_late(completions):
     os._exit(7)
 
 def slow_to_load():
-    if multiprocessing.parent_process():
+    if sys.argv[0] == "-c":  # in the worker
         time.sleep(1.5)
 """
 
@@ -99,16 +100,6 @@ def batches(*words: str) -> list:
 def outcomes(answers: list[Answer]) -> list:
     """Scores of one-completion batches, with the kind in place of a fault."""
     return [score.kind if isinstance(score, Fault) else score for answer in answers for score in answer.scores]
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; waits a little for it."""
-    for _ in range(200):
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("how", ["hang", "sleep"])
@@ -226,7 +217,7 @@ def test_what_was_used_before_a_crash_counts(start):
 @pytest.mark.parametrize("ending", ["raise ImportError('no GPU')", "raise KeyboardInterrupt", "os._exit(3)"])
 def test_a_function_that_the_worker_cannot_load_is_a_fault(start, tmp_path, ending):
     with (tmp_path / "mine.py").open("a") as file:
-        file.write(f"\nif multiprocessing.parent_process(): {ending}\n")
+        file.write(f"\nif sys.argv[0] == '-c': {ending}\n")
     worker = start("behave")
     assert outcomes(worker.call(batches("a", "b"))) == ["load", "load"]
     (tmp_path / "mine.py").write_text(FUNCTIONS)
