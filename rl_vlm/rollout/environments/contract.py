@@ -6,30 +6,49 @@
         def get_reward(self) -> float | None         optional
         def any_public_method(self, x: int)          a tool
 
-Content is text, or a list of blocks: `{"type": "text", "text": …}` and `{"type": "image", "image": …}`.
+Or in the form of Gymnasium, with `rollout.environment_protocol: steps`. The model calls no tools; its turns are steps:
+
+    class Game:
+        def reset(self, **columns) -> content        or (content, info)
+        def step(self, text: str)                    -> (content, reward, done, info), or with (terminated, truncated)
+        def system_prompt(self) -> content           optional
+        def get_reward(self) -> float | None         optional; without it, the sum of the steps' rewards
+
+Content is text, or a list of blocks: `{"type": "text", "text": …}`, `{"type": "image", "image": …}`, and
+`{"type": "video", "video": frames, "fps": …}`, whose frames become images after their times.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from rl_vlm.config.schema import RolloutConfig
+from rl_vlm.data.frames import time_before
 from rl_vlm.data.images import png_bytes, read_image
+from rl_vlm.data.media import media_errors
 from rl_vlm.data.tool_calls import schema_of
+from rl_vlm.data.video.source import refuse_unequal
+from rl_vlm.data.video.values import video_clip
 from rl_vlm.errors import ConfigError, did_you_mean, listed
-from rl_vlm.functions import LoadError, load_function
+from rl_vlm.functions import load_function, search_working_directory
+from rl_vlm.rollout.environments.adapters import ADAPTERS, name_of
+from rl_vlm.rollout.environments.hosts import Host
+from rl_vlm.rollout.environments.threads import CallThread
 from rl_vlm.stages import is_taken
 
 if TYPE_CHECKING:
     from rl_vlm.data.samples import Rows
 
 Schema = dict[str, Any]
+
+MOST_FRAMES = 64
+"""Frames of a video in one observation."""
 
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 """Public methods of an environment that the model cannot call."""
@@ -45,40 +64,78 @@ class Content(NamedTuple):
     images: tuple[bytes, ...] = ()
 
 
+class Step(NamedTuple):
+    """The values that a step returned."""
+
+    content: Content
+    reward: float
+    end: Literal["stop", "turns"] | None
+    """How the completion ends with this step, if it does: `turns` if the environment has truncated it."""
+
+
+class Description(NamedTuple):
+    """What a run knows of the class of an environment. These are plain values, which another process can send."""
+
+    name: str
+    methods: list[str]
+    """Public methods of the class."""
+    reset: list[str]
+    """Parameters of `reset`."""
+    takes_all_columns: bool
+    """Whether `reset` has `**columns`."""
+    schemas: list[Schema]
+    """JSON schemas of its tools."""
+    problems: list[str]
+    """Why it cannot be used."""
+
+
 @dataclass(frozen=True)
 class EnvironmentKind:
     """An environment that rows can use."""
 
-    factory: Callable[[], Any]
-    """Makes an instance. It is called at most `max_environments` times."""
-    first: Any
-    """The first instance, which was made to look at its class."""
-    schemas: list[Schema]
-    """JSON schemas of its tools."""
+    make: Callable[[], Host]
+    """Makes a host of an instance. It is called at most `max_environments` times."""
+    first: Host
+    """The host of the first instance, which was made to look at its class."""
+    thread: CallThread
+    """The thread that has made the first instance, and makes all calls of it."""
+    description: Description
+    takes_steps: bool = False
+    """Whether the turns of the model are steps. Then there are no tools."""
+    label: str | None = None
+    """Its name, if it is not that of its class."""
 
     @property
     def name(self) -> str:
-        """Return the name of its class."""
-        return type(self.first).__name__
+        """Return its name in the data if another one has the same class name, else its class or its id elsewhere."""
+        return self.label or self.description.name
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """Return the JSON schemas of its tools."""
+        return self.description.schemas
 
     @property
     def tools(self) -> list[str]:
         """Return the names of its tools."""
-        return tool_names(type(self.first))
+        return [schema["function"]["name"] for schema in self.schemas]
 
     @property
     def has_reward(self) -> bool:
         """Return whether it rewards completions itself."""
-        return inspect.isfunction(getattr(type(self.first), "get_reward", None))
+        return self.takes_steps or self.has_method("get_reward")
+
+    def has_method(self, name: str) -> bool:
+        """Return whether its class has a method."""
+        return name in self.description.methods
 
     def reset_arguments(self, offered: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `reset`: the ones that it names, or with `**columns` all but an unnamed `seed`."""
-        parameters = inspect.signature(self.first.reset).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named, takes_all = self.description.reset, self.description.takes_all_columns
         return {
             name: value
             for name, value in offered.items()
-            if name in parameters or (takes_all and name not in ("seed", COLUMN))
+            if name in named or (takes_all and name not in ("seed", COLUMN))
         }
 
 
@@ -132,95 +189,87 @@ class Toolbox:
                     f"{self.known(found)}"
                 )
 
+    def close(self) -> None:
+        """End the processes of first instances, also of those that no completion has used."""
+        for kind in self.kinds.values():
+            kind.first.kill()
+
     def known(self, found: Any) -> str:
         """Return the names of environments, with the one that may be meant."""
         names = [str(name) for name in self.kinds]
         return f"it names {listed(names)}{did_you_mean(str(found), names)}"
 
 
-def load_toolbox(rollout: RolloutConfig) -> Toolbox:
-    """Load the tools and environments of a run. Raises ConfigError with all problems at once."""
-    problems: list[str] = []
-    functions, schemas = load_tools(rollout.tools, problems)
-    named = rollout.environment if isinstance(rollout.environment, dict) else {None: rollout.environment}
-    kinds: dict[str | None, EnvironmentKind] = {}
-    for name, source in named.items():
-        if source is not None and (kind := load_kind(source, problems)) is not None:
-            kinds[name] = kind
-            problems += [
-                f"rollout.environment: {source} has a tool {tool!r}, and so has rollout.tools; rename one"
-                for tool in kind.tools
-                if tool in functions
-            ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return Toolbox(functions, schemas, kinds)
+def load_environment(source: str) -> Callable[..., Any]:
+    """Load the class of an environment, or the adapter that its prefix names. Raises LoadError if there is none."""
+    prefix, _, rest = source.partition(":")
+    if prefix not in ADAPTERS:
+        return load_function(source)
+    search_working_directory()  # the rest may name a module
+    return partial(ADAPTERS[prefix], rest)
 
 
-def load_tools(sources: Sequence[str], problems: list[str]) -> tuple[dict[str, Callable[..., Any]], list[Schema]]:
-    """Load functions and their schemas. Add problems to the list."""
-    functions: dict[str, Callable[..., Any]] = {}
+def describe(environment: Any, takes_steps: bool) -> Description:
+    """Describe the class of an instance, with all of its problems."""
+    cls, own_name = type(environment), name_of(environment)
+    problems = [*kind_problems(environment), *(step_problems(environment) if takes_steps else ())]
+    if is_taken(own_name) and (takes_steps or has_method(cls, "get_reward")):
+        problems.append(f"the reward would be called {own_name!r}, a name that the run uses itself; rename the class")
     schemas: list[Schema] = []
-    for source in sources:
+    for name in [] if takes_steps else tool_names(cls):
         try:
-            function = load_function(source)
-            schema = schema_of(function)
-        except (LoadError, ValueError) as error:
-            problems.append(f"rollout.tools: {source}: {error}")
-            continue
-        name = schema["function"]["name"]
-        if name in functions:
-            problems.append(f"rollout.tools: two tools are called {name!r}; rename one")
-        functions[name] = function
-        schemas.append(schema)
-    return functions, schemas
-
-
-def load_kind(source: str, problems: list[str]) -> EnvironmentKind | None:
-    """Load an environment, and make its first instance. If it cannot be used, add the reasons to `problems`."""
-    where = f"rollout.environment: {source}"
-    try:
-        factory = load_function(source)
-    except LoadError as error:
-        problems.append(f"{where}: {error}")
-        return None
-    try:
-        first = factory()
-    except Exception as error:
-        problems.append(f"{where} cannot be made without arguments: {type(error).__name__}: {error}")
-        return None
-    found = list(kind_problems(first))
-    schemas = []
-    for name in tool_names(type(first)):
-        try:
-            schemas.append(schema_of(getattr(first, name)))
+            schemas.append(schema_of(getattr(environment, name)))
         except ValueError as error:
-            found.append(str(error))
-    problems += [f"{where}: {problem}" for problem in found]
-    return None if found else EnvironmentKind(factory, first, schemas)
+            problems.append(str(error))
+    parameters = inspect.signature(environment.reset).parameters.values() if has_method(cls, "reset") else ()
+    return Description(
+        name=own_name,
+        methods=public_methods(cls),
+        reset=[parameter.name for parameter in parameters],
+        takes_all_columns=any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+        schemas=schemas,
+        problems=problems,
+    )
 
 
 def kind_problems(first: Any) -> Iterator[str]:
     """Yield the problems of the class of an instance, except with its tools."""
     cls = type(first)
-    if not inspect.isfunction(getattr(cls, "reset", None)):
+    if not has_method(cls, "reset"):
         yield f"{cls.__name__} needs a method `reset`, which is called at the start of a completion"
         return
     parameters = list(inspect.signature(first.reset).parameters.values())
     if any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters):
         yield "`reset` gets the columns of a row by name; write `def reset(self, **columns)`"
-    if is_taken(cls.__name__) and inspect.isfunction(getattr(cls, "get_reward", None)):
-        yield f"the reward would be called {cls.__name__!r}, a name that the run uses itself; rename the class"
+
+
+def step_problems(first: Any) -> Iterator[str]:
+    """Yield the problems of the class of an instance whose turns are steps."""
+    if not has_method(type(first), "step"):
+        yield (
+            f"{type(first).__name__} needs a method `step(text)`, since rollout.environment_protocol is steps; without "
+            "it, write tools"
+        )
+
+
+def has_method(cls: type, name: str) -> bool:
+    """Return whether a class has a method."""
+    return inspect.isfunction(getattr(cls, name, None))
+
+
+def public_methods(cls: type) -> list[str]:
+    """Return the names of the public methods of a class."""
+    members = inspect.getmembers(cls, predicate=inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_")]
 
 
 def tool_names(cls: type) -> list[str]:
     """Return the names of the public methods that the model can call, as TRL lists them, without `close`."""
-    members = inspect.getmembers(cls, predicate=inspect.isfunction)
-    return [name for name, _ in members if not name.startswith("_") and name not in NOT_TOOLS]
+    return [name for name in public_methods(cls) if name not in NOT_TOOLS]
 
 
 def read_content(value: Any, max_image_pixels: int) -> Content:
-    """Read the content that `reset` or a tool returned. Images are encoded at once, since callers may change them.
+    """Read the content that a tool returned. Images are encoded at once, since callers may change them.
 
     A list of dicts that all have a `type` is read as blocks. Anything else becomes text, as in TRL. Raises DataError if
     an image cannot be read, and ValueError for other blocks.
@@ -234,14 +283,57 @@ def read_content(value: Any, max_image_pixels: int) -> Content:
         elif block["type"] == "image" and block.get("image") is not None:
             images.append(read_picture(block["image"], max_image_pixels))
             blocks.append({"type": "image"})
+        elif block["type"] == "video" and block.get("video") is not None:
+            for time, frame in read_frames(block, max_image_pixels):
+                images.append(read_picture(frame, max_image_pixels))
+                blocks += [{"type": "text", "text": time}, {"type": "image"}]
         else:
-            raise ValueError(f"a block of type {block['type']!r} has no text and no image")
+            raise ValueError(f"a block of type {block['type']!r} has no text, image or video")
     return Content(blocks, tuple(images))
+
+
+def read_start(value: Any, max_image_pixels: int) -> Content | None:
+    """Read the content that `reset` returned, if any. Raises errors like `read_content`."""
+    return None if value is None else read_content(value, max_image_pixels)
+
+
+def read_reward(returned: Any) -> float | None:
+    """Read the reward that `get_reward` returned: a number, or None if it does not apply."""
+    return None if returned is None else float(returned)
 
 
 def is_blocks(value: Any) -> bool:
     """Return whether a value is a list of content blocks."""
     return isinstance(value, list) and bool(value) and all(isinstance(b, dict) and "type" in b for b in value)
+
+
+def read_frames(block: Mapping[str, Any], max_pixels: int) -> list[tuple[str, np.ndarray]]:
+    """Return all frames of a block with a video, each with the text of its time.
+
+    Raises DataError if they cannot be read, and ValueError if they are in a file, or more than `MOST_FRAMES`.
+    """
+    from PIL import Image
+
+    from rl_vlm.config.schema import DataConfig  # not at the top: pydantic, in each environment's process
+    from rl_vlm.data.video.read import open_frames
+
+    clip = video_clip({name: block[name] for name in ("video", "fps") if name in block})
+    if not isinstance(clip.content, list | tuple | np.ndarray):
+        raise ValueError("a video of the environment is a list or an array of frames; a file is not read")
+    if len(clip.content) > MOST_FRAMES:
+        raise ValueError(f"a video of the environment has {len(clip.content)} frames, more than {MOST_FRAMES}")
+    data = DataConfig(max_image_pixels=max_pixels)
+    with media_errors("video", None, "a video of the environment"):
+        if not isinstance(clip.content, np.ndarray):
+            frames = [Image.fromarray(each) if isinstance(each, np.ndarray) else each for each in clip.content]
+            clip = clip._replace(content=frames)
+        with open_frames(clip, Path.cwd(), data) as source:
+            shown = source.timeline
+            texts = [time_before(tick / shown.fps) for tick in shown.ticks]
+            frames = list(source.read(range(len(texts))))
+        for number, frame in enumerate(frames):
+            refuse_unequal(number, (frame.shape[1], frame.shape[0]), (frames[0].shape[1], frames[0].shape[0]))
+    return list(zip(texts, frames, strict=True))
 
 
 def read_picture(value: Any, max_pixels: int) -> bytes:

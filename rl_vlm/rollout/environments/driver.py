@@ -1,115 +1,36 @@
-"""Trajectories: completions of several turns, between which tools run.
+"""Trajectories: completions of several turns, between which tools run (`turns.py`).
 
-    reset ─► turn ─ calls ─► tools ─ observation ─► turn ─ … ─► turn without a call ─► get_reward
-
-All completions advance in waves: the engine samples a turn of each, then the tools of all run concurrently.
-A failure of an environment ends its completion as a fault, which is masked. It is never a reward of 0.
+All completions advance in waves: the engine samples a turn of each, then the tools of all run concurrently. With an
+engine that takes requests at any time, each advances on its own.
 """
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 
-from rl_vlm.data.images import decoded
-from rl_vlm.data.tool_calls import CLOSE, problem_of_call
-from rl_vlm.data.turns import ParsedTurn, TurnFormat
+from rl_vlm.data.tool_calls import CLOSE
+from rl_vlm.data.turns import TurnFormat
 from rl_vlm.distributed.collectives import Collectives
-from rl_vlm.errors import DataError, RolloutError
-from rl_vlm.rollout.engine import RolloutEngine
-from rl_vlm.rollout.environments.contract import COLUMN, Content, EnvironmentKind, Schema, Toolbox, read_content
-from rl_vlm.rollout.environments.instances import Instance, Instances, QueuedCall, ToolFailure
-from rl_vlm.types import (
-    NO_TOKENS,
-    Completion,
-    FinishReason,
-    Group,
-    Prompt,
-    RolloutRequest,
-    Sampling,
-    ToolCall,
-    ToolResult,
-    Turn,
-)
+from rl_vlm.errors import RolloutError
+from rl_vlm.rollout.engine import ConcurrentEngine, RolloutEngine, Submitted, TurnLost
+from rl_vlm.rollout.environments.advance import Course, EngineClock, Independent, Steps, settle
+from rl_vlm.rollout.environments.contract import COLUMN, Toolbox
+from rl_vlm.rollout.environments.instances import Instance, Instances
+from rl_vlm.rollout.environments.member import Member
+from rl_vlm.rollout.environments.turns import TurnLimits, TurnRunner
+from rl_vlm.types import NO_TOKENS, Group, Prompt, RolloutRequest, Sampling
 
 ENDED = replace(NO_TOKENS, finish_reason="stop")
 """Stands for a completion that does not take part in a wave."""
 UNLIKE_STARTS = "environment/unlike_starts"
 """Counts groups whose completions started unlike each other."""
-CHARACTERS_PER_TOKEN = 256
-"""A text with more characters per token that is left is too long, and is not tokenized."""
-
-
-@dataclass(frozen=True)
-class TurnLimits:
-    """Limits of trajectories."""
-
-    max_turns: int
-    max_turn_tokens: int | None
-    tool_timeout: float
-    masks_errors: bool
-    """Whether an exception in a tool is a fault. Otherwise the model is told."""
-    max_image_pixels: int
-    max_prompt_length: int | None
-
-
-@dataclass
-class Member:
-    """A completion on its way."""
-
-    request: RolloutRequest
-    index: int
-    kind: EnvironmentKind | None
-    schemas: list[Schema]
-    format: TurnFormat
-    starts: dict[str, Prompt]
-    """Prompts that environments have started completions of this group with, by a digest of the content."""
-    completion: Completion = NO_TOKENS
-    instance: Instance | None = None
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.completion.start or self.request.prompt
-
-    @property
-    def name(self) -> str:
-        """Return how errors name its last turn."""
-        return f"{self.request.prompt.name}, completion {self.index}, turn {len(self.completion.turns) + 1}"
-
-    @property
-    def is_active(self) -> bool:
-        return self.completion.is_paused
-
-    def end(self, reason: FinishReason, turn: Turn | None = None, fault: str | None = None) -> None:
-        """End the completion, with its last turn."""
-        turns = self.completion.turns if turn is None else (*self.completion.turns, turn)
-        self.completion = replace(self.completion, finish_reason=reason, turns=turns, fault=fault, pending=None)
-
-    def fail(self, kind: str, message: str, turn: Turn | None = None) -> None:
-        """End the completion as a fault."""
-        self.end("fault", turn, f"{kind}: {message}")
-
-
-class Running(NamedTuple):
-    """A turn whose calls run."""
-
-    member: Member
-    turn: ParsedTurn
-    calls: list[QueuedCall | str]
-    """One per call of the turn: the call, or why it cannot be made."""
-
-    def seen(self, results: Sequence[ToolResult] = ()) -> Turn:
-        """Return the turn with the results that the model sees."""
-        return Turn(self.turn.text, self.turn.content, self.turn.calls, tuple(results))
+TURN_LOST = "server"
+"""Kind of the fault of a turn that no server can sample."""
 
 
 class Trajectories:
@@ -132,11 +53,14 @@ class Trajectories:
         self.toolbox = toolbox
         self.formats = formats
         self.limits = limits
+        self.turns = TurnRunner(toolbox, limits)
         self.instances = instances
         self.keeps_instances = keeps_instances
         self.together = together
         self.kept: list[Instance] = []
         self.counters: Counter[str] = Counter()
+        self.clock = EngineClock()
+        """Times of the last rollout."""
 
     def generate(self, engine: RolloutEngine, requests: Sequence[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate one group of trajectories per request, in order."""
@@ -146,19 +70,13 @@ class Trajectories:
             sampling, max_rollout_tokens=self.limits.max_turn_tokens, stop_sequences=tuple(stops),
             stop_texts=(CLOSE,) * bool(stops),
         )  # fmt: skip
-        waiting, active = deque(chain.from_iterable(by_request)), list[Member]()
-        while self.goes_on(bool(waiting or active)):
-            active += self.admit(waiting, sampling.seed)
-            if waiting and not active:
-                raise RolloutError(
-                    f"rollout.max_environments {self.instances.max_num} is too small: all environments are kept for "
-                    "reward functions that name `environments`, and further completions wait for one"
-                )
-            sampled = [member for member in active if member.is_active]
-            self.sample_turns(engine, sampled, sampling)
-            self.answer(sampled, sampling.max_completion_length)
-            self.finish([member for member in active if not member.is_active])
-            active = [member for member in active if member.is_active]
+        waiting = deque(chain.from_iterable(by_request))
+        self.clock = EngineClock()
+        with self.clock.rollout():
+            if isinstance(engine, ConcurrentEngine):
+                self.advance_independently(engine, waiting, sampling)
+            else:
+                self.advance_in_waves(engine, waiting, sampling)
         for members in by_request:
             self.counters[UNLIKE_STARTS] += len({m.completion.start for m in members if not m.completion.fault}) > 1
         return [
@@ -171,58 +89,66 @@ class Trajectories:
         columns = request.prompt.sample.columns
         kind, schemas = self.toolbox.kind_of(columns), self.toolbox.schemas_of(columns)
         chosen = self.formats[None if None in self.formats else columns.get(COLUMN)]
-        starts: dict[str, Prompt] = {}
+        starts: dict[tuple[str | None, ...], Prompt] = {}
         return [Member(request, i, kind, schemas, chosen, starts) for i in range(num)]
 
     def goes_on(self, has_work: bool) -> bool:
         """Return whether there is one more wave, on any of the ranks that must call the engine equally often."""
         return has_work if self.together is None else bool(self.together.max([int(has_work)])[0])
 
-    def admit(self, waiting: deque[Member], seed: int) -> list[Member]:
-        """Start as many completions as there are instances for. Their environments are reset concurrently."""
-        admitted, resets = list[Member](), list[tuple[Member, QueuedCall]]()
-        while waiting and (instance := self.instances.acquire(waiting[0].kind)) is not None:
-            member = waiting.popleft()
-            member.instance = instance
-            admitted.append(member)
-            if member.kind is not None:
-                arguments = own_copy(member.kind.reset_arguments(offered(member.request, seed)))
-                resets.append((member, instance.method("reset", arguments, self.read)))
-        for member, call in resets:
-            self.start(member, call)
-        return admitted
+    def advance_in_waves(self, engine: RolloutEngine, waiting: deque[Member], sampling: Sampling) -> None:
+        """Run completions: the engine samples a turn of each, then the calls of all run concurrently."""
+        active: dict[Course, Member] = {}
+        while self.goes_on(bool(waiting or active)):
+            for course, member in self.admit(waiting, sampling, bool(active)):
+                active[course] = member
+                course.resume()
+            settle(list(active), self.limits.tool_timeout)
+            sampled = [course for course in active if not course.has_ended]
+            with self.clock.wave():
+                self.sample_turns(engine, [active[course] for course in sampled], sampling)
+            for course in sampled:
+                course.resume()
+            settle(sampled, self.limits.tool_timeout)
+            active = {course: active[course] for course in sampled if not course.has_ended}
 
-    def start(self, member: Member, call: QueuedCall) -> None:
-        """Give a completion the prompt with the content that `reset` returned."""
-        assert member.instance is not None
-        try:
-            content = member.instance.finish(call, self.limits.tool_timeout)
-            if content is not None:
-                member.completion = replace(member.completion, start=self.starting_prompt(member, content))
-        except ToolFailure as failure:
-            member.fail("reset" if failure.kind == "exception" else failure.kind, f"reset: {failure.message}")
-        except DataError as error:
-            member.fail("reset", f"reset: {error}")
+    def advance_independently(self, engine: ConcurrentEngine, waiting: deque[Member], sampling: Sampling) -> None:
+        """Run completions: each goes on as soon as its turn is sampled, or its calls have ended."""
+        active: dict[Course, Member] = {}
+        with engine.session(sampling) as session:
+            courses = Independent(session, self.clock, self.limits.tool_timeout)
+            while waiting or active:
+                new = dict(self.admit(waiting, sampling, bool(active)))
+                active |= new
+                for course in [*new] or courses.ready(active):
+                    member = active[course]
+                    if course.turn is not None:
+                        self.take_turn(member, course.turn)
+                    courses.resume(course)
+                    if course.waits_for_turn:
+                        courses.submit(course, turn_request([member], sampling.num_generations))
+                    elif course.has_ended:
+                        del active[course]
 
-    def read(self, returned: Any) -> Content | None:
-        """Read the content that `reset` returned, if any, or the content that a tool returned."""
-        return None if returned is None else read_content(returned, self.limits.max_image_pixels)
+    def admit(self, waiting: deque[Member], sampling: Sampling, others_run: bool) -> Iterator[tuple[Course, Member]]:
+        """Yield the courses of as many completions as there are instances for.
 
-    def starting_prompt(self, member: Member, content: Content) -> Prompt:
-        """Return the prompt with content at its end. Members of a group share it if their content is equal.
-
-        Raises DataError if the model cannot have it.
+        Raises RolloutError if there is none and no others run, which could free one.
         """
-        key = digest_of(content)
-        if key not in member.starts:
-            images = [decoded(image) for image in content.images]
-            sample = member.format.reset_sample(member.request.prompt.sample, content.blocks, images, content.images)
-            prompt = member.format.builder.build(replace(sample, is_made=True))
-            longest, length = self.limits.max_prompt_length, len(prompt.token_ids)
-            if longest is not None and length > longest:
-                raise DataError(f"the prompt has {length} tokens, more than data.max_prompt_length {longest}")
-            member.starts[key] = prompt
-        return member.starts[key]
+        while waiting and (instance := self.instances.acquire(waiting[0].kind)) is not None:
+            member, others_run = waiting.popleft(), True
+            member.instance = instance
+            yield Course(self.steps(member, sampling)), member
+        if waiting and not others_run:
+            raise RolloutError(
+                f"rollout.max_environments {self.instances.max_num} is too small: all environments are kept for "
+                "reward functions that name `environments`, and further completions wait for one"
+            )
+
+    def steps(self, member: Member, sampling: Sampling) -> Steps:
+        """Run a completion, and free its instance."""
+        yield from self.turns.run(member, sampling)
+        self.free(member)
 
     def sample_turns(self, engine: RolloutEngine, members: Sequence[Member], sampling: Sampling) -> None:
         """Sample the next turn of each completion."""
@@ -234,106 +160,14 @@ class Trajectories:
             return
         for some, group in zip(alike.values(), engine.generate(requests, sampling), strict=True):
             for member in some:
-                new = group.completions[member.index]
-                member.completion = replace(
-                    member.completion, token_ids=new.token_ids, generator_logprobs=new.generator_logprobs,
-                    finish_reason=new.finish_reason, text=new.text, contexts=new.contexts, pending=None,
-                    fault=new.fault,
-                )  # fmt: skip
+                member.take(group)
 
-    def answer(self, members: Sequence[Member], max_tokens: int) -> None:
-        """Run the calls of all turns concurrently, and let the completions that have some go on."""
-        running = [begun for member in members if (begun := self.begin(member)) is not None]
-        for each in running:
-            self.observe(each, max_tokens)
-
-    def begin(self, member: Member) -> Running | None:
-        """Read a turn, and start its calls. Return None if the completion ends with it."""
-        completion = member.completion
-        if completion.finish_reason == "fault":
-            return None
-        if completion.finish_reason != "stop":  # a turn at a limit can hold half a call
-            member.end("length", Turn(completion.text, completion.text.strip()))
-            return None
-        running = Running(member, parsed(member), [])
-        if not running.turn.calls and running.turn.problem is None:
-            member.end("stop", running.seen())
-            return None
-        if len(completion.turns) + 1 >= self.limits.max_turns:
-            member.end("turns", running.seen())
-            return None
-        running.calls.extend(self.begin_call(member, call) for call in running.turn.calls)
-        return running
-
-    def begin_call(self, member: Member, call: ToolCall) -> QueuedCall | str:
-        """Start a call, or return why it cannot be made."""
-        assert member.instance is not None
-        if problem := problem_of_call(call, member.schemas):
-            return problem
-        if call.name in self.toolbox.functions:
-            return member.instance.call(partial(self.toolbox.functions[call.name], **call.arguments), self.read_result)
-        return member.instance.method(call.name, call.arguments, self.read_result)
-
-    def read_result(self, returned: Any) -> Content:
-        """Read the content that a tool returned. As in TRL, None is the text "None"."""
-        return read_content(returned, self.limits.max_image_pixels)
-
-    def observe(self, running: Running, max_tokens: int) -> None:
-        """Wait for the calls of a turn, and show their results to the model, all or none of them."""
-        member, turn, completion = running.member, running.turn, running.member.completion
-        left = max_tokens - completion.length_so_far
+    def take_turn(self, member: Member, turn: Submitted) -> None:
+        """Add the turn that an engine has sampled. If it is lost, the completion is a fault."""
         try:
-            results = [self.result(member, call) for call in running.calls] or [told(turn.problem or "")]
-            if num_characters(results) > CHARACTERS_PER_TOKEN * left:
-                return member.end("length", running.seen())
-            images = [[decoded(image) for image in result.images] for result in results]
-            seen = member.format.observe(member.name, completion.last_turn.tolist(), turn.calls, results, images)
-        except ToolFailure as failure:
-            assert member.instance is not None
-            member.instance.drop([call for call in running.calls if isinstance(call, QueuedCall)])
-            return member.fail(failure.kind, failure.message, running.seen())
-        except DataError as error:
-            return member.fail("observation", str(error), running.seen())
-        if len(seen.token_ids) >= left:
-            return member.end("length", running.seen())
-        member.completion = replace(
-            completion, finish_reason="paused", pending=seen, turns=(*completion.turns, running.seen(results))
-        )  # fmt: skip
-        return None
-
-    def result(self, member: Member, call: QueuedCall | str) -> ToolResult:
-        """Wait for a call. Raises ToolFailure if its environment has failed."""
-        if isinstance(call, str):
-            return told(call)
-        assert member.instance is not None
-        try:
-            content = member.instance.finish(call, self.limits.tool_timeout)
-        except ToolFailure as failure:
-            if failure.kind != "exception" or self.limits.masks_errors:
-                raise
-            return told(failure.text, call.seconds)
-        return ToolResult(content.blocks, content.images, None, call.seconds)
-
-    def finish(self, members: Sequence[Member]) -> None:
-        """Ask the environments of completions that have ended for their rewards, and free their instances."""
-        asked = [
-            (member, member.instance.method("get_reward", {}, read_reward))
-            for member in members
-            if member.instance and member.kind and member.kind.has_reward and not member.completion.fault
-        ]
-        for member, call in asked:
-            self.add_reward(member, call)
-        for member in members:
-            self.free(member)
-
-    def add_reward(self, member: Member, call: QueuedCall) -> None:
-        """Add what `get_reward` returned: a number, or None if it does not apply."""
-        assert member.instance is not None
-        try:
-            reward = member.instance.finish(call, self.limits.tool_timeout)
-            member.completion = replace(member.completion, environment_reward=reward)
-        except ToolFailure as failure:
-            member.fail("get_reward" if failure.kind == "exception" else failure.kind, failure.message)
+            member.take(turn.group())
+        except TurnLost as error:
+            member.fail(TURN_LOST, str(error))
 
     def free(self, member: Member) -> None:
         """Free the instance of a completion, or keep it until `release`."""
@@ -389,67 +223,3 @@ def turn_request(members: Sequence[Member], num_generations: int) -> RolloutRequ
         completions[member.index] = member.completion
     is_new = all(completion.is_paused and not completion.length_so_far for completion in completions)
     return RolloutRequest(group_id, prompt, None if is_new else Group(group_id, prompt, completions, 0))
-
-
-def offered(request: RolloutRequest, seed: int) -> dict[str, Any]:
-    """Return what `reset` can name: all columns of the row, its prompt and images, their sizes, and a seed.
-
-    The seed is the same for all completions of a group.
-    """
-    sample = request.prompt.sample
-    digest = hashlib.blake2b(f"{seed}/{request.group_id}/reset".encode(), digest_size=4).digest()
-    return {
-        "seed": int.from_bytes(digest, "little"),
-        "image_sizes": [image.size for image in sample.images],
-        "model_image_sizes": request.prompt.image_sizes,
-        "images": list(sample.images),
-        "image": sample.images[0] if len(sample.images) == 1 else None,
-        "prompt": sample.prompt,
-        **sample.columns,
-    }
-
-
-def parsed(member: Member) -> ParsedTurn:
-    """Read the last turn of a completion. A call with values that JSON cannot hold is a problem to tell the model."""
-    completion = member.completion
-    try:
-        turn = member.format.parse(completion.last_turn.tolist())
-        json.dumps([[call.name, call.arguments] for call in turn.calls], ensure_ascii=False).encode()
-    except Exception as error:  # a sampled call can hold anything
-        problem = f"the call cannot be read: {type(error).__name__}"
-        return ParsedTurn(completion.text, completion.text.strip(), problem=problem)
-    return turn
-
-
-def read_reward(returned: Any) -> float | None:
-    """Read what `get_reward` returned: a number, or None if it does not apply."""
-    return None if returned is None else float(returned)
-
-
-def own_copy(value: Any) -> Any:
-    """Return a copy for one environment, which may draw into images and change lists. Siblings have others."""
-    from PIL import Image
-
-    if isinstance(value, Image.Image):
-        return value.copy()
-    if isinstance(value, dict):
-        return {key: own_copy(item) for key, item in value.items()}
-    return [own_copy(item) for item in value] if isinstance(value, list) else copy.copy(value)
-
-
-def told(error: str, seconds: float = 0.0) -> ToolResult:
-    """Return the result of a call that failed, as TRL writes it for the model."""
-    return ToolResult([{"type": "text", "text": str({"error": error})}], error=error, seconds=seconds)
-
-
-def digest_of(content: Content) -> str:
-    """Return a digest of content and its images."""
-    digest = hashlib.blake2b(json.dumps(content.blocks).encode(), digest_size=16)
-    for image in content.images:
-        digest.update(hashlib.blake2b(image, digest_size=16).digest())
-    return digest.hexdigest()
-
-
-def num_characters(results: Sequence[ToolResult]) -> int:
-    """Return the number of characters of all texts of results."""
-    return sum(len(block.get("text", "")) for result in results for block in result.content)

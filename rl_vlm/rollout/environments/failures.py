@@ -1,0 +1,26 @@
+"""Failures of calls: what they become is decided by their kind."""
+
+OF_THE_INSTANCE = frozenset({"timeout", "connection", "crash", "memory"})
+"""Kinds of failures that are not about the method that was called."""
+
+
+class ToolFailure(Exception):
+    """A call that failed.
+
+    `kind` names the fault: `timeout`, `connection`, `crash`, `memory`, `step`, `action` or `exception`.
+    """
+
+    def __init__(self, kind: str, message: str, text: str = "") -> None:
+        """`text` is the exception's own text."""
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.text = text
+
+    def fault_in(self, method: str) -> str:
+        """Return the kind of the fault if the call was of a method that the model does not call."""
+        return self.kind if self.kind in OF_THE_INSTANCE else method
+
+
+class UnknownAction(ValueError):
+    """A turn without an action that the environment knows. The model is told of the message, and goes on."""
