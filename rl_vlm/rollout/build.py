@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder, load_processor
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.strategy import Strategy
 from rl_vlm.errors import ConfigError
-from rl_vlm.model.loading import longest_prompt
+from rl_vlm.model.loading import longest_prompt, native_or_frames
 from rl_vlm.rollout.endpoint import MessageBuilder, OpenAIEngine
 from rl_vlm.rollout.engine import RolloutEngine
 from rl_vlm.rollout.weights import PolicyWeights
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 
 def training_engine(
@@ -57,12 +60,28 @@ def gathering(
     return layer_by_layer
 
 
-def prompt_builder(config: RunConfig, checkpoint: str) -> PromptBuilder | MessageBuilder:
-    """Return a builder with the checkpoint's processor, or one that leaves the rendering to the endpoint."""
+def prompt_builder(
+    config: RunConfig, checkpoint: str, most_videos: int | None = None
+) -> PromptBuilder | MessageBuilder:
+    """Return a builder with the checkpoint's processor, or one that leaves the rendering to the endpoint.
+
+    `most_videos` is the largest number of videos in a row.
+    """
     if config.evaluation.endpoint_url is not None:
         return MessageBuilder()
     processor = load_processor(checkpoint, config.model, config.data)
-    return PromptBuilder(processor, config.data, longest_prompt(config, checkpoint))
+    return builder_for(processor, config, checkpoint, most_videos)
+
+
+def builder_for(
+    processor: ProcessorMixin, config: RunConfig, checkpoint: str, most_videos: int | None = None
+) -> PromptBuilder:
+    """Return a builder of prompts that fit into the model of a checkpoint, with videos in its form.
+
+    `most_videos` is the largest number of videos in a row, or None if the rows are not known.
+    """
+    form, longest = native_or_frames(config, checkpoint, most_videos), longest_prompt(config, checkpoint)
+    return PromptBuilder(processor, config.data, longest, video_format=form, most_videos=most_videos)
 
 
 def evaluation_engine(

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from rl_vlm.algorithm.advantages import compute_advantages, reward_std
+from rl_vlm.algorithm.advantages import reward_std
+from rl_vlm.algorithm.turn_advantages import advantages_of_groups
 from rl_vlm.checkpoint.random_states import random_states, restore_random_states
 from rl_vlm.config.batches import batch_sizes
 from rl_vlm.config.schema import RunConfig
@@ -28,7 +29,7 @@ from rl_vlm.data.sampler import Draw
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import wait_for, wait_until_done
 from rl_vlm.log.completions import CompletionsLog
-from rl_vlm.log.metrics import FAULTED, StepMetrics, add_reward_metrics
+from rl_vlm.log.metrics import ENGINE_WAIT, FAULTED, StepMetrics, add_reward_metrics
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.agreement import AgreementCheck
 from rl_vlm.rollout.balance import Cost, balance
@@ -325,7 +326,9 @@ class Collector:
             sampling = sampling_params(self.config, rollout.num_generations, rollout.temperature, limit)
             groups = generated(self.engine.engine, self.trajectories, requests, sampling)
         counters = self.engine.take_counters()
-        counters.update({} if self.trajectories is None else self.trajectories.take_counters())
+        if self.trajectories is not None:
+            counters.update(self.trajectories.take_counters())
+            metrics.add_mean(ENGINE_WAIT, self.trajectories.clock.waited, self.trajectories.clock.total)
         for name, count in counters.items():
             metrics.add_sum(name, count)
         return groups
@@ -341,14 +344,15 @@ class Collector:
         A new group with variance replaces the old one in `rollout`. Ranks can need different numbers of rounds.
         """
         groups, table = rollout.groups, rollout.table
+        find_constant = partial(without_variance, weights=self.rewards.weights, algorithm=self.config.algorithm)
         rounds = num_groups = num_recovered = 0
-        constant, first_ids = without_variance(table, self.rewards.weights), [group.group_id for group in groups]
+        constant, first_ids = find_constant(groups, table), [group.group_id for group in groups]
         while constant and rounds < self.config.rollout.max_resampling_rounds:
             rounds += 1
             again = [RolloutRequest(f"{first_ids[p]}/resample-{rounds}", groups[p].prompt) for p in constant]
             new_groups = self.generate(again, metrics)
             new_table = self.score(new_groups, state, metrics)
-            still_constant = without_variance(new_table, self.rewards.weights)
+            still_constant = find_constant(new_groups, new_table)
             recovered = {p: i for i, p in enumerate(constant) if i not in still_constant}
             for p, i in recovered.items():
                 groups[p] = new_groups[i]
@@ -385,9 +389,10 @@ class Collector:
 
     def scored_groups(self, groups: Sequence[Group], table: RewardTable) -> list[ScoredGroup]:
         """Add rewards and advantages to each group. `scale_rewards: batch` scales over the windows of all ranks."""
+
+        def batch_std(values: torch.Tensor) -> float:
+            return reward_std(torch.tensor(self.ranks.gather(values.flatten().tolist()))).item()
+
         rewards_PG = weighted_rewards(table, self.rewards.weights)
-        scale, batch_std = self.config.algorithm.scale_rewards, None
-        if scale == "batch":
-            batch_std = reward_std(torch.tensor(self.ranks.gather(rewards_PG.flatten().tolist()))).item()
-        advantages = compute_advantages(rewards_PG, table.valid_PG, scale, batch_std)
+        advantages = advantages_of_groups(groups, rewards_PG, table.valid_PG, self.config.algorithm, batch_std)
         return score_groups(groups, table, rewards_PG, advantages, self.rewards.decisive)

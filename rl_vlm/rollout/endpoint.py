@@ -18,6 +18,7 @@ import torch
 
 from rewards import http
 from rl_vlm.config.schema import RunConfig
+from rl_vlm.data.frames import frames_as_images
 from rl_vlm.data.images import image_urls, pixel_limits
 from rl_vlm.errors import RolloutError, shorten
 from rl_vlm.rollout.sampling import stream_keys
@@ -37,10 +38,10 @@ LONGEST_PAUSE = 60.0
 
 
 class MessageBuilder:
-    """Builds prompts without tokens, since the server renders the messages."""
+    """Builds prompts without tokens, since the server renders the messages. It gets frames of videos as images."""
 
     def build(self, sample: Sample) -> Prompt:
-        return Prompt(sample, torch.zeros(0, dtype=torch.int64), {}, {})
+        return Prompt(frames_as_images(sample), torch.zeros(0, dtype=torch.int64), {}, {})
 
     def image_inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
         """Return no inputs, since the server makes its own."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
+from rl_vlm.errors import RolloutError
 from rl_vlm.types import Group, RolloutRequest, Sampling
 
 
@@ -63,6 +66,41 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free the engine's resources. It cannot generate afterwards."""
+        ...
+
+
+class TurnLost(RolloutError):
+    """Nothing is left that can sample a turn with the last weights. A trajectory ends as a fault with it."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A request that an engine works on in the background."""
+
+    future: Future[Any]
+    """Done when the engine has answered."""
+    read: Callable[[Any], Group]
+
+    def group(self) -> Group:
+        """Wait for the answer and return the group. Raises TurnLost if none will come."""
+        return self.read(self.future.result())
+
+
+@runtime_checkable
+class Session(Protocol):
+    """Samples completions one by one, each as soon as it is submitted."""
+
+    def submit(self, request: RolloutRequest) -> Submitted:
+        """Begin to sample a request, of which one completion is paused. Its tokens are those of `generate`."""
+        ...
+
+
+@runtime_checkable
+class ConcurrentEngine(Protocol):
+    """A `RolloutEngine` that takes requests while it samples others."""
+
+    def session(self, sampling: Sampling) -> AbstractContextManager[Session]:
+        """Return the context of one rollout. Its end cancels requests that have not begun, and waits for the others."""
         ...
 
 

@@ -19,7 +19,7 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
@@ -27,8 +27,16 @@ from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
 from rl_vlm.errors import OutOfMemory
+from rl_vlm.model.body import run_body
 from rl_vlm.model.families import stop_token_ids
-from rl_vlm.model.group_cache import GroupCacheLayer, GroupLayout, RowGroups, expanded_cache, group_layers
+from rl_vlm.model.group_cache import (
+    GroupCacheLayer,
+    GroupLayout,
+    RowGroups,
+    expanded_cache,
+    group_layers,
+    keep_positions,
+)
 from rl_vlm.model.layout import collate_rows, token_input_names, token_inputs
 from rl_vlm.model.loading import load_policy
 from rl_vlm.model.shared_prefix import attention_layout, routes_attention
@@ -37,7 +45,7 @@ from rl_vlm.model.vision import VisionEncoder
 from rl_vlm.passes.recovery import Failure, described, repeated
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.lockstep import Lockstep
-from rl_vlm.rollout.sampling import next_tokens, stream_keys
+from rl_vlm.rollout.sampling import EndOfTurn, next_tokens, stream_keys
 from rl_vlm.rollout.weights import PolicyWeights
 from rl_vlm.types import Completion, FinishReason, Group, Path, Prompt, RolloutRequest, Sampling, to_device
 
@@ -94,6 +102,7 @@ class Prefix:
     def keep(self, rows: Int[Tensor, " kept"]) -> Prefix:
         """Return an expanded prefix with some of the rows. This one must not be used any more."""
         groups, prompts = (None, None) if self.groups is None else self.groups.keep(rows)
+        keep_positions(self.cache, rows)
         for layer in self.cache.layers:
             if isinstance(layer, GroupCacheLayer):
                 layer.keep(rows, prompts)
@@ -127,9 +136,10 @@ class HFEngine:
         stop_token_ids: Sequence[int],
         max_num_seqs: int,
         autocast: Callable[[bool], AbstractContextManager[None]] = lambda keeps_casts: nullcontext(),
+        policy: SampledPolicy | None = None,
     ) -> None:
         """`max_num_seqs` completions are decoded at once. `autocast` opens the context of forwards, and takes the
-        argument of `Policy.autocast`.
+        argument of `Policy.autocast`. `policy` has the model, if the engine samples from one.
         """
         self.model = vision.model
         self.vision = vision
@@ -138,6 +148,7 @@ class HFEngine:
         self.banned_token_ids = vision.family.banned_token_ids(vision.model.config)
         self.max_num_seqs = max_num_seqs
         self.autocast = autocast
+        self.policy = policy
         self.cache_name = cache_name(vision.model.base_model)
         self.policy_version = 0
         self.counters: Counter[str] = Counter()
@@ -148,7 +159,7 @@ class HFEngine:
     def for_policy(cls, policy: SampledPolicy, tokenizer: Any, max_num_seqs: int) -> HFEngine:
         """Build an engine that samples from the trained policy, in its compute precision."""
         stops = stop_token_ids(policy.vision.model.generation_config, tokenizer)
-        return cls(policy.vision, tokenizer, stops, max_num_seqs, policy.autocast)
+        return cls(policy.vision, tokenizer, stops, max_num_seqs, policy.autocast, policy)
 
     def sync(self, source: WeightSource, version: int) -> int:
         """Set the version. No weights are moved, since they are the policy's own."""
@@ -228,7 +239,7 @@ class HFEngine:
 
     def prompts_at_once(self, sampling: Sampling) -> int:
         """Return the number of prompts in a batch."""
-        return 1 if self.vision.family.cross_attends else max(1, self.max_num_seqs // sampling.num_generations)
+        return 1 if self.vision.family.one_prompt_at_once else max(1, self.max_num_seqs // sampling.num_generations)
 
     def next_batch(self, requests: list[RolloutRequest], sampling: Sampling) -> list[Group]:
         """Generate the groups of one batch: of as many first requests as are sampled at once.
@@ -250,7 +261,7 @@ class HFEngine:
         """Sample the turns of one batch: of as many first rows as are sampled at once. See `next_batch`."""
 
         def first() -> list[TurnRow]:
-            return rows[: 1 if self.vision.family.cross_attends else self.max_num_seqs]
+            return rows[: 1 if self.vision.family.one_prompt_at_once else self.max_num_seqs]
 
         return self.recovering(
             lambda: self.generate_turns(first(), sampling),
@@ -316,14 +327,16 @@ class HFEngine:
         ]
 
     def generate_turns(self, rows: list[TurnRow], sampling: Sampling) -> list[Completion]:
-        """Sample one more turn of each row. What it goes on after is computed again, as part of its prompt."""
+        """Sample one more turn of each row. Earlier turns are computed again, as a part of its prompt."""
         stop.check()
-        keys = [stream_keys(sampling.seed, row.group_id, row.member + 1)[-1:] for row in rows]
+        sizes = {row.group_id: row.member + 1 for row in sorted(rows, key=lambda row: row.member)}
+        streams = {group_id: stream_keys(sampling.seed, group_id, size) for group_id, size in sizes.items()}
+        keys = torch.stack([streams[row.group_id][row.member] for row in rows])
         prefix = self.prefill([row.prompt for row in rows], [row.completion.so_far() for row in rows])
         prefix = prefix.expand(list(range(len(rows))), self.grouped_layers(prefix))
         completions = [row.completion for row in rows]
         return self.decode(
-            prefix, prefix.logits_NV, 0, torch.cat(keys).to(self.model.device), completions, sampling
+            prefix, prefix.logits_NV, 0, keys.to(self.model.device), completions, sampling
         )  # fmt: skip
 
     def grouped_layers(self, prefix: Prefix) -> set[int]:
@@ -413,10 +426,13 @@ class HFEngine:
         self, kwargs: dict[str, Any], cache: Cache | None = None
     ) -> tuple[Cache, Float[Tensor, "rows vocabulary"]]:
         """Run one forward that appends tokens to the cache. Return the cache, and the logits after the last token."""
-        past = {} if cache is None else {self.cache_name: cache}
-        output = self.model.base_model(**kwargs, **past, use_cache=True)
+        if cache is None:  # not all models make one
+            from transformers import DynamicCache
+
+            cache = DynamicCache(config=self.model.config.get_text_config())
+        hidden, output = run_body(self.model, **kwargs, **{self.cache_name: cache}, use_cache=True)
         head: Any = self.model.get_output_embeddings()
-        logits = final_logits(head(output.last_hidden_state[:, -1]), self.model.config)
+        logits = final_logits(head(hidden[:, -1]), self.model.config)
         return getattr(output, self.cache_name), logits
 
     def completions(
@@ -469,46 +485,6 @@ def turns_to_continue(number: int, request: RolloutRequest) -> list[TurnRow]:
     return [TurnRow(number, request.group_id, member, request.prompt, each) for member, each in paused.items()]
 
 
-class EndOfTurn:
-    """Finds the ends of N turns: a stop token, a stop sequence, or a limit."""
-
-    def __init__(
-        self,
-        stop_token_ids: Sequence[int],
-        stop_sequences: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self.stop_token_ids = torch.tensor(list(stop_token_ids))
-        self.on_device = self.stop_token_ids.to(device)
-        self.sequences = [torch.tensor(list(sequence)) for sequence in stop_sequences]
-        self.sequences_on_device = [sequence.to(device) for sequence in self.sequences]
-        self.limits = torch.tensor(list(limits))
-        self.unlike_limits = to_device(self.limits, device) if len(set(limits)) > 1 else None
-
-    def after(
-        self, step: int, tokens: Int[Tensor, " rows"], rows: Int[Tensor, " rows"], tokens_NT: Int[Tensor, "all tokens"]
-    ) -> Bool[Tensor, " rows"]:
-        """Return which of some rows end with the tokens of this step, the last ones in `tokens_NT`."""
-        found = torch.isin(tokens, self.on_device)
-        if self.unlike_limits is not None:
-            found = found | (self.unlike_limits[rows] <= step + 1)
-        for sequence in self.sequences_on_device:
-            if step + 1 >= len(sequence):
-                found = found | (tokens_NT[rows, step + 1 - len(sequence) : step + 1] == sequence).all(-1)
-        return found
-
-    def lengths(self, tokens_NT: Int[Tensor, "completions tokens"]) -> tuple[list[int], list[bool]]:
-        """Return the number of tokens of each row, and whether it ends before its limit or by a stop at it."""
-        is_end_NT = torch.isin(tokens_NT, self.stop_token_ids)
-        for sequence in self.sequences:
-            if tokens_NT.shape[1] >= len(sequence):
-                matches = (tokens_NT.unfold(1, len(sequence), 1) == sequence).all(-1)
-                is_end_NT[:, len(sequence) - 1 :] |= matches
-        first_N = torch.where(is_end_NT.any(dim=1), is_end_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1] + 1)
-        return torch.minimum(first_N, self.limits).tolist(), (first_N <= self.limits).tolist()
-
-
 def training_engine(
     config: RunConfig, initial: str, weights: PolicyWeights, builder: PromptBuilder, ranks: Ranks
 ) -> HFEngine:
@@ -517,8 +493,12 @@ def training_engine(
 
 
 def evaluation_engine(config: RunConfig, checkpoint: str, builder: PromptBuilder, ranks: Ranks) -> HFEngine:
-    """Load a checkpoint, and build an engine that samples from it."""
-    policy = load_policy(config, checkpoint, None).to(ranks.device)
+    """Load a checkpoint, and build an engine that samples from it.
+
+    The policy computes log-probs at the temperature of the evaluation, and at 1 if that is greedy, as the engine does.
+    """
+    rollout = config.rollout.model_copy(update={"temperature": config.rollout.eval_temperature or 1.0})
+    policy = load_policy(config.model_copy(update={"rollout": rollout}), checkpoint, None).to(ranks.device)
     return HFEngine.for_policy(policy, builder.processor.tokenizer, config.rollout.max_num_seqs)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from rl_vlm.config.schema import RolloutConfig
 from rl_vlm.data.sampler import Draw
 from rl_vlm.errors import CheckpointError
-from rl_vlm.rollout.states import Builder, group_from_state, group_state
+from rl_vlm.rollout.states import Builder, group_from_state, group_state, prompt_from_state, prompt_state
 from rl_vlm.types import Group, RolloutRequest
 
 
@@ -42,13 +42,13 @@ class InFlight:
     def state_dict(self) -> dict[str, Any]:
         """Return everything but prompts and pixels, which `from_state` builds again."""
         partial = None if self.request.partial is None else group_state(self.request.partial)
-        return {"draw": tuple(self.draw), "group_id": self.request.group_id, "partial": partial}
+        of_prompt = prompt_state(self.draw, self.request.prompt)
+        return {**of_prompt, "group_id": self.request.group_id, "partial": partial}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], builder: Builder) -> InFlight:
         """Restore `state_dict`. `builder` makes the prompt of its draw."""
-        draw = Draw(*state["draw"])
-        prompt = builder.build(draw)
+        draw, prompt = prompt_from_state(state, builder)
         partial = None if state["partial"] is None else group_from_state(state["partial"], prompt, builder)
         return cls(draw, RolloutRequest(state["group_id"], partial.prompt if partial else prompt, partial))
 

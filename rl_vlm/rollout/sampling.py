@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.types import Sampling
+from rl_vlm.types import Sampling, to_device
 
 
 def sampling_params(
@@ -124,3 +125,43 @@ def next_tokens(
         kept_NV = truncate(logprobs_NV, sampling.top_k, sampling.top_p, sampling.min_p)
         token_ids = draw(kept_NV, uniforms(keys_N, positions_N))
     return token_ids, logprobs_NV.gather(-1, token_ids[:, None])[:, 0]
+
+
+class EndOfTurn:
+    """Finds the ends of N turns: a stop token, a stop sequence, or a limit."""
+
+    def __init__(
+        self,
+        stop_token_ids: Sequence[int],
+        stop_sequences: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.stop_token_ids = torch.tensor(list(stop_token_ids))
+        self.on_device = self.stop_token_ids.to(device)
+        self.sequences = [torch.tensor(list(sequence)) for sequence in stop_sequences]
+        self.sequences_on_device = [sequence.to(device) for sequence in self.sequences]
+        self.limits = torch.tensor(list(limits))
+        self.unlike_limits = to_device(self.limits, device) if len(set(limits)) > 1 else None
+
+    def after(
+        self, step: int, tokens: Int[Tensor, " rows"], rows: Int[Tensor, " rows"], tokens_NT: Int[Tensor, "all tokens"]
+    ) -> Bool[Tensor, " rows"]:
+        """Return which of some rows end with the tokens of this step, the last ones in `tokens_NT`."""
+        found = torch.isin(tokens, self.on_device)
+        if self.unlike_limits is not None:
+            found = found | (self.unlike_limits[rows] <= step + 1)
+        for sequence in self.sequences_on_device:
+            if step + 1 >= len(sequence):
+                found = found | (tokens_NT[rows, step + 1 - len(sequence) : step + 1] == sequence).all(-1)
+        return found
+
+    def lengths(self, tokens_NT: Int[Tensor, "completions tokens"]) -> tuple[list[int], list[bool]]:
+        """Return the number of tokens of each row, and whether it ends before its limit or by a stop at it."""
+        is_end_NT = torch.isin(tokens_NT, self.stop_token_ids)
+        for sequence in self.sequences:
+            if tokens_NT.shape[1] >= len(sequence):
+                matches = (tokens_NT.unfold(1, len(sequence), 1) == sequence).all(-1)
+                is_end_NT[:, len(sequence) - 1 :] |= matches
+        first_N = torch.where(is_end_NT.any(dim=1), is_end_NT.int().argmax(dim=1) + 1, tokens_NT.shape[1] + 1)
+        return torch.minimum(first_N, self.limits).tolist(), (first_N <= self.limits).tolist()

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rl_vlm.algorithm.advantages import Advantages, compute_advantages, total_rewards
-from rl_vlm.config.schema import RunConfig
+from rl_vlm.algorithm.advantages import Advantages, total_rewards
+from rl_vlm.algorithm.turn_advantages import advantages_of_groups
+from rl_vlm.config.schema import AlgorithmConfig, RunConfig
 from rl_vlm.data.check import UsableRows, check_rows
 from rl_vlm.data.samples import load_rows
 from rl_vlm.distributed.ranks import Ranks
@@ -44,9 +45,14 @@ def weighted_rewards(table: RewardTable, weights: Sequence[float]) -> Float[Tens
     return total_rewards(table.scores_PGF, torch.tensor(weights), table.valid_PG)
 
 
-def without_variance(table: RewardTable, weights: Sequence[float]) -> list[int]:
-    """Return the rows of the table whose valid rewards are all equal."""
-    has_variance_P = compute_advantages(weighted_rewards(table, weights), table.valid_PG, "none").has_variance_P
+def without_variance(
+    groups: Sequence[Group], table: RewardTable, weights: Sequence[float], algorithm: AlgorithmConfig
+) -> list[int]:
+    """Return the indices of the groups whose advantages are all 0. Scaling does not change that."""
+    unscaled = algorithm.model_copy(update={"scale_rewards": "none"})
+    has_variance_P = advantages_of_groups(
+        groups, weighted_rewards(table, weights), table.valid_PG, unscaled
+    ).has_variance_P
     return [p for p, varies in enumerate(has_variance_P.tolist()) if not varies]
 
 
@@ -67,6 +73,7 @@ def score_groups(
             valid_G=table.valid_PG[p],
             has_variance=bool(advantages.has_variance_P[p]),
             num_answers=None if decisive is None else num_answers(group, table, p, decisive),
+            turn_advantages=[] if advantages.turns is None else advantages.turns[p],
         )
         for p, group in enumerate(groups)
     ]
@@ -112,7 +119,7 @@ def check_faults(
 
 
 def failing(faults: Iterable[str]) -> str:
-    """Name what has failed, judging by the faults as `function/kind`."""
+    """Say whether reward functions, environments or both have failed. Faults are given as `function/kind`."""
     return " and ".join(
         sorted({"environments" if fault.startswith("environment/") else "reward functions" for fault in faults})
     )

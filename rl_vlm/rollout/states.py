@@ -2,22 +2,35 @@
 
 Pixels are large, so no state has them. They are built again when a state is read:
 
-    the group's prompt    from the dataset row; if an environment made it, from its messages and encoded images
+    the group's prompt    from the dataset row
     a member's own prompt from its messages and encoded images
     an observation        from its encoded images; its tokens are in the state
 
-An environment's instance is in no state.
+A state has a digest of the pixels of a row, so that other pixels are an error. No state has an environment's instance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rl_vlm.data.images import decode_image, png_bytes
 from rl_vlm.data.sampler import Draw
-from rl_vlm.types import Completion, Context, Group, Observation, Prompt, Sample, ToolCall, ToolResult, Turn
+from rl_vlm.errors import CheckpointError
+from rl_vlm.types import (
+    Completion,
+    Context,
+    Group,
+    MediumRead,
+    Observation,
+    Prompt,
+    Sample,
+    ToolCall,
+    ToolResult,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,16 +57,40 @@ class Builder(Protocol):
         ...
 
 
+def prompt_state(draw: Draw, prompt: Prompt) -> State:
+    """Return the draw of a prompt, and what was read of the images and videos of its row."""
+    return {"draw": tuple(draw), "reads": [tuple(read) for read in prompt.sample.reads]}
+
+
+def prompt_from_state(state: State, builder: Builder) -> tuple[Draw, Prompt]:
+    """Build a prompt again from `prompt_state`.
+
+    Raises CheckpointError if an image or a video has other pixels now. Checkpoints from before digests have none.
+    """
+    draw = Draw(*state["draw"])
+    prompt = builder.build(draw)
+    saved = [MediumRead(*read) for read in state.get("reads", prompt.sample.reads)]
+    for before, now in zip_longest(saved, prompt.sample.reads):
+        if before is None or now is None or not before.is_same(now):
+            kind = next(read.kind for read in (before, now) if read)
+            raise CheckpointError(
+                f"{prompt.name} has another {kind} than when its completions were sampled. Then: {before or 'none'}. "
+                f"Now: {now or 'none'}. Restore the {kind}, and the version of the software that reads it, or resume "
+                "from an earlier checkpoint."
+            )
+    return draw, prompt
+
+
 def group_state(group: Group) -> State:
     """Return the state of a group. It holds each observation and each own prompt once, however many use it."""
     starts = list(dict.fromkeys(c.start for c in group.completions if c.start is not None))
     pending = [c.pending for c in group.completions if c.pending is not None]
     seen = [observation for c in group.completions for observation in c.observations]
-    observations = list(dict.fromkeys([*seen, *pending]))
+    edited = [observation for c in group.completions for observation in c.edited]
+    observations = list(dict.fromkeys([*seen, *edited, *pending]))
     return {
         "group_id": group.group_id,
         "policy_version": group.policy_version,
-        "made": sample_state(group.prompt.sample) if group.prompt.sample.is_made else None,
         "starts": [sample_state(start.sample) for start in starts],
         "observations": [observation_state(observation) for observation in observations],
         "completions": [completion_state(c, starts, observations) for c in group.completions],
@@ -62,10 +99,7 @@ def group_state(group: Group) -> State:
 
 def group_from_state(state: State, prompt: Prompt, builder: Builder) -> Group:
     """Restore a group from `group_state` and the prompt of its row."""
-    row = prompt.sample
-    if state.get("made") is not None:
-        prompt = builder.build_sample(sample_from_state(state["made"], row))
-    starts = [builder.build_sample(sample_from_state(start, row)) for start in state.get("starts", ())]
+    starts = [builder.build_sample(sample_from_state(start, prompt.sample)) for start in state.get("starts", ())]
     observations = [observation_from_state(one, builder) for one in state.get("observations", ())]
     completions = [completion_from_state(one, starts, observations) for one in state["completions"]]
     return Group(state["group_id"], prompt, completions, state["policy_version"])
@@ -74,7 +108,7 @@ def group_from_state(state: State, prompt: Prompt, builder: Builder) -> Group:
 def sample_state(sample: Sample) -> State:
     """Return the fields that an environment's `reset` changes. The images are files, as they are sent to servers."""
     files = [sample.encoded_images.get(i) or png_bytes(image) for i, image in enumerate(sample.images)]
-    names = ("messages", "prompt", "image_files", "is_made")
+    names = ("messages", "prompt", "image_files")
     return {
         "images": files,
         "encoded": sorted(sample.encoded_images),
@@ -111,6 +145,7 @@ def completion_state(completion: Completion, starts: list[Prompt], observations:
             for context in completion.contexts
         ],
         "pending": None if completion.pending is None else places[completion.pending],
+        "edited": [places[observation] for observation in completion.edited],
         "start": None if completion.start is None else starts.index(completion.start),
         "turns": [asdict(turn) for turn in completion.turns],
     }
@@ -126,6 +161,7 @@ def completion_from_state(state: State, starts: list[Prompt], observations: list
     restored = {
         "contexts": tuple(contexts),
         "pending": None if pending is None else observations[pending],
+        "edited": tuple(observations[place] for place in state.get("edited", ())),
         "start": None if start is None else starts[start],
         "turns": tuple(map(turn_from_state, state.get("turns", ()))),
     }

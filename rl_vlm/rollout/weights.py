@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from rl_vlm.distributed.shards import is_shard, whole, whole_copy
 from rl_vlm.errors import ConfigError
 from rl_vlm.model.blocks import as_in_checkpoints, by_block, untied
+from rl_vlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
+from rl_vlm.model.lora import adapts_tied_weight
 from rl_vlm.model.policy import Policy
 from rl_vlm.rollout.vllm.arguments import read_weights
 
@@ -32,8 +35,17 @@ class PolicyWeights:
         self.sends_adapter = self.has_adapter and lora_sync == "adapter"
 
     def adapter_rank(self) -> int | None:
-        """Return the rank of the adapter to send, or None without one. Raises ConfigError if vLLM cannot load it."""
+        """Return the rank of the adapter to send, or None without one.
+
+        Raises ConfigError if vLLM cannot load the adapter, or the weights with the adapter merged in.
+        """
         if not self.sends_adapter:
+            if self.has_adapter and adapts_tied_weight(self.policy.transformer):
+                raise ConfigError(
+                    "rollout.lora_sync: merge: the adapter is on the LM head or on the embeddings, which this model "
+                    "ties, and vLLM has one weight for both. Set lora_sync: adapter, leave lm_head out of "
+                    "lora_target_modules, or set rollout.engine: hf"
+                )
             return None
         adapter = self.policy.model.peft_config["default"]
         parameters = self.policy.transformer.named_parameters()
@@ -62,7 +74,7 @@ class PolicyWeights:
             save_embedding_layers=False,
             state_dict=dict(self.adapter_weights()),
         )
-        return (directory / "adapter_model.safetensors").stat().st_size
+        return (directory / ADAPTER_WEIGHTS).stat().st_size
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that a LoRA run trains, unsharded, by their names in the model."""
@@ -102,9 +114,9 @@ class CheckpointWeights:
     def save_adapter(self, directory: Path) -> int:
         """Copy the adapter's files, and return the size of its weights in bytes."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             shutil.copy(self.directory / name, directory / name)
-        return (directory / "adapter_model.safetensors").stat().st_size
+        return (directory / ADAPTER_WEIGHTS).stat().st_size
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over all weights of the checkpoint."""
@@ -129,6 +141,16 @@ def merged_weights(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
         yield from merged_weights(module, f"{prefix}{name}.")
     for name, parameter in model.named_parameters(recurse=False):
         yield f"{prefix}{name}", parameter
+
+
+def why_not_in_vllm(directory: Path, vision_prefixes: tuple[str, ...]) -> str | None:
+    """Return the reason why vLLM cannot load the adapter in a directory, or None if it can."""
+    from safetensors import safe_open
+
+    adapter = SimpleNamespace(**read_json(directory / ADAPTER_CONFIG))
+    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
+        names = [name.removeprefix("base_model.model.") for name in [*file.keys()]]
+    return why_not_an_adapter(adapter, names, vision_prefixes)
 
 
 def why_not_an_adapter(adapter: Any, trained: Iterable[str], vision_prefixes: tuple[str, ...]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rl_vlm.data.sampler import Draw
 from rl_vlm.log.metrics import StepMetrics
-from rl_vlm.rollout.states import Builder, group_from_state, group_state
+from rl_vlm.rollout.states import Builder, group_from_state, group_state, prompt_from_state, prompt_state
 from rl_vlm.types import MicroBatch, PolicyOutput, Progress, ScoredGroup
 
 Outputs = Callable[[Sequence[ScoredGroup]], Iterable[tuple[MicroBatch, PolicyOutput]]]
@@ -28,14 +28,15 @@ class DrawnGroup(NamedTuple):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but prompts and pixels. `from_state` builds them again, see `group_state`."""
-        return {**vars(self.scored), "draw": tuple(self.draw), "group": group_state(self.scored.group)}
+        group = self.scored.group
+        return {**vars(self.scored), **prompt_state(self.draw, group.prompt), "group": group_state(group)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], builder: Builder) -> DrawnGroup:
         """Restore `state_dict`. `builder` makes the prompt of its draw."""
-        draw = Draw(*state["draw"])
-        group = group_from_state(state["group"], builder.build(draw), builder)
-        scored = {name: value for name, value in state.items() if name not in ("draw", "group")}
+        draw, prompt = prompt_from_state(state, builder)
+        group = group_from_state(state["group"], prompt, builder)
+        scored = {name: value for name, value in state.items() if name not in ("draw", "reads", "group")}
         return cls(draw, ScoredGroup(group, **scored))
 
 

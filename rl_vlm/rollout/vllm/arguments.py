@@ -12,9 +12,13 @@ from torch import Tensor
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import pixel_limits
+from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.video.sizes import has_any_size
 from rl_vlm.errors import ConfigError, ModelError
+from rl_vlm.model.families import family_of
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.model.shared_state import state_layers
+from rl_vlm.rollout.vllm.videos import LOADER
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -29,9 +33,17 @@ MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 ADAPTER_NAME = "policy"
 
+TUNING = "attn_temperature_tuning"
+"""The field of Llama 4's config that scales queries by their places."""
 
-def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> dict[str, Any]:
-    """Build vLLM's engine arguments, by the names of `EngineArgs`. `lora_rank` is the rank of the adapters to send."""
+
+def engine_arguments(
+    config: RunConfig, model: str, lora_rank: int | None, builder: PromptBuilder | None = None
+) -> dict[str, Any]:
+    """Build vLLM's engine arguments, by the names of `EngineArgs`.
+
+    `lora_rank` is the rank of the adapters to send. `builder` builds the prompts; without one, they have no videos.
+    """
     vllm = config.vllm
     arguments = {
         "model": model,
@@ -45,18 +57,17 @@ def engine_arguments(config: RunConfig, model: str, lora_rank: int | None) -> di
         "enforce_eager": vllm.vllm_enforce_eager,
         "max_num_seqs": config.rollout.max_num_seqs,
         "max_model_len": max_model_length(config),
-        "mm_processor_kwargs": pixel_limits(config.data) or None,
         "generation_config": "vllm",  # the checkpoint's is not used
         "logprobs_mode": "processed_logprobs",  # after temperature and bans
         "weight_transfer_config": {"backend": weight_transfer(config)},
-        "limit_mm_per_prompt": {"video": 0},
+        "mm_device_do_normalize": False,  # on, EXAONE 4.5 gets pixels of 0 to 255, and videos get images' mean and std
     }
     if "vllm_enable_sleep_mode" in config.rollout.facts.reads:
         arguments["enable_sleep_mode"] = vllm.vllm_enable_sleep_mode
     if lora_rank is not None:
         arguments |= {"enable_lora": True, "max_lora_rank": allowed_lora_rank(lora_rank), "max_loras": 1}
-    if not torch.cuda.is_available():
-        arguments |= cpu_arguments(config, model)
+    found = read_config(config, model)
+    arguments |= media_arguments(config, found, builder) | model_arguments(config, found)
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -84,23 +95,59 @@ def weight_transfer(config: RunConfig) -> str:
     return "nccl" if is_nccl else "rl_vlm"
 
 
-def cpu_arguments(config: RunConfig, model: str) -> dict[str, Any]:
-    """Return arguments for CPUs: no compilation, which takes minutes, and no chunked prefill.
-
-    If a prompt is in chunks, vLLM's sampler takes back a random number, which CPU generators do not support. Without
-    chunks, vLLM cannot cache prefixes of models with stateful layers. Raises ModelError if the model's config cannot be
-    read.
-    """
+def read_config(config: RunConfig, model: str) -> Any:
+    """Return a model's config. Raises ModelError if it cannot be read."""
     try:
-        has_states = bool(state_layers(checkpoint_config(model, config.model)))
+        return checkpoint_config(model, config.model)
     except (OSError, ValueError) as error:
         raise ModelError(f"No config can be loaded from {model!r}: {error}") from error
-    return {
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "enable_prefix_caching": False if has_states else None,
-        "max_num_batched_tokens": max(max_model_length(config) or 0, 8192),
+
+
+def media_arguments(config: RunConfig, found: Any, builder: PromptBuilder | None) -> dict[str, Any]:
+    """Return arguments for images and videos of a model with this config.
+
+    Frames of videos have the size that the tower gets, so vLLM's processor must not resize them. A prompt may have as
+    many videos as the data's largest row, or as vLLM takes if that is not known. They have no further limits: vLLM
+    measures its memory with its own largest video, and limits could only make that one smaller than the run's. One
+    batch holds the longest prompt, so that no video is larger than the cache of its features.
+    """
+    limits = pixel_limits(config.data)
+    own = {"images_kwargs": limits} if limits else {}  # for videos they can be too small
+    if builder is None or builder.video_format == "frames":
+        return {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": own or None}
+    if has_any_size(getattr(builder.processor, "video_processor", None)):
+        own |= {"videos_kwargs": {"do_resize": False}}
+    most = family_of(found).videos_in_vllm if builder.most_videos is None else builder.most_videos
+    arguments: dict[str, Any] = {
+        "limit_mm_per_prompt": {"video": most},
+        "mm_processor_kwargs": own or None,
+        "media_io_kwargs": {"video": {"video_backend": LOADER}},
     }
+    return arguments | ({"max_num_batched_tokens": batched_tokens(config)} if most else {})
+
+
+def model_arguments(config: RunConfig, found: Any) -> dict[str, Any]:
+    """Return arguments that depend on the model's config.
+
+    VLLM sharpens the attention of Llama 4 along a row only if the row may be longer than 32,768 tokens, whatever the
+    config says, unless a generation config says it.
+
+    On CPUs they include no compilation, which takes minutes, and no chunked prefill. If a prompt is in chunks, vLLM's
+    sampler takes back a random number, which CPU generators do not support. Without chunks, vLLM cannot cache prefixes
+    of models with stateful layers.
+    """
+    arguments: dict[str, Any] = {}
+    tuned = getattr(found.get_text_config(), TUNING, None)
+    if tuned is not None:
+        arguments["override_generation_config"] = {TUNING: bool(tuned)}
+    if not torch.cuda.is_available():
+        arguments |= {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "enable_prefix_caching": False if state_layers(found) else None,
+            "max_num_batched_tokens": batched_tokens(config),
+        }
+    return arguments
 
 
 def keeps_weights(config: RunConfig, sends_adapter: bool, trains_vision: bool) -> bool:
@@ -112,6 +159,11 @@ def max_model_length(config: RunConfig) -> int | None:
     """Return the maximum number of tokens of a prompt and its completion, or None for the model's own limit."""
     prompt = config.data.max_prompt_length
     return config.vllm.vllm_max_model_length or (prompt and prompt + config.rollout.max_completion_length)
+
+
+def batched_tokens(config: RunConfig) -> int:
+    """Return a number of tokens of a batch that holds the longest prompt, if its length is limited."""
+    return max(max_model_length(config) or 0, 8192)
 
 
 def read_weights(directory: Path) -> Iterator[tuple[str, Tensor]]:

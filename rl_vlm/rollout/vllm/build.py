@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
+from rl_vlm.config.adapters import adapter_rank
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.prompts import PromptBuilder
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.errors import ConfigError
-from rl_vlm.model.families import TokenRules
-from rl_vlm.model.loading import adapter_rank, base_of, is_adapter, token_rules
+from rl_vlm.model.families import TokenRules, family_of
+from rl_vlm.model.files import is_adapter
+from rl_vlm.model.loading import base_of, token_rules
 from rl_vlm.model.quantization import checkpoint_config
 from rl_vlm.rollout.vllm.arguments import engine_arguments, keeps_weights, weight_transfer
 from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.rollout.vllm.process import LOOPBACK, start_servers, stop_servers, wait_until_healthy
 from rl_vlm.rollout.vllm.servers import VLLMServers
-from rl_vlm.rollout.weights import CheckpointWeights, PolicyWeights
+from rl_vlm.rollout.weights import CheckpointWeights, PolicyWeights, why_not_in_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ def training_engine(
 ) -> VLLMEngine:
     """Build vLLM in this process. Raises ConfigError if it cannot load the adapter."""
     rank = weights.adapter_rank()
-    tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank)
+    tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank, builder)
     adapter = Path(initial) if is_adapter(initial) and rank else None
     keeps = keeps_weights(config, weights.sends_adapter, trains_vision=not weights.policy.vision.is_frozen)
     arguments |= beside_ranks(config, ranks.world_size)
@@ -46,7 +48,7 @@ def training_servers(
 ) -> VLLMServers:
     """Connect to the servers of a run. Raises ConfigError if vLLM cannot load the adapter."""
     rank = weights.adapter_rank()
-    tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank)
+    tokens, arguments = tokens_of(weights, builder), engine_arguments(config, base_of(initial), rank, builder)
     return server_engine(config, arguments, weights.policy.transformer.config.model_type, tokens, builder, ranks)
 
 
@@ -86,11 +88,21 @@ def evaluation_servers(config: RunConfig, checkpoint: str, builder: PromptBuilde
 def parts_of_checkpoint(
     config: RunConfig, checkpoint: str, builder: PromptBuilder
 ) -> tuple[TokenRules, dict[str, Any], str]:
-    """Return the rules for tokens, vLLM's arguments and the model type of a checkpoint."""
+    """Return the rules for tokens, vLLM's arguments and the model type of a checkpoint.
+
+    Raises ConfigError if the checkpoint is an adapter that vLLM cannot load.
+    """
     base = base_of(checkpoint)
     tokens = token_rules(config.model, base, builder.processor.tokenizer)
-    model_type = checkpoint_config(base, config.model).model_type
-    return tokens, engine_arguments(config, base, adapter_rank(checkpoint)), model_type
+    model_config = checkpoint_config(base, config.model)
+    if is_adapter(checkpoint) and (
+        reason := why_not_in_vllm(Path(checkpoint), family_of(model_config).vision_prefixes)
+    ):
+        raise ConfigError(
+            f"vLLM cannot load the adapter {checkpoint}: {reason}. Set rollout.engine: hf, or merge it into its base "
+            "model with `rl-vlm export --merge`"
+        )
+    return tokens, engine_arguments(config, base, adapter_rank(checkpoint), builder), model_config.model_type
 
 
 def beside_ranks(config: RunConfig, num_ranks: int) -> dict[str, Any]:

@@ -57,21 +57,21 @@ class VLLMClient:
         except ValueError:
             return content.decode(errors="replace")
 
-    def check_health(self) -> None:
-        """Raise ServerLost if the server does not answer a health check within seconds."""
-        run(self.answer_health_check())
+    def check_health(self, seconds: float | None = None) -> None:
+        """Raise ServerLost if the server does not answer a health check within `seconds`, or `HEALTH_SECONDS`."""
+        run(self.answer_health_check(seconds))
 
-    def is_healthy(self) -> bool:
-        """Return whether the server answers a health check within seconds."""
+    def is_healthy(self, seconds: float | None = None) -> bool:
+        """Return whether the server answers a health check. See `check_health`."""
         try:
-            self.check_health()
+            self.check_health(seconds)
         except ServerLost:
             return False
         return True
 
-    async def answer_health_check(self) -> None:
-        """Send a health check and await the answer. Raises ServerLost if it does not come within seconds."""
-        await self.content("GET", "/health", min(self.timeout, HEALTH_SECONDS))
+    async def answer_health_check(self, seconds: float | None = None) -> None:
+        """Send a health check and await the answer. Raises ServerLost if it does not come in time."""
+        await self.content("GET", "/health", min(self.timeout, HEALTH_SECONDS if seconds is None else seconds))
 
     def wait_until_up(self, seconds: float) -> None:
         """Wait for a server that somebody else starts. Counts as progress, and a stop of the run ends it.

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from rl_vlm.checkpoint.random_states import random_states, restore_random_states
-from rl_vlm.data.images import decoded
+from rl_vlm.data.images import decode_image
 from rl_vlm.distributed.progress import mark_progress
 from rl_vlm.distributed.signals import stop
-from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError, Stopped
+from rl_vlm.errors import ConfigError, DataError, ModelError, RLVLMError, RolloutError, Stopped, shorten
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.engine import WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME, ENVIRONMENT, MODEL_RUNNER, model_runner
@@ -114,13 +114,15 @@ class VLLMEngine:
         """Build vLLM's prompt and sampling parameters for a request. Raises DataError if the prompt is too long."""
         check_length(request.rollout_request, sampling, self.max_model_length)
         prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids(self.renderer)}
-        if images := [*request.sample.images, *map(decoded, request.observed_images)]:
-            prompt["multi_modal_data"] = {"image": images}
+        images = [*request.sample.images, *map(decode_image, request.observed_images)]
+        if media := {kind: values for kind, values in (("image", images), ("video", request.videos)) if values}:
+            prompt["multi_modal_data"] = media
         return prompt, sampling_arguments(request, sampling, self.tokens)
 
     def responses(self, arguments: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]]) -> list[GenerateResponse]:
         """Sample for all ranks that share a model, and return this rank's responses."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         if not self.has_weights:
             raise RolloutError("vLLM has discarded its weights, and no others were sent")
@@ -130,7 +132,7 @@ class VLLMEngine:
         self.wake_up(WEIGHTS, KV_CACHE)
         try:
             outputs = self.llm.generate(prompts, params, lora_request=self.adapter, use_tqdm=False)
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             raise DataError(f"vLLM refuses a prompt: {error}") from error
         except Stopped:
             self.llm.llm_engine.abort_request(list(self.llm.llm_engine.output_processor.request_states), internal=True)
@@ -162,10 +164,19 @@ class VLLMEngine:
         return num_bytes
 
     def load_adapter(self, directory: Path) -> None:
-        """Replace the adapter by the one in `directory`, which is read immediately."""
+        """Replace the adapter by the one in `directory`, which is read immediately.
+
+        Raises ConfigError if the adapter is on modules that vLLM's model cannot adapt, such as many LM heads.
+        """
         from vllm.lora.request import LoRARequest
 
-        self.llm.llm_engine.add_lora(LoRARequest(ADAPTER_NAME, 1, str(directory), load_inplace=True))
+        try:
+            self.llm.llm_engine.add_lora(LoRARequest(ADAPTER_NAME, 1, str(directory), load_inplace=True))
+        except ValueError as error:
+            raise ConfigError(
+                f"vLLM cannot load this adapter: {shorten(error)}. Set rollout.lora_sync: merge, leave these modules "
+                "out of lora_target_modules, or set rollout.engine: hf"
+            ) from error
         self.adapter = LoRARequest(ADAPTER_NAME, 1, str(directory))
 
     def load_weights(self, source: WeightSource) -> int:

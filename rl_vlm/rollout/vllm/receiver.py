@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rl_vlm.log.terminal import drop_known_lines
 from rl_vlm.rollout.vllm.arguments import read_weights
+from rl_vlm.rollout.vllm.videos import LOADER, SentVideos
 
 BACKEND = "rl_vlm"
 
@@ -68,7 +69,10 @@ class WeightReceiver(WeightTransferEngine[NoInitInfo, WeightFiles]):
 
 
 def register() -> None:
-    """Register the engine with vLLM, which calls this in each of its processes."""
+    """Register the engine and the loader of videos with vLLM, which calls this in each of its processes."""
+    from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
+
     drop_known_lines()
+    VIDEO_LOADER_REGISTRY.register(LOADER)(SentVideos)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)

@@ -1,6 +1,6 @@
 """Requests to vLLM, in process or as a server, and the groups that are built from its responses.
 
-request ─ prompt ids with one placeholder per image, images ─► vLLM, n = G ─► token ids, log-probs, finish reason
+request ─ prompt ids with one placeholder per image and video, pixels ─► vLLM, n = G ─► token ids, log-probs, reason
         ─ check of prompt ids, and of the version of weights ─► Group
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import UInt8
 
 from rl_vlm.errors import DataError, RolloutError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.types import NO_TOKENS, Completion, Group, Prompt, RolloutRequest, Sample, Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BANNED_LOGIT = -1e6
 """Added to the logits of placeholder tokens. A list of allowed tokens would be as long as the vocabulary."""
@@ -48,7 +52,7 @@ class GenerateRequest:
         return self.rollout_request.prompt
 
     def token_ids(self, renderer: PromptRenderer) -> list[int]:
-        """Return the prompt and the completion so far, with one placeholder per image for vLLM to expand."""
+        """Return the prompt and the completion so far, with one placeholder per image and video for vLLM to expand."""
         path = self.paused.so_far()
         ids, end = renderer.unexpanded_ids(self.sample), 0
         for place, observation in path.observations.items():
@@ -63,8 +67,13 @@ class GenerateRequest:
         return [file for observation in self.paused.so_far().observations.values() for file in observation.images]
 
     @property
+    def videos(self) -> list[tuple[UInt8[np.ndarray, "frames height width 3"], dict[str, Any]]]:
+        """Return the frames of each video, with their times in the file. vLLM must not sample frames again."""
+        return [(video.frames, video.metadata | {"do_sample_frames": False}) for video in self.sample.videos]
+
+    @property
     def expected_ids(self) -> list[int]:
-        """Return the tokens that vLLM must read: those of the prompt and of the completion so far."""
+        """Return the tokens of the prompt and of the completion so far, which vLLM must read."""
         return [*self.prompt.token_ids.tolist(), *self.paused.so_far().token_ids.tolist()]
 
 
@@ -88,15 +97,17 @@ class GeneratedTokens:
 
 
 def generate_requests(request: RolloutRequest, sampling: Sampling) -> list[GenerateRequest]:
-    """Build the requests for one group: one if it is new, or else one per paused completion, since prompts differ."""
+    """Build the requests for one group: one if it is new, or else one per paused completion, since prompts differ.
+
+    A completion's first tokens have the same seed in both cases.
+    """
+    seed = random_seed(sampling.seed, request.group_id)
     if request.partial is None:
-        seed = random_seed(sampling.seed, request.group_id)
         return [GenerateRequest(request, NO_TOKENS, sampling.num_generations, seed)]
     return [
-        GenerateRequest(
-            request, paused, 1, random_seed(sampling.seed, f"{request.group_id}/{i}/{len(paused.token_ids)}")
-        )
+        GenerateRequest(request, paused, 1, seed + i if not length else random_seed(sampling.seed, f"{name}/{length}"))
         for i, paused in request.paused(sampling.num_generations).items()
+        for name, length in [(f"{request.group_id}/{i}", len(paused.token_ids))]
     ]
 
 
@@ -155,17 +166,24 @@ def to_groups(
     responses = iter(send([part for parts in by_group for part in parts]))
     groups = []
     for request, parts in zip(requests, by_group, strict=True):
-        generated = []
-        for part in parts:
-            response = next(responses)
-            check_versions(part, response, version_label(version, run))
-            if part.paused.so_far().observations and response.prompt_ids != part.expected_ids:
-                generated.append(misread(part, response.prompt_ids))
-                continue
-            check_prompt_ids(part, response.prompt_ids)
-            generated += [to_completion(part.paused, tokens, sampling, tokenizer) for tokens in response.completions]
+        generated = [
+            completion
+            for part in parts
+            for completion in to_completions(part, next(responses), sampling, version_label(version, run), tokenizer)
+        ]
         groups.append(request.group(generated, version))
     return groups
+
+
+def to_completions(
+    request: GenerateRequest, response: GenerateResponse, sampling: Sampling, label: str, tokenizer: Any
+) -> list[Completion]:
+    """Return the completions of a response. `label` is that of the last weights. See `to_groups` for errors."""
+    check_versions(request, response, label)
+    if request.paused.so_far().observations and response.prompt_ids != request.expected_ids:
+        return [misread(request, response.prompt_ids)]
+    check_prompt_ids(request, response.prompt_ids)
+    return [to_completion(request.paused, tokens, sampling, tokenizer) for tokens in response.completions]
 
 
 def to_completion(paused: Completion, generated: GeneratedTokens, sampling: Sampling, tokenizer: Any) -> Completion:

@@ -1,7 +1,8 @@
 """Rollouts with one or several vLLM servers, on other devices or other machines.
 
 requests ─ round-robin, one per group, images once ─► servers ─► groups   a lost server's requests go to the others
-weights ─ files in a shared folder, or NCCL ─► every server ─► its version, read back
+turns of trajectories ─ one request each, at any time ─► servers ─► completions
+weights ─ files in a shared folder, or NCCL ─► every server ─► its version, read back   a lost server may be back
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from rl_vlm.data.images import data_url, image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import TokenRules
-from rl_vlm.rollout.engine import WeightSource
+from rl_vlm.rollout.engine import Submitted, TurnLost, WeightSource
 from rl_vlm.rollout.vllm.arguments import ADAPTER_NAME
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 from rl_vlm.rollout.vllm.nccl import NCCLSender
@@ -34,17 +36,29 @@ from rl_vlm.rollout.vllm.requests import (
     GenerateResponse,
     PromptRenderer,
     check_length,
+    generate_requests,
     sampling_arguments,
+    to_completions,
     to_groups,
     version_label,
 )
-from rl_vlm.types import Group, RolloutRequest, Sampling
+from rl_vlm.rollout.vllm.videos import video_url
+from rl_vlm.types import Group, Prompt, RolloutRequest, Sampling
 
 RESET_TRIES = 20
 """Attempts, half a second apart, to reset a cache that is in use."""
 
+BACK_SECONDS = 2.0
+"""Seconds in which a lost server must answer a health check to be used again. Each sync asks it."""
+
+UNSENT = "default"
+"""vLLM's label of weights that nobody has sent: those of a server that has just started."""
+
 MAX_FILE_BYTES = 5 * 10**9
 """Bytes at which a file of weights ends and the next begins. The main process holds one file's weights in memory."""
+
+ContentPart = dict[str, str]
+"""An image or a video of a request to vLLM."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +84,11 @@ class VLLMServers:
         once. `run` distinguishes this run's weights from other runs'. `close` stops servers started for this engine.
         Raises RolloutError if a server has other settings, refuses the token, or cannot be reached.
         """
+        self.clients = list(clients)
         self.live = list(clients)
+        self.last_loss: str | None = None
+        """Message about the last live server, if it was lost."""
+        self.expected = expected
         self.tokens = tokens
         self.renderer = renderer
         self.folder = folder
@@ -100,11 +118,9 @@ class VLLMServers:
             check_length(request, sampling, self.max_model_length)
 
         def send(parts: list[GenerateRequest]) -> list[GenerateResponse]:
-            urls = {id(r.prompt): image_urls(r.prompt.sample) for r in requests}  # encoded once per prompt
-            bodies = [
-                self.body(part, [*urls[id(part.prompt)], *map(data_url, part.observed_images)], sampling)
-                for part in parts
-            ]
+            media = {part.prompt: part for part in parts}
+            encoded = {prompt: media_parts(part) for prompt, part in media.items()}  # once per prompt
+            bodies = [self.body(part, encoded[part.prompt], sampling) for part in parts]
             num_completions = sum(part.num_completions for part in parts)
             at_once = max(1, self.max_num_seqs * len(parts) // max(1, num_completions))
             with ThreadPoolExecutor(at_once * len(self.live)) as pool:  # an error cancels requests that have not begun
@@ -114,6 +130,20 @@ class VLLMServers:
         groups = to_groups(requests, send, sampling, self.policy_version, tokenizer, self.run)
         self.count_preemptions()
         return groups
+
+    @contextmanager
+    def session(self, sampling: Sampling) -> Iterator[ServerSession]:
+        """Return the context in which turns of trajectories are sampled one by one.
+
+        Raises RolloutError if no server was left before.
+        """
+        self.check_live()
+        pool = ThreadPoolExecutor(self.max_num_seqs * len(self.live))
+        try:
+            yield ServerSession(self, pool, sampling)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self.count_preemptions()
 
     def count_preemptions(self) -> None:
         """Count new preemptions of all servers, in the one process that `sends_weights`.
@@ -126,32 +156,49 @@ class VLLMServers:
             self.counters[METRIC] += count
 
     def response_to(self, body: dict[str, Any]) -> GenerateResponse:
-        """Send a request to one server after another until one responds, and return the response."""
+        """Send a request to one server after another until one responds, and return the response.
+
+        Another server samples the same tokens, since it has the same weights. Raises TurnLost if none is left.
+        """
         while not self.is_closed:
+            self.check_live()
             client = self.next_client()
             try:
-                response = client.post("/inference/v1/generate", body)
-                completions = [read_completion(client, choice) for choice in response["choices"]]
-                self.check_not_older(client, completions)
-                return GenerateResponse(response["prompt_token_ids"], completions)
+                return self.asked(client, body)
             except ServerLost as error:
-                self.lose(client, error)
-            except (KeyError, TypeError) as error:
-                raise RolloutError(f"The vLLM server {client.url} answers something else: {error!r}") from error
+                if not self.is_closed:  # servers that the run stops are not lost
+                    self.lose(client, error)
         raise RolloutError("The run has ended.")
 
-    def check_not_older(self, client: VLLMClient, completions: Sequence[GeneratedTokens]) -> None:
-        """Raise ServerLost if a server has older weights of this run, because it was removed during a sync."""
-        labels = {version for completion in completions for version in completion.versions}
+    def asked(self, client: VLLMClient, body: dict[str, Any]) -> GenerateResponse:
+        """Send a request to a server, and return its response. Raises ServerLost if another server may succeed."""
+        try:
+            response = client.post("/inference/v1/generate", body)
+            completions = [read_completion(client, choice) for choice in response["choices"]]
+            self.check_weights(client, {version for completion in completions for version in completion.versions})
+            return GenerateResponse(response["prompt_token_ids"], completions)
+        except ServerLost:
+            raise
+        except RolloutError:  # a server that has restarted does not know the adapter
+            self.check_weights(client, {str(client.get("/weight_info")["weight_version"])})
+            raise
+        except (KeyError, TypeError) as error:
+            raise RolloutError(f"The vLLM server {client.url} answers something else: {error!r}") from error
+
+    def check_weights(self, client: VLLMClient, labels: set[str]) -> None:
+        """Raise ServerLost if a server has restarted, or has older weights of this run since it missed a sync."""
         others = labels - {version_label(self.policy_version, self.run)}
+        if UNSENT in others:
+            raise ServerLost(f"The vLLM server {client.url} has restarted, and was not sent the run's weights yet.")
         if self.run and any(label.startswith(self.run) for label in others):
             raise ServerLost(f"The vLLM server {client.url} has weights that are older than the last.")
 
-    def body(self, request: GenerateRequest, urls: Sequence[str], sampling: Sampling) -> dict[str, Any]:
-        """Build a request to vLLM's tokens-in, tokens-out route, with the images at `urls`."""
+    def body(self, request: GenerateRequest, media: Sequence[ContentPart], sampling: Sampling) -> dict[str, Any]:
+        """Build a request to vLLM's tokens-in, tokens-out route. `media` are the images and videos of its prompt."""
+        observed = [image_part(data_url(file)) for file in request.observed_images]
         return {
             "token_ids": request.token_ids(self.renderer),
-            "content_parts": [{"type": "image_url", "url": url} for url in urls] or None,
+            "content_parts": [*media, *observed] or None,
             "sampling_params": sampling_arguments(request, sampling, self.tokens),
             "return_token_ids": True,
             "model": ADAPTER_NAME if self.has_adapter else None,
@@ -163,15 +210,42 @@ class VLLMServers:
             return self.live[next(self.turn) % len(self.live)]
 
     def lose(self, client: VLLMClient, error: ServerLost) -> None:
-        """Remove a lost server. Raises RolloutError if it was the last."""
+        """Remove a lost server until the next sync. Raises TurnLost if it was the last."""
         with self.lock:
             if client in self.live and len(self.live) > 1:
                 self.live.remove(client)
                 logger.warning("%s The run continues without it; servers left: %d.", error, len(self.live))
             elif client in self.live:
-                raise RolloutError(
+                self.last_loss = (
                     f"{error} No server is left. The run can be resumed from its last checkpoint once servers run."
-                ) from error
+                )
+                raise TurnLost(self.last_loss) from error
+
+    def check_live(self) -> None:
+        """Raise TurnLost if the last server was lost, and no weights were sent since then."""
+        if self.last_loss is not None:
+            raise TurnLost(self.last_loss)
+
+    def take_back(self) -> None:
+        """Use lost servers again if they answer and have the run's settings. They are sent the next weights."""
+        lost = [client for client in self.clients if client not in self.live or self.last_loss]
+        self.last_loss = None
+        if not lost:
+            return
+        with ThreadPoolExecutor(len(lost)) as pool:
+            back = [client for client, is_back in zip(lost, pool.map(self.is_back, lost), strict=True) if is_back]
+        for client in back:
+            logger.warning("The vLLM server %s answers again, and is sent the run's weights.", client.url)
+        self.senders |= {client: NCCLSender(client) for client in back if self.senders}
+        self.live = [client for client in self.clients if client in back or client not in lost] or self.live
+
+    def is_back(self, client: VLLMClient) -> bool:
+        """Return whether a lost server answers, with the settings that the run needs."""
+        try:
+            return client.is_healthy(BACK_SECONDS) and bool(check_setup(client, self.expected))
+        except RolloutError as error:
+            logger.warning("%s", error)
+            return False
 
     def sync(self, source: WeightSource, version: int) -> int:
         """Send the adapter, or the trained weights, to every server, and read back their versions.
@@ -180,6 +254,7 @@ class VLLMServers:
         wait in the all-gather.
         """
         num_bytes = 0
+        self.take_back()
         if self.sends_weights:
             send = self.send_adapter if source.sends_adapter else self.send_weights
             if self.senders and not source.sends_adapter:
@@ -271,6 +346,47 @@ class VLLMServers:
     def close(self) -> None:
         self.is_closed = True
         self.stop_servers()
+
+
+class ServerSession:
+    """Samples turns of trajectories on servers, each as soon as it is submitted."""
+
+    def __init__(self, servers: VLLMServers, pool: ThreadPoolExecutor, sampling: Sampling) -> None:
+        self.servers = servers
+        self.pool = pool
+        self.sampling = sampling
+        self.media: dict[Prompt, list[ContentPart]] = {}
+        """The images and videos of prompts, which are encoded once."""
+
+    def submit(self, request: RolloutRequest) -> Submitted:
+        """Send a request for the next turn of one completion. Raises DataError if it is too long.
+
+        Only threads of the pool wait. The caller's thread builds the request and reads the response.
+        """
+        servers, prompt = self.servers, request.prompt
+        check_length(request, self.sampling, servers.max_model_length)
+        (part,) = generate_requests(request, self.sampling)
+        if prompt not in self.media:
+            self.media[prompt] = media_parts(part)
+        future = self.pool.submit(servers.response_to, servers.body(part, self.media[prompt], self.sampling))
+
+        def read(response: GenerateResponse) -> Group:
+            label, tokenizer = version_label(servers.policy_version, servers.run), servers.renderer.processor.tokenizer
+            sampled = to_completions(part, response, self.sampling, label, tokenizer)
+            return request.group(sampled, servers.policy_version)
+
+        return Submitted(future, read)
+
+
+def media_parts(request: GenerateRequest) -> list[ContentPart]:
+    """Return the images and the videos of a request's prompt. Each kind has its own placeholders, in order."""
+    videos = [{"type": "video_url", "url": video_url(frames, metadata)} for frames, metadata in request.videos]
+    return [*map(image_part, image_urls(request.sample)), *videos]
+
+
+def image_part(url: str) -> ContentPart:
+    """Return an image of a request."""
+    return {"type": "image_url", "url": url}
 
 
 def check_setup(client: VLLMClient, expected: dict[str, Any]) -> dict[str, Any]:
