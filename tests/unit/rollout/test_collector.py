@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -29,7 +30,19 @@ from rl_vlm.rollout.sampling import stream_keys
 from rl_vlm.rollout.scoring import replace_rows
 from rl_vlm.rollout.weights import CheckpointWeights
 from rl_vlm.rollout.window import Window
-from rl_vlm.types import Completion, Group, Progress, RewardTable, RolloutRequest, Sampling, ScoredGroup, TrainerState
+from rl_vlm.types import (
+    Completion,
+    Context,
+    Group,
+    Observation,
+    Progress,
+    RewardTable,
+    RolloutRequest,
+    Sampling,
+    ScoredGroup,
+    TrainerState,
+    Turn,
+)  # fmt: skip
 
 F, T = False, True
 SERVED = "vllm_server"  # of which the engine is a script here
@@ -71,6 +84,24 @@ class Script:
 
     def close(self) -> None:
         pass
+
+
+class Steps(Script):
+    """Gives trajectories of two turns. "1/0" has step rewards 1 and 0, and is worth their sum."""
+
+    def group(self, request: RolloutRequest) -> Group:
+        group = super().group(request)
+        return replace(group, completions=[self.trajectory(one) for one in group.completions])
+
+    def trajectory(self, one: Completion) -> Completion:
+        rewards = [float(reward) for reward in one.text.split("/")]
+        seen = Observation("o", torch.tensor([9, 9]), {}, {})
+        turns = tuple(Turn(one.text, one.text, reward=reward) for reward in rewards)
+        contexts = (Context((1, seen, 1)),)
+        return replace(
+            one, token_ids=torch.tensor([3, 4]), generator_logprobs=torch.zeros(2), text=f"{sum(rewards):g}",
+            turns=turns, contexts=contexts,
+        )  # fmt: skip
 
 
 class RankOfTwo(Ranks):
@@ -129,6 +160,7 @@ def make_collector(
     ranks: Ranks | None = None,
     max_fault_fraction: float = 1.0,
     on_error: str = "mask",
+    tools: Sequence[str] = (),
     **algorithm: Any,
 ) -> Collector:
     """Of three rows a, b and c; completions are written to `folder`, if one is given."""
@@ -136,7 +168,13 @@ def make_collector(
     config = RunConfig.model_validate(
         {
             "model": {"model_name_or_path": "none"},
-            "rollout": {"num_generations": 2, "max_resampling_rounds": rounds, "max_staleness": 1, "engine": SERVED},
+            "rollout": {
+                "num_generations": 2,
+                "max_resampling_rounds": rounds,
+                "max_staleness": 1,
+                "engine": SERVED,
+                "tools": list(tools),
+            },
             "train": {"prompts_per_step": 3 * ranks.world_size},
             "rewards": {
                 "reward_funcs": [{"function": f"{__name__}:number", "on_error": on_error}],
@@ -243,6 +281,38 @@ def test_the_standard_deviation_of_a_batch_spans_the_ranks():
     scaled = 3 / (math.sqrt(12 * 3**2 / 11) + 1e-4)
     assert first.groups[0].advantages_G.tolist() == pytest.approx([-scaled, scaled])
     assert second.groups[2].advantages_G.tolist() == pytest.approx([scaled, -scaled])
+
+
+TURNS: dict[str, Any] = {"tools": ["game.py:play"], "scale_rewards": "none"}
+
+
+def test_groups_whose_turns_alone_differ_are_not_sampled_again():
+    """Of each group the rewards are equal. The returns of the second turns differ in groups a and c."""
+    script = Steps(a="1/0 0/1", b="1/1 1/1, 2/0 1/1", c="0/0 0/0, 0/1 1/0")
+    answers, metrics, _ = collect(script, rounds=2, turn_advantages="gigpo", **TURNS)
+    assert answers == [["1", "1"], ["2", "2"], ["1", "1"]]
+    assert resampling(metrics) == (1, 4, 2)
+    window = make_collector(Steps(a="1/0 0/1", b="1/1 1/1", c="0/0 1/1"), 0, turn_advantages="return", **TURNS)
+    groups = window.collect(NOW, StepMetrics()).groups
+    assert [group.has_variance for group in groups] == [T, T, T]
+    assert [[values.tolist() for values in group.turn_advantages] for group in groups] == [
+        [[0.25, -0.75], [0.25, 0.25]],  # 1 0, 1 1
+        [[0.5, -0.5], [0.5, -0.5]],  # 2 1, 2 1
+        [[-0.75, -0.75], [1.25, 0.25]],  # 0 0, 2 1
+    ]
+    assert [group.advantages_G.tolist() for group in groups] == [[-0.25, 0.25], [0.0, 0.0], [-0.75, 0.75]]
+
+
+def test_returns_of_all_ranks_have_one_standard_deviation():
+    """Returns are 4 0 and 4 4 in one group, and 2 in the twenty turns of the five others."""
+    scripts = Steps(a="4/0 0/4", b="0/2 0/2", c="0/2 0/2"), Steps(a="0/2 0/2", b="0/2 0/2", c="0/2 0/2")
+    settings = TURNS | {"scale_rewards": "batch", "turn_advantages": "return"}
+    first, second = on_two_ranks(*scripts, **settings)
+    assert isinstance(first, Window) and isinstance(second, Window)
+    std = torch.tensor([4.0, 0, 4, 4] + [2.0] * 20).std().item() + 1e-4
+    found = [values.tolist() for values in first.groups[0].turn_advantages]
+    assert found == [pytest.approx([1 / std, -3 / std]), pytest.approx([1 / std, 1 / std])]
+    assert not any(group.has_variance for group in [*first.groups[1:], *second.groups])
 
 
 NAN = "number/nan: returned nan; masked completions of samples: "

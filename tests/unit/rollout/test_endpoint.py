@@ -1,9 +1,11 @@
 import asyncio
 import base64
+from dataclasses import replace
 from io import BytesIO
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -12,7 +14,7 @@ from rl_vlm.config.schema import RunConfig
 from rl_vlm.data.images import image_urls
 from rl_vlm.errors import RolloutError
 from rl_vlm.rollout.endpoint import MessageBuilder, OpenAIEngine, chat_messages, read_completion
-from rl_vlm.types import RolloutRequest, Sample, Sampling
+from rl_vlm.types import RolloutRequest, Sample, Sampling, Video
 from tests.helpers.judge_server import JudgeServer
 from tests.helpers.serving import in_thread
 
@@ -52,6 +54,18 @@ def test_a_rows_own_file_is_sent_as_it_is(format):
     prompt = MessageBuilder().build(row)
     for body in OpenAIEngine(CONFIG).bodies(RolloutRequest("g", prompt), Sampling(2, 8, 1.0, seed=0)):
         assert [part["image_url"]["url"] for part in body["messages"][0]["content"]] == [made, own]
+
+
+def test_frames_of_a_video_are_images_after_their_times():
+    frames = np.random.default_rng(0).integers(256, size=(2, 4, 6, 3), dtype=np.uint8)
+    clip = Video(frames, (0, 15), 10.0, 20, 2.0)
+    row = replace(sample(("user", [TEXT, {"type": "video"}])), videos=[clip])
+    (message,) = chat_messages(MessageBuilder().build(row).sample)
+    asked, first_time, first, second_time, second = message["content"]
+    assert [asked, first_time, second_time] == [TEXT, *({"type": "text", "text": f"{time} s: "} for time in (0.0, 1.5))]
+    for part, frame in ((first, frames[0]), (second, frames[1])):
+        with Image.open(BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2]))) as decoded:
+            assert np.array_equal(np.asarray(decoded), frame)
 
 
 def test_text_alone_is_a_string():

@@ -38,7 +38,7 @@ def made_sample(seed: int) -> Sample:
     row = row_sample()
     messages = [{"role": "user", "content": IMAGE + TEXT + IMAGE}]
     new = noise_image(70, 50, seed=seed)
-    return replace(row, messages=messages, images=[*row.images, new], encoded_images={1: png(new)}, is_made=True,
+    return replace(row, messages=messages, images=[*row.images, new], encoded_images={1: png(new)},
                    prompt=f"start {seed}", image_files=["row.png", None])  # fmt: skip
 
 
@@ -97,17 +97,17 @@ def test_prompts_that_an_environment_made_come_back_with_the_columns_of_the_row(
 ) -> None:
     row = builder.build(row_sample({"answer": "7"}))
     made, own = builder.build(made_sample(4)), builder.build(made_sample(5))
-    group = Group("g", made, [completion(start=own), completion(start=own), completion()], 3)
+    group = Group("g", row, [completion(start=own), completion(start=own), completion(start=made)], 3)
     found = through_a_file(group, row, builder, tmp_path)
-    assert found.prompt_of(0) is found.prompt_of(1) and found.prompt_of(2) is found.prompt
-    for ours, theirs in ((found.prompt, made), (found.prompt_of(0), own)):
+    assert found.prompt_of(0) is found.prompt_of(1) and found.prompt is row
+    for ours, theirs in ((found.prompt_of(2), made), (found.prompt_of(0), own)):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert_equal(ours.token_inputs, theirs.token_inputs)
         assert_equal(ours.mm_inputs, theirs.mm_inputs)
         assert ours.sample.encoded_images == theirs.sample.encoded_images
         assert [image.tobytes() for image in ours.sample.images] == [i.tobytes() for i in theirs.sample.images]
         assert (ours.sample.columns, ours.sample.prompt) == ({"answer": "7"}, theirs.sample.prompt)
-        assert ours.sample.is_made and ours.sample.image_files == ["row.png", None]
+        assert ours.sample.image_files == ["row.png", None]
 
 
 def test_turns_and_outcomes_come_back_without_the_environment(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
     subject = window()
     subject.updates_done = 3
     subject.groups[1].old_logprobs[0] = torch.tensor([-1.0, -2.0])
+    subject.groups[1].turn_advantages = [torch.tensor([0.5, -0.5]), torch.tensor([0.0])]
     torch.save(subject.state_dict(), tmp_path / "window.pt")
     state = torch.load(tmp_path / "window.pt", weights_only=True)
     found = Window.from_state(state, Rebuilder(lambda draw: prompt("abcd"[draw.row])))
@@ -66,3 +67,12 @@ def test_state_comes_back_from_a_file_without_code(tmp_path):
         assert torch.equal(ours.scores_GF.nan_to_num(9.0), theirs.scores_GF.nan_to_num(9.0))
         assert (ours.valid_G.tolist(), ours.has_variance) == ([True, False], True)
     assert found.groups[1].old_logprobs[0].tolist() == [-1.0, -2.0]
+    assert [values.tolist() for values in found.groups[1].turn_advantages] == [[0.5, -0.5], [0.0]]
+
+
+def test_a_state_from_before_advantages_of_turns_comes_back():
+    state = window().state_dict()
+    for group in (group for step in state["steps"] for group in step):
+        del group["turn_advantages"]
+    found = Window.from_state(state, Rebuilder(lambda draw: prompt("abcd"[draw.row])))
+    assert [group.turn_advantages for group in found.groups] == [[]] * 4

@@ -1,19 +1,25 @@
 """Trajectories with a scripted engine: what runs, what the model sees, and what becomes of failures."""
 
+import sqlite3
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
-from rl_vlm.data.images import decoded
+from rl_vlm.config.schema import RolloutConfig
+from rl_vlm.data.images import decode_image
 from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.data.tool_calls import schema_of
 from rl_vlm.data.turns import TurnFormat
 from rl_vlm.errors import RolloutError
-from rl_vlm.rollout.environments import contract
-from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, tool_names
-from rl_vlm.rollout.environments.driver import UNLIKE_STARTS, Trajectories, TurnLimits
+from rl_vlm.rollout.environments.contract import Toolbox
+from rl_vlm.rollout.environments.driver import UNLIKE_STARTS, Trajectories
+from rl_vlm.rollout.environments.hosts import InThread
 from rl_vlm.rollout.environments.instances import Instances
+from rl_vlm.rollout.environments.loading import kind_of, load_toolbox
+from rl_vlm.rollout.environments.turns import TurnLimits
 from rl_vlm.types import Completion, Group, Observation, RolloutRequest, Sample, Sampling
 from tests.helpers.scripted import Script, ScriptedEngine, call, grey
 from tests.helpers.templates import END, STOPS, builder_of
@@ -63,6 +69,23 @@ class Game:
     def close(self) -> None: ...
 
 
+class Database(Game):
+    """An environment whose connection belongs to the thread that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = sqlite3.connect(":memory:")
+
+    def add(self, number: int) -> str:
+        """Add.
+
+        Args:
+            number: A number.
+        """
+        (found,) = self.rows.execute("select 6 * 7").fetchone()
+        return f"found {found}"
+
+
 def double(number: float) -> float:
     """Double a number.
 
@@ -78,12 +101,9 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
 
 
 def toolbox_of(*environments: type) -> Toolbox:
-    kinds = {
-        cls: EnvironmentKind(cls, cls(), [contract.schema_of(getattr(cls(), name)) for name in tool_names(cls)])
-        for cls in environments
-    }
+    kinds = {cls: kind_of(partial(InThread, cls)) for cls in environments}
     named = {None if len(kinds) == 1 else cls.__name__: kind for cls, kind in kinds.items()}
-    return Toolbox({"double": double}, [contract.schema_of(double)], named)
+    return Toolbox({"double": double}, [schema_of(double)], named)
 
 
 class Run:
@@ -91,13 +111,14 @@ class Run:
 
     def __init__(
         self, builder: PromptBuilder, script: Script, toolbox: Toolbox | None = None, rows: Sequence[dict] = ({},),
-        num: int = 1, max_tokens: int = 4000, max_num: int | None = None, keeps: bool = False, **limits: Any,
+        num: int = 1, max_tokens: int = 4000, max_num: int | None = None, keeps: bool = False,
+        engine: type[ScriptedEngine] = ScriptedEngine, **limits: Any,
     ) -> None:  # fmt: skip
         toolbox = toolbox_of(Game) if toolbox is None else toolbox
         tokenizer = builder.processor.tokenizer
         stops = tokenizer.convert_tokens_to_ids(STOPS["qwen2_5_vl"])
         self.format = TurnFormat.choose(builder, stops, toolbox.all_schemas, "auto", "auto", True)
-        self.engine = ScriptedEngine(tokenizer, END, script)
+        self.engine = engine(tokenizer, END, script)
         default = {"max_turns": 10, "max_turn_tokens": None, "tool_timeout": 20.0, "masks_errors": False}
         bounds = TurnLimits(**{**default, "max_image_pixels": 10**7, "max_prompt_length": None} | limits)
         self.instances = Instances(max_num)
@@ -156,13 +177,13 @@ def test_tools_run_between_turns_and_the_environment_rewards(builder: PromptBuil
 def test_images_are_copied_when_they_arrive(builder: PromptBuilder) -> None:
     run = Run(builder, scripted(call("add", number=10), call("add", number=20), "Done"))
     files = [file for observation in run.completion.observations for file in observation.images]
-    assert [decoded(file).getpixel((0, 0)) for file in files] == [(10, 10, 10), (30, 30, 30)]
+    assert [decode_image(file).getpixel((0, 0)) for file in files] == [(10, 10, 10), (30, 30, 30)]
 
 
 def test_images_of_calls_of_one_turn_are_copied_one_by_one(builder: PromptBuilder) -> None:
     run = Run(builder, scripted(call("add", number=10) + call("add", number=20), "Done"))
     (observation,) = run.completion.observations
-    assert [decoded(file).getpixel((0, 0)) for file in observation.images] == [(10, 10, 10), (30, 30, 30)]
+    assert [decode_image(file).getpixel((0, 0)) for file in observation.images] == [(10, 10, 10), (30, 30, 30)]
 
 
 def test_an_environment_draws_into_its_own_copy_of_a_row(builder: PromptBuilder) -> None:
@@ -276,11 +297,16 @@ def test_members_with_equal_starts_share_a_prompt(builder: PromptBuilder) -> Non
 
 def test_instances_are_few_and_used_again(builder: PromptBuilder) -> None:
     Game.made = 0
-    toolbox = toolbox_of(Game)
-    Game.made = 1  # the first instance is used too
+    toolbox = toolbox_of(Game)  # the first instance is used too
     run = Run(builder, scripted(call("add", number=1), "Done"), toolbox, num=7, max_num=2)
     assert ends(run.groups[0]) == ["stop"] * 7 and Game.made == 2
     assert [c.environment_reward for c in run.groups[0].completions] == [1.0] * 7
+
+
+def test_the_thread_that_makes_an_instance_makes_all_of_its_calls(builder: PromptBuilder) -> None:
+    toolbox = load_toolbox(RolloutConfig(environment=f"{__name__}:Database"))
+    run = Run(builder, scripted(call("add", number=1), "Done"), toolbox, num=2)
+    assert [c.turns[0].results[0].content[0]["text"] for c in run.groups[0].completions] == ["found 42"] * 2
 
 
 def test_kept_instances_are_those_of_their_completions_until_they_are_released(builder: PromptBuilder) -> None:

@@ -156,6 +156,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 
     contents = {
         "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.exceptions": {"VLLMValidationError": ValueError},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": lora_request},
         "rl_vlm.rollout.vllm.receiver": {"WeightReceiver": Receiver},

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,7 +17,8 @@ from rl_vlm.errors import RolloutError
 from rl_vlm.model.families import TokenRules
 from rl_vlm.rollout.vllm.client import ServerLost, VLLMClient
 from rl_vlm.rollout.vllm.servers import VLLMServers, parts_of
-from rl_vlm.types import Prompt, RolloutRequest, Sample, Sampling
+from rl_vlm.rollout.vllm.videos import SentVideos
+from rl_vlm.types import Prompt, RolloutRequest, Sample, Sampling, Video
 
 
 class Server(VLLMClient):
@@ -105,6 +107,29 @@ def test_a_rows_own_file_goes_to_a_server_as_it_is(tmp_path: Path):
     made, own = server.asked["content_parts"]
     assert made["url"].startswith("data:image/png;base64,iVBOR")
     assert own == {"type": "image_url", "url": f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}"}
+
+
+def test_each_video_goes_to_a_server_with_its_own_times(tmp_path: Path):
+    folder = tmp_path / "weight_sync"
+    server = Server("a", folder)
+    engine = VLLMServers([server], TokenRules([], []), Renderer(), folder, sends_weights=True, expected={})
+    noise = np.random.default_rng(0).integers(256, size=(2, 3, 2, 4, 3), dtype=np.uint8)
+    slow, fast = (Video(noise[i], (0, 5 + i, 9), 10.0 * (i + 1), 20, 2.0) for i in range(2))
+    sample = Sample("s", [], [Image.new("RGB", (2, 2))], {}, "", videos=[slow, fast])
+    request = RolloutRequest("g", Prompt(sample, torch.zeros(3, dtype=torch.int64), {}, {}))
+    with pytest.raises(RolloutError, match="asked"):
+        engine.generate([request], Sampling(2, 8, 1.0, seed=0))
+    image, *videos = server.asked["content_parts"]
+    assert [part["type"] for part in (image, *videos)] == ["image_url", "video_url", "video_url"]
+    files = [base64.b64decode(part["url"].removeprefix("data:video/npz;base64,"), validate=True) for part in videos]
+    for i, file in enumerate(files):
+        frames, metadata = SentVideos.load_bytes(file, num_frames=32)
+        assert np.array_equal(frames, noise[i])
+        assert metadata == {
+            "total_num_frames": 20, "fps": 10.0 * (i + 1), "frames_indices": [0, 5 + i, 9], "duration": 2.0,
+            "height": 2, "width": 4, "do_sample_frames": False,
+        }  # fmt: skip
+        assert [type(metadata[name]) for name in ("fps", "total_num_frames", "do_sample_frames")] == [float, int, bool]
 
 
 def jpeg(image: Image.Image) -> bytes:
