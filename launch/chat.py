@@ -15,6 +15,7 @@ from rl_vlm.config.engines import engines_where
 from rl_vlm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rl_vlm.passes.proof import Proof
     from rl_vlm.tools.serving.checkpoint import Served
     from rl_vlm.tools.serving.service import ChatService
 
@@ -78,7 +79,7 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
     from rl_vlm.config.precision import with_precision
     from rl_vlm.distributed.ranks import Ranks
     from rl_vlm.log.terminal import hide_bars_of_libraries
-    from rl_vlm.tools.serving.build import chat_service
+    from rl_vlm.tools.serving.build import chat_service, prove_served
     from rl_vlm.tools.serving.server import API_KEY, ChatServer
 
     hide_bars_of_libraries()
@@ -86,25 +87,31 @@ def serve(served: Served, name: str, host: str, port: int) -> NoReturn:
     server = ChatServer(host, port, os.environ.get(API_KEY, ""))
     try:
         service = chat_service(served, name)
-        server.start(service)
         try:
-            print(welcome(served, service, server.url), flush=True)
-            if host not in LOCAL_HOSTS and not server.key:
-                print(f"WARNING: other machines can use the endpoint; set {API_KEY} to require a key", file=sys.stderr)
-            service.batches.run()
+            proof = prove_served(served, service)
+            server.start(service)
+            try:
+                print(welcome(served, service, server.url, proof), flush=True)
+                if host not in LOCAL_HOSTS and not server.key:
+                    warning = f"WARNING: other machines can use the endpoint; set {API_KEY} to require a key"
+                    print(warning, file=sys.stderr)
+                service.batches.run()
+            finally:
+                server.stop()
         finally:
-            server.stop()
             service.batches.engine.close()
     finally:
         server.server_close()
 
 
-def welcome(served: Served, service: ChatService, url: str) -> str:
-    """Return the first message: the checkpoint, its limits, and the base URL and model name for clients."""
-    from rl_vlm.tools.serving.build import limits_in_words
+def welcome(served: Served, service: ChatService, url: str, proof: Proof) -> str:
+    """Return the first message: the checkpoint, its limits and proof, and the base URL and model name for clients."""
+    from rl_vlm.tools.serving.build import limits_in_words, proof_in_words
 
-    limits = "\n".join(f"  {line}" for line in limits_in_words(served, service))
+    limits = "".join(f"  {line}\n" for line in limits_in_words(served, service))
+    lines = "".join(f"  {line}\n" for line in proof_in_words(proof))
+    proven = f"Checks of the model on this device:\n{lines}" if lines else ""
     return (
-        f"{served.checkpoint} answers with engine {served.config.rollout.engine} until Ctrl-C. Limits:\n{limits}\n"
-        f"A client needs:\n  base URL  {url}\n  model     {service.name}"
+        f"{served.checkpoint} answers with engine {served.config.rollout.engine} until Ctrl-C. Limits:\n{limits}"
+        f"{proven}A client needs:\n  base URL  {url}\n  model     {service.name}"
     )

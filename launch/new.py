@@ -17,14 +17,14 @@ def new_parser() -> argparse.ArgumentParser:
     families = "\n".join(f"  {name:12}{', '.join(family.settings)}" for name, family in FAMILIES.items())
     parser = argparse.ArgumentParser(
         prog="rl-vlm new",
-        description="Write a project of your own: rows with pictures, a reward, a YAML file with settings that learn,\n"
-        "and a README. It runs at once, from a tiny model that needs no download and no GPU.",
-        epilog=f"kinds of answers:\n{kinds}\n\nfamilies, with the kinds that their tiny models learn:\n{families}\n\n"
+        description="Write a project of your own: rows with pictures, a reward or an environment, a YAML file with\n"
+        "settings that learn, and a README. It runs at once, from a tiny model that needs no download and no GPU.",
+        epilog=f"kinds:\n{kinds}\n\nfamilies, with the kinds that their tiny models learn:\n{families}\n\n"
         "example: rl-vlm new my_task --kind box --family internvl",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=path, metavar="NAME", help="directory to write, which must not exist")
-    parser.add_argument("--kind", default="answer", metavar="KIND", help="what the model answers; default: answer")
+    parser.add_argument("--kind", default="answer", metavar="KIND", help="what the model does; default: answer")
     parser.add_argument(
         "--family", default="qwen2_5_vl", metavar="FAMILY", help="of the tiny model; default: qwen2_5_vl"
     )
@@ -35,9 +35,10 @@ def new_command(arguments: Sequence[str]) -> int:
     """Run `rl-vlm new`, and return the exit status. Raises ConfigError if the project cannot be written."""
     options = new_parser().parse_args(arguments)
     from rl_vlm.tools.new.project import Project, write_project
+    from rl_vlm.tools.new.tasks import TASKS
 
     project = Project(options.directory, options.kind, options.family)
     write_project(project)
-    print(f"{options.directory} has rows, a reward, settings and a README. Start its run:\n")
+    print(f"{options.directory} has rows, {TASKS[options.kind].part}, settings and a README. Start its run:\n")
     print(f"  cd {options.directory}\n  rl-vlm train run.yaml")
     return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.help import filled
+from rl_vlm.config.function_names import names_function
 from rl_vlm.config.load import config_with, load_config, parse_overrides
 from rl_vlm.config.schema import DataConfig, RewardsConfig, RewardSpec, RunConfig
 from rl_vlm.errors import ConfigError, RewardError
@@ -142,7 +143,7 @@ def check_functions(options: argparse.Namespace) -> int:
     from rl_vlm.tools.checks.rewards.sampled import sample_completions
     from rl_vlm.tools.checks.settings import first_turns
 
-    functions = measure_functions(data, rewards, options.n)
+    functions = measure_functions(data, rewards, options.n, builder_of_videos(run) if run else None)
     if not functions and not options.completions:
         raise RewardError(
             "nothing was checked: every function asks a model, or reads turns. --completions N samples and scores "
@@ -156,6 +157,19 @@ def check_functions(options: argparse.Namespace) -> int:
     else:
         print(describe(functions, sampled, found.findings))
     return int(bool(found.texts("error")))
+
+
+def builder_of_videos(run: RunConfig) -> Any:
+    """Return the run's builder of prompts, or None if its data has no videos or its model is not on this machine."""
+    from rl_vlm.model.files import cached_snapshot
+    from rl_vlm.plan.build import has_videos
+    from rl_vlm.rollout.build import prompt_builder
+
+    name = run.model.model_name_or_path
+    if not has_videos(run.data) or names_function(name):
+        return None
+    directory = Path(name) if Path(name).is_dir() else cached_snapshot(name, run.model.model_revision)
+    return directory and prompt_builder(run, str(directory))
 
 
 def what_to_check(options: argparse.Namespace) -> tuple[DataConfig, RewardsConfig, RunConfig | None]:

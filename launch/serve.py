@@ -27,8 +27,10 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
     `port`, or on free ports if it is None. Raises RolloutError with the end of the log if a server ends.
     """
     from rl_vlm.config.precision import with_precision
+    from rl_vlm.data.prompts import load_processor
     from rl_vlm.distributed.ranks import Ranks
     from rl_vlm.model.loading import base_of, initial_checkpoint
+    from rl_vlm.rollout.build import builder_for
     from rl_vlm.rollout.vllm.arguments import engine_arguments
     from rl_vlm.rollout.vllm.client import TOKEN, VLLMClient
     from rl_vlm.rollout.vllm.process import start_servers, stop_servers, wait_until_healthy
@@ -36,7 +38,8 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
     ranks = Ranks()
     config = with_precision(config, ranks.device.type)
     initial = initial_checkpoint(config, ranks)
-    arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial))
+    builder = builder_for(load_processor(initial, config.model, config.data), config, initial)
+    arguments = engine_arguments(config, base_of(initial), sent_adapter_rank(config, initial), builder)
     token, settings = os.environ.get(TOKEN) or secrets.token_urlsafe(32), config.vllm
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     servers = []
@@ -59,7 +62,7 @@ def serve(config: RunConfig, trainer: Sequence[str], host: str, port: int | None
 
 def sent_adapter_rank(config: RunConfig, initial: str) -> int | None:
     """Return the rank of the adapter that the run will send, or None if it sends weights."""
-    from rl_vlm.model.loading import adapter_rank
+    from rl_vlm.config.adapters import adapter_rank
 
     if config.rollout.lora_sync != "adapter":
         return None

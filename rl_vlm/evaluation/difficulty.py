@@ -12,7 +12,8 @@ from typing import Any
 
 from rl_vlm.data.images import encoded_image
 from rl_vlm.data.samples import Rows
-from rl_vlm.data.tables import IMAGE_COLUMNS
+from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS
+from rl_vlm.data.video.values import absolute_video
 from rl_vlm.errors import DataError
 from rl_vlm.evaluation.options import SuccessRange
 from rl_vlm.log.files import atomic_write
@@ -32,8 +33,8 @@ def success_rates(
 def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[str, Any]], kept: SuccessRange) -> int:
     """Write the data rows in the range, with their success rates, and return their number.
 
-    Columns keep the data's names, so that the same settings can read the file. Images are embedded. If no row is in the
-    range, no file is written. Raises DataError if the types of the rows differ.
+    Columns keep the data's names, so that the same settings can read the file. Images are embedded, and videos keep
+    their files. If no row is in the range, no file is written. Raises DataError if the types of the rows differ.
     """
     import datasets
     import pyarrow
@@ -44,9 +45,12 @@ def write_selected_rows(path: Path, rows: Rows, completions: Sequence[Mapping[st
     if not rates:
         return 0
     chosen = sorted(rates)
-    folders = [rows.part(row).image_folder for row in chosen]
     given = [rows.source[row] | {"success_rate": rates[row]} for row in chosen]
     columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(name for row in given for name in row)}
+    for name in columns.keys() & set(VIDEO_COLUMNS):
+        folders = [rows.part(row).video_folder for row in chosen]
+        columns[name] = [absolute_video(value, folder) for value, folder in zip(columns[name], folders, strict=True)]
+    folders = [rows.part(row).image_folder for row in chosen]
     for name in columns.keys() & set(IMAGE_COLUMNS):
         columns[name] = [embedded(value, folder) for value, folder in zip(columns[name], folders, strict=True)]
     try:

@@ -21,15 +21,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_vlm.log.completions import write_rows
 from rl_vlm.log.directory import DROPPED, write_dropped
 from rl_vlm.log.files import disk_errors, write_file
 from rl_vlm.log.images import PromptImages
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from rl_vlm.log.trajectories import KeepImages
+from rl_vlm.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +41,8 @@ class Chunk:
     """One row per completion."""
     fault_counts: dict[str, int]
     """As in `RewardTable`."""
+    num_without_variance: int = 0
+    """Number of groups that would have no advantage other than 0 in training."""
 
 
 class EvaluationDirectory:
@@ -75,10 +76,21 @@ class EvaluationDirectory:
             write_file(self.unfinished / f"row_{chunk.rows[0]['row']:09d}.json", text.encode())
         return Chunk(**json.loads(text))
 
-    def write_images(self, images: Sequence[Image]) -> list[str]:
-        """Write a small copy of each image, unless it exists, and return their paths relative to `path`."""
+    def write_images(self, sample: Sample) -> dict[str, list[str]]:
+        """Write small copies of a prompt's images and videos. Return the columns of their paths relative to `path`."""
         with disk_errors(self.path):
-            return [os.path.relpath(self.images.write_image(image), self.path) for image in images]
+            columns = self.images.write_all(sample)
+        return {name: [os.path.relpath(path, self.path) for path in paths] for name, paths in columns.items()}
+
+    def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
+        """Return the function that writes the first images of a tool's result, as `PromptImages.of_completion` does.
+
+        It returns their paths relative to `path`.
+        """
+        keep = self.images.of_completion(sample, index)
+        if keep is None:
+            return None
+        return lambda files: [os.path.relpath(self.images.folder.parent / path, self.path) for path in keep(files)]
 
     def write(
         self, summary: Mapping[str, Any], rows: Sequence[dict[str, Any]], dropped: Sequence[dict[str, Any]]

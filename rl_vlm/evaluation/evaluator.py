@@ -18,10 +18,10 @@ from rl_vlm.data.check import UsableRows, fitting_rows
 from rl_vlm.data.prompts import PromptBuilder, build_prompt
 from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.signals import stop
-from rl_vlm.errors import RewardError
+from rl_vlm.errors import RewardError, RolloutError
 from rl_vlm.evaluation.directory import Chunk, EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
-from rl_vlm.log.completions import completion_rows, data_columns
+from rl_vlm.log.completions import completion_rows, data_columns, keep_observations
 from rl_vlm.log.files import disk_errors
 from rl_vlm.log.images import MOST_HELD_OUT, PromptImages
 from rl_vlm.log.metrics import reward_faults
@@ -29,9 +29,10 @@ from rl_vlm.log.progress_bar import ProgressBar
 from rl_vlm.reward.suite import NOT_APPLICABLE, RewardSuite
 from rl_vlm.rollout.endpoint import MessageBuilder
 from rl_vlm.rollout.engine import RolloutEngine
-from rl_vlm.rollout.environments.driver import Trajectories, generated
+from rl_vlm.rollout.environments.driver import TURN_LOST, Trajectories, generated
+from rl_vlm.rollout.proving import EngineCheck
 from rl_vlm.rollout.sampling import sampling_params
-from rl_vlm.rollout.scoring import checked_rows, failing, score_groups, weighted_rewards
+from rl_vlm.rollout.scoring import failing, score_groups, weighted_rewards, without_variance
 from rl_vlm.types import Group, Prompt, RewardTable, RolloutRequest, Sample, Sampling, ScoredGroup, TrainerState
 
 ENDPOINT_ROUNDS = 4
@@ -46,6 +47,8 @@ class Evaluation:
     rows: list[dict[str, Any]]
     dropped: list[dict[str, Any]] = field(default_factory=list)
     """One record per dropped data row."""
+    num_without_variance: int = 0
+    """Number of groups that would have no advantage other than 0 in training."""
 
 
 class Evaluator:
@@ -58,15 +61,17 @@ class Evaluator:
         builder: PromptBuilder | MessageBuilder,
         engine: RolloutEngine,
         rewards: RewardSuite,
-        usable: UsableRows | None = None,
+        usable: UsableRows,
         gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
         image_folder: Path | None = None,
         trajectories: Trajectories | None = None,
+        check: EngineCheck | None = None,
     ) -> None:
-        """`usable` are the held-out rows, if they are already loaded and checked.
+        """`usable` are the held-out rows.
 
         The engine generates in the context `gathered()`. All ranks open it together. Images of some prompts are written
         to `image_folder`, if given. `trajectories` generates completions of several turns, if there are tools.
+        `check` proves the engine's model with the first groups.
         """
         self.gathered = gathered
         self.config = config
@@ -75,12 +80,10 @@ class Evaluator:
         self.engine = engine
         self.rewards = rewards
         self.trajectories = trajectories
-        usable = checked_rows(config, "eval", rewards, ranks) if usable is None else usable
-        if trajectories is not None:
-            trajectories.toolbox.check_rows(usable.rows)
+        self.check = check
         limit = config.data.max_prompt_length
         self.usable = fitting_rows(usable, builder, limit) if isinstance(builder, PromptBuilder) else usable
-        self.rows = usable.rows
+        self.rows = self.usable.rows
         self.sampling = evaluation_sampling(config)
         num_prompts = len(self.usable.indices)
         self.images = PromptImages(image_folder, num_prompts, MOST_HELD_OUT) if image_folder else None
@@ -102,7 +105,7 @@ class Evaluator:
         faults = sum((Counter(chunk.fault_counts) for chunk in chunks), Counter())
         metrics = summarise(rows, self.rewards.solved_from, self.sampling.num_generations)
         metrics |= {f"reward_faults/{name}": float(faults[name]) for name in sorted(faults)}
-        return Evaluation(metrics, rows, self.usable.dropped)
+        return Evaluation(metrics, rows, self.usable.dropped, sum(chunk.num_without_variance for chunk in chunks))
 
     def evaluate_share(
         self, state: TrainerState, directory: EvaluationDirectory | None, finished: Sequence[Chunk], show_progress: bool
@@ -147,29 +150,54 @@ class Evaluator:
         """Evaluate the dataset rows `indices`, and write them to `directory`, if given."""
         requests = [RolloutRequest(f"evaluation/{prompt.sample.sample_id}", prompt) for prompt in prompts]
         groups = generated(self.engine, self.trajectories, requests, self.sampling)
+        check_sampled(groups)
         if not groups:
             return Chunk([], {})
+        if self.check is not None and self.check.is_due:
+            self.check.run(groups)
         table = self.rewards.score(groups, state)
         if self.trajectories is not None:
             self.trajectories.release()
-        rows = completion_rows(state.global_step, untrained(groups, table, self.rewards.weights), table)
-        per_sample = [
-            {"row": index, **self.data_columns(index, prompt.sample, directory)}
-            for index, prompt in zip(indices, prompts, strict=True)
+        scored = untrained(groups, table, self.rewards.weights)
+        rows = completion_rows(state.global_step, scored, table)
+        images = self.images if directory is None else directory.images
+        if images is not None:
+            with disk_errors(images.folder):
+                keep_observations(rows, scored, (directory or images).of_completion)
+        columns = [
+            {"row": index, **columns}
+            for index, group in zip(indices, groups, strict=True)
+            for columns in self.columns_of(group, directory)
         ]
-        owners = [columns for columns in per_sample for _ in range(self.sampling.num_generations)]
-        chunk = Chunk([columns | row for columns, row in zip(owners, rows, strict=True)], table.fault_counts)
+        equal = without_variance(groups, table, self.rewards.weights, self.config.algorithm)
+        rows = [of_data | row for of_data, row in zip(columns, rows, strict=True)]
+        chunk = Chunk(rows, table.fault_counts, len(equal))
         return chunk if directory is None else directory.write_chunk(chunk)
 
-    def data_columns(self, index: int, sample: Sample, directory: EvaluationDirectory | None) -> dict[str, Any]:
-        """Return the sample's columns as `data/<column>`, and the paths of its images."""
+    def columns_of(self, group: Group, directory: EvaluationDirectory | None) -> list[dict[str, Any]]:
+        """Return `data_columns` of each completion. Environments can start unlike each other."""
+        found: dict[int, dict[str, Any]] = {}
+        for members in group.by_prompt():
+            columns = self.data_columns(group.prompt_of(members[0]).sample, directory)
+            found.update((member, columns) for member in members)
+        return [found[member] for member in range(len(group.completions))]
+
+    def data_columns(self, sample: Sample, directory: EvaluationDirectory | None) -> dict[str, Any]:
+        """Return the sample's columns as `data/<column>`, and the paths of its images and videos."""
         columns = data_columns(sample.columns)
         if directory is not None:
-            columns["images"] = directory.write_images(sample.images)
+            columns |= directory.write_images(sample)
         elif self.images is not None:
             with disk_errors(self.images.folder):
-                columns["images"] = self.images.write(sample)
+                columns |= self.images.write(sample)
         return columns
+
+
+def check_sampled(groups: Sequence[Group]) -> None:
+    """Raise RolloutError if the last server was lost, so that the samples can be evaluated again."""
+    for completion in (each for group in groups for each in group.completions):
+        if completion.fault and completion.fault.startswith(f"{TURN_LOST}: "):
+            raise RolloutError(completion.fault.removeprefix(f"{TURN_LOST}: "))
 
 
 def check_rewarded(metrics: Mapping[str, float]) -> None:
@@ -194,6 +222,11 @@ def prompts_per_chunk(config: RunConfig) -> int:
     if config.evaluation.endpoint_url is not None:
         completions = ENDPOINT_ROUNDS * config.evaluation.endpoint_max_concurrency
     return max(1, completions // config.rollout.num_generations_eval)
+
+
+def completions_per_chunk(config: RunConfig) -> int:
+    """Return the number of completions of a chunk."""
+    return prompts_per_chunk(config) * config.rollout.num_generations_eval
 
 
 def untrained(groups: Sequence[Group], table: RewardTable, weights: Sequence[float]) -> list[ScoredGroup]:

@@ -6,9 +6,10 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl_vlm.config.data_sources import data_sources
 from rl_vlm.config.describe import to_yaml
 from rl_vlm.config.function_names import is_live_name
 from rl_vlm.config.load import check_evaluable
+from rl_vlm.config.named_files import local_file
 from rl_vlm.config.precision import with_precision
 from rl_vlm.config.schema import RolloutConfig, RunConfig
 from rl_vlm.config.secrets import starred
@@ -30,8 +32,8 @@ from rl_vlm.evaluation.evaluator import (
     Evaluation,
     Evaluator,
     check_rewarded,
+    completions_per_chunk,
     evaluation_sampling,
-    prompts_per_chunk,
 )
 from rl_vlm.evaluation.figures import summarise_by
 from rl_vlm.evaluation.options import (
@@ -46,12 +48,14 @@ from rl_vlm.evaluation.paired import paired_changes
 from rl_vlm.log.directory import COMPARISON, CONFIG, DIFFERENCES, DROPPED, EVALUATED, REPORT, SUMMARY
 from rl_vlm.log.files import disk_errors, lock_directory, unwritable, write_file
 from rl_vlm.log.messages import loading_line, rows_to_evaluate_line
-from rl_vlm.log.starts import append_start
+from rl_vlm.log.starts import add_proof, append_start
 from rl_vlm.model.loading import base_of, initial_checkpoint
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.build import evaluation_engine, prompt_builder
-from rl_vlm.rollout.environments.build import build_trajectories, choose_turns
-from rl_vlm.rollout.environments.contract import Toolbox, load_toolbox
+from rl_vlm.rollout.environments.build import build_trajectories, checked_turns, load_functions
+from rl_vlm.rollout.environments.contract import Toolbox
+from rl_vlm.rollout.environments.loading import load_toolbox
+from rl_vlm.rollout.proving import EngineCheck
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.types import TrainerState
 
@@ -113,8 +117,8 @@ def evaluate_in(
                 folder.mkdir(parents=True, exist_ok=True)
                 write_file(folder / CONFIG, to_yaml(configs[name]).encode())
     with ranks.agree():
-        toolbox = load_toolbox(config.rollout)
-    with RewardSuite(config.rewards, toolbox.rewarding) as rewards:
+        toolbox, rewards = load_functions(config)
+    with closing(toolbox), rewards:
         usable = checked_rows(config, "eval", rewards, ranks)
         check_by(options, usable.rows)
         kept = kept_range(options, rewards, config.rollout.num_generations_eval)
@@ -122,7 +126,8 @@ def evaluate_in(
         for name, config in configs.items():
             if summaries:  # the environments of a model are closed after it
                 toolbox = load_toolbox(config.rollout)
-            model = EvaluatedModel(config, ranks, usable, rewards, directories[name], toolbox)
+            proven = partial(add_proof, root, name=name if len(configs) > 1 else None)
+            model = EvaluatedModel(config, ranks, usable, rewards, directories[name], toolbox, proven)
             summaries[name] = model.evaluate(options.by, kept)
             if ranks.is_main and "reward" not in summaries[name]:
                 directories[name].delete_unfinished()  # another call scores them again
@@ -156,6 +161,8 @@ class EvaluatedModel:
     rewards: RewardSuite
     directory: EvaluationDirectory
     toolbox: Toolbox
+    proven: Callable[[dict[str, Any]], None] | None = None
+    """Records the state of the model's proof."""
 
     def evaluate(self, by: Sequence[str], kept: SuccessRange | None) -> Summary:
         """Evaluate the model and write the files. Resume a killed evaluation if it has the same settings."""
@@ -198,23 +205,27 @@ class EvaluatedModel:
         logger.info(rows_to_evaluate_line(len(self.usable), num_finished))
         if not served:
             logger.info(loading_line(config, ranks.device))
-        builder, trajectories = prompt_builder(config, checkpoint), None
+        builder, trajectories = prompt_builder(config, checkpoint, self.usable.most_videos), None
         if config.rollout.has_tools:
             assert isinstance(builder, PromptBuilder), "settings with tools and an endpoint are refused"
             with ranks.agree():
-                self.toolbox.check_rows(self.usable.rows)
-                turns = choose_turns(config, base_of(checkpoint), builder, self.toolbox)
-                at_once = prompts_per_chunk(config) * config.rollout.num_generations_eval
-                keeps = "environments" in self.rewards.columns
-                trajectories = build_trajectories(config, self.toolbox, turns, keeps, at_once, ranks)
+                keeps = self.rewards.reads_environments
+                turns = checked_turns(
+                    config, base_of(checkpoint), builder, self.toolbox, self.usable.rows, keeps,
+                    completions_per_chunk(config),
+                )  # fmt: skip
+                trajectories = build_trajectories(config, self.toolbox, turns, keeps, ranks)
             builder = turns.builder
         engine = evaluation_engine(config, checkpoint, builder, ranks)
+        check = EngineCheck(config, engine)
         try:
             evaluator = Evaluator(
-                config, ranks, builder, engine, self.rewards, self.usable, trajectories=trajectories
+                config, ranks, builder, engine, self.rewards, self.usable, trajectories=trajectories, check=check
             )  # fmt: skip
             return evaluator.run(TrainerState(0, 0, 0.0), self.directory, finished, show_progress=ranks.is_main)
         finally:
+            if ranks.is_main and check.proof.checks and self.proven is not None:
+                self.proven(check.proof.state())
             engine.close()
             if trajectories is not None:
                 trajectories.close()
@@ -231,7 +242,7 @@ def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict
 
     An evaluation resumes an earlier one only if their fingerprints are equal.
     """
-    files = [file_stamps(entry.name.split(":")[0]) for entry in data_sources(config.data, "eval")]
+    files = [file_stamps(entry.name) for entry in data_sources(config.data, "eval")]
     sample_ids = [usable.rows.sample_ids[index] for index in usable.indices]
     return starred(
         {
@@ -239,7 +250,7 @@ def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict
             "data": config.data.model_dump() | {"files": files},
             "samples": hashlib.sha256("\n".join(sample_ids).encode()).hexdigest(),
             "rewards": config.rewards.model_dump()
-            | {"files": [file_stamps(s.function.split(":")[0]) for s in config.rewards.specs]},
+            | {"files": [file_stamps(spec.function) for spec in config.rewards.specs]},
             "sampling": asdict(evaluation_sampling(config)),
             "engine": config.evaluation.endpoint_url or config.rollout.engine,
             **({"tools": tools_that_matter(config.rollout)} if config.rollout.has_tools else {}),
@@ -249,14 +260,15 @@ def what_matters(config: RunConfig, checkpoint: str, usable: UsableRows) -> dict
 
 def tools_that_matter(rollout: RolloutConfig) -> dict[str, Any]:
     """Return the settings of turns, and the files of tools and environments."""
-    names = ("tools", "environment", "max_turns", "max_turn_tokens", "tool_timeout", "tool_errors",
-             "observation_role", "tool_format")  # fmt: skip
-    files = [file_stamps(name.split(":")[0]) for name in rollout.functions]
+    names = ("tools", "environment", "environment_protocol", "environment_kwargs", "max_turns",
+             "max_turn_tokens", "tool_timeout", "tool_errors", "observation_role", "tool_format", "keep_images",
+             "edit_every")  # fmt: skip
+    files = [file_stamps(name) for name in rollout.functions]
     return rollout.model_dump(include=set(names)) | {"files": files}
 
 
 def file_stamps(name: str) -> list[tuple[str, int, int]]:
-    """Return name, size and modification time of a file, or of a directory's files. Empty if `name` is neither."""
-    path = Path(name)
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    """Return name, size and modification time of the file that a setting names, or of its directory's files."""
+    path = local_file(name)
+    files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from rl_vlm.distributed.ranks import Ranks
 from rl_vlm.distributed.trackers import RolloutTable
 from rl_vlm.log.files import atomic_write, disk_errors
 from rl_vlm.log.images import PromptImages
-from rl_vlm.log.trajectories import has_trajectories, trajectory_columns, turns_json, turns_text
+from rl_vlm.log.trajectories import KeepImages, has_trajectories, trajectory_columns, turns_json, turns_text
 from rl_vlm.stages import is_column
-from rl_vlm.types import Completion, Prompt, RewardTable, ScoredGroup, ServedCompletion
+from rl_vlm.types import Completion, Group, Prompt, RewardTable, Sample, ScoredGroup, ServedCompletion, Video
 
 if TYPE_CHECKING:
     import pyarrow
@@ -74,16 +74,20 @@ class CompletionsLog:
         """Add the columns of the data to the rows, and write the images to keep."""
         position = iter(rows)
         for scored in groups:
-            sample = scored.group.prompt.sample
-            columns = data_columns(sample.columns)
-            if self.images is not None and (paths := self.images.write(sample)) is not None:
-                columns["images"] = paths
-            for completion in scored.group.completions:
-                row = next(position)
-                row.update(columns)
-                keep = self.images and self.images.of_completion(sample, row["completion_index"])
-                if completion.turns and keep is not None:
-                    row["turns"] = turns_json(completion.turns, keep)
+            columns, kept = data_columns(scored.group.prompt.sample.columns), self.kept_of(scored.group)
+            for g in range(len(scored.group.completions)):
+                next(position).update(columns | kept.get(g, {}))
+        if self.images is not None:
+            keep_observations(rows, groups, self.images.of_completion)
+
+    def kept_of(self, group: Group) -> dict[int, dict[str, list[str]]]:
+        """Write the images and videos of each prompt of a group once. Return their columns by completion."""
+        found: dict[int, dict[str, list[str]]] = {}
+        for members in group.by_prompt():
+            if self.images is not None:
+                columns = self.images.write(group.prompt_of(members[0]).sample)
+                found.update((member, columns) for member in members)
+        return found
 
 
 def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable) -> list[dict[str, Any]]:
@@ -99,23 +103,62 @@ def completion_rows(step: int, groups: Sequence[ScoredGroup], table: RewardTable
             "sample_id": scored.group.prompt.sample.sample_id,
             "completion_index": g,
             "policy_version": scored.group.policy_version,
-            "prompt": prompt_text(scored.group.prompt),
+            "prompt": prompt_text(prompt),
             "completion": completion.text,
             "finish_reason": completion.finish_reason,
-            "prompt_length": len(scored.group.prompt.token_ids) or None,
+            "prompt_length": len(prompt.token_ids) or None,
             "completion_length": num_tokens(completion),
-            "image_sizes": [list(image.size) for image in scored.group.prompt.sample.images],
-            "model_image_sizes": [list(size) for size in scored.group.prompt.image_sizes or []],
+            **size_columns(prompt),
             **{name: number(scored.scores_GF[g, f].item()) for f, name in enumerate(table.names)},
             "reward": number(scored.rewards_G[g].item()),
             "advantage": scored.advantages_G[g].item(),
             "fault": "\n".join(table.faults.get((p, g), [])) or None,
-            **(trajectory_columns(completion) if in_turns else {}),
+            **(trajectory_columns(completion, advantages_of_turns(scored, g)) if in_turns else {}),
             **{name: column[p][g] for name, column in table.breakdown.items()},
         }
         for p, scored in enumerate(groups)
         for g, completion in enumerate(scored.group.completions)
+        for prompt in [scored.group.prompt_of(g)]
     ]
+
+
+def size_columns(prompt: Prompt) -> dict[str, Any]:
+    """Return the sizes of a prompt's images, and the times of its videos if it has some."""
+    sample = prompt.sample
+    return {
+        "image_sizes": [list(sample.images[i].size) for i in sample.own_images],
+        "model_image_sizes": [list(size) for size in prompt.own_image_sizes or []],
+        **video_columns(sample.all_videos),
+    }
+
+
+def video_columns(videos: Sequence[Video]) -> dict[str, Any]:
+    """Return the times of videos as reward functions receive them, or no columns without videos."""
+    if not videos:
+        return {}
+    times = [[round(time, 3) for time in video.times] for video in videos]
+    return {"video_duration": [video.duration for video in videos], "video_frame_times": times}
+
+
+def keep_observations(
+    rows: Sequence[dict[str, Any]],
+    groups: Sequence[ScoredGroup],
+    of_completion: Callable[[Sample, int], KeepImages | None],
+) -> None:
+    """Write copies of the images of tools' results, and add their paths to the turns of each completion's row.
+
+    `of_completion` returns the function that writes the images of a completion, or None to keep none.
+    """
+    of_rows = [(scored, g) for scored in groups for g in range(len(scored.group.completions))]
+    for row, (scored, g) in zip(rows, of_rows, strict=True):
+        turns = scored.group.completions[g].turns
+        if turns and (keep := of_completion(scored.group.prompt.sample, g)) is not None:
+            row["turns"] = turns_json(turns, advantages_of_turns(scored, g), keep)
+
+
+def advantages_of_turns(scored: ScoredGroup, g: int) -> list[float]:
+    """Return the advantages of the turns of a completion, if turns have their own."""
+    return scored.turn_advantages[g].tolist() if scored.turn_advantages else []
 
 
 def data_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,17 +202,23 @@ def rollout_table(path: Path, step: int, functions: Sequence[str]) -> RolloutTab
 
     windows = windows_of(pyarrow.parquet.read_table(path).to_pylist()).values()
     groups = [group for window in windows for group in window]
-    chosen = sorted(groups, key=lambda group: not group[0].get("images"))[:MOST_TRACKED_GROUPS]
+    chosen = sorted(groups, key=lambda group: not kept_files(group[0]))[:MOST_TRACKED_GROUPS]
     columns = ["sample_id", "prompt", "completion", *functions, "reward", "advantage", "finish_reason"]
     tracked = [row for group in chosen for row in group[:MOST_TRACKED_COMPLETIONS]]
     if any(row.get("turns") for row in tracked):
         columns.append("turns")
         tracked = [row | {"turns": turns_text(row)} for row in tracked]
+    files = [kept_files(row) for row in tracked]
     rows = [
-        [path.parent / row["images"][0] if row.get("images") else None, step, *(row.get(name) for name in columns)]
-        for row in tracked
+        [path.parent / kept[0] if kept else None, step, *(row.get(name) for name in columns)]
+        for row, kept in zip(tracked, files, strict=True)
     ]
     return RolloutTable(["image", "step", *columns], rows)
+
+
+def kept_files(row: Mapping[str, Any]) -> list[str]:
+    """Return the paths of a row's kept images, and of the strips of its videos."""
+    return [path for name in ("images", "videos") for path in row.get(name) or []]
 
 
 def windows_of(rows: Sequence[dict[str, Any]]) -> dict[int, list[list[dict[str, Any]]]]:
@@ -207,11 +256,11 @@ def distinct_answers(group: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Return the messages of a prompt as plain text, images as `<image>`."""
+    """Return the messages of a prompt as plain text, with images and videos as `<image>` and `<video>`."""
     lines = []
     for message in prompt.sample.messages:
         blocks = message["content"]
-        texts = ["<image>" if block["type"] == "image" else block["text"] for block in blocks]
+        texts = [block["text"] if block["type"] == "text" else f"<{block['type']}>" for block in blocks]
         lines.append(f"{message['role']}: {' '.join(texts)}")
     return "\n".join(lines)
 

@@ -1,14 +1,19 @@
-"""Small copies of the images of some prompts and their trajectories for the report, stored with the completions."""
+"""Small copies of the images of some prompts and their trajectories for the report, stored with the completions.
+
+A video becomes a strip of some of its frames.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_vlm.data.images import decode_image
 from rl_vlm.log.files import atomic_write
+from rl_vlm.log.strips import HEIGHT, WIDTH, strip_of
 from rl_vlm.log.trajectories import KeepImages
 from rl_vlm.types import Sample
 
@@ -22,29 +27,38 @@ MOST_HELD_OUT = 50
 MOST_PER_PROMPT = 4
 MOST_COMPLETIONS = 2
 """Completions of a group whose observed images are kept, since each draw of a prompt has new ones."""
-MOST_PER_COMPLETION = 4
+MOST_PER_COMPLETION = 16
 LONG_SIDE = 448
 """Pixels of the long side of a copy."""
+PIXELS_PER_COMPLETION = 4 * LONG_SIDE**2
+"""Pixels of all copies of observed images of a completion. Small frames of a game fit all."""
 QUALITY = 80
 
 
 class PromptImages:
-    """Writes the images of some prompts as small JPEG files, each once. Any rank can write."""
+    """Writes the images and videos of some prompts as small JPEG files, each once. Any rank can write."""
 
     def __init__(self, folder: Path, num_prompts: int, most: int = MOST_PROMPTS) -> None:
         """Keep the images of about `most` of `num_prompts` different prompts."""
         self.folder = folder
         self.share = most / max(1, num_prompts)
 
-    def write(self, sample: Sample) -> list[str] | None:
-        """Write the first images of a prompt, and return their paths relative to the parent of `folder`.
+    def write(self, sample: Sample) -> dict[str, list[str]]:
+        """Write the first images and videos of a prompt. Return the columns of their paths, which start with `folder`.
 
-        Return None if there are none, or if the hash of the sample's id is not in the share to keep. The hash makes the
-        choice independent of ranks and of resuming.
+        Return no column if there are none, or if the hash of the sample's id is not in the share to keep. The hash
+        makes the choice independent of ranks and of resuming.
         """
-        if not sample.images or not is_kept(sample.sample_id, self.share):
-            return None
-        return [f"{self.folder.name}/{self.write_image(image).name}" for image in sample.images[:MOST_PER_PROMPT]]
+        if not is_kept(sample.sample_id, self.share):
+            return {}
+        columns = self.write_all(sample, MOST_PER_PROMPT)
+        return {name: [f"{self.folder.name}/{path.name}" for path in paths] for name, paths in columns.items() if paths}
+
+    def write_all(self, sample: Sample, most: int | None = None) -> dict[str, list[Path]]:
+        """Write the images and videos of a prompt, at most `most` of each. Return the columns of their paths."""
+        strips = [self.write_image(strip_of(video)) for video in sample.all_videos[:most]]
+        images = [self.write_image(sample.images[i]) for i in sample.own_images[:most]]
+        return {"images": images, **({"videos": strips} if strips else {})}
 
     def of_completion(self, sample: Sample, index: int) -> KeepImages | None:
         """Return the function that writes the first images of a tool's result and returns their paths.
@@ -53,16 +67,24 @@ class PromptImages:
         """
         if index >= MOST_COMPLETIONS or not is_kept(sample.sample_id, self.share):
             return None
-        left = iter(range(MOST_PER_COMPLETION))
+        num = pixels = 0
 
         def keep(files: Sequence[bytes]) -> list[str]:
-            chosen = [file for file, _ in zip(files, left, strict=False)]
-            return [f"{self.folder.name}/{self.write_image(decode_image(file)).name}" for file in chosen]
+            nonlocal num, pixels
+            names: list[str] = []
+            for file in files:
+                if num == MOST_PER_COMPLETION or pixels > PIXELS_PER_COMPLETION:
+                    break
+                image = decode_image(file)
+                num, pixels = num + 1, pixels + math.prod(copy_size(image))
+                if pixels <= PIXELS_PER_COMPLETION:
+                    names.append(f"{self.folder.name}/{self.write_image(image).name}")
+            return names
 
         return keep
 
     def write_image(self, image: Image) -> Path:
-        """Write an image, unless it exists, and return the path."""
+        """Write a small copy of an image, unless it exists, and return the path. A strip is copied as it is."""
         path = self.folder / f"{image_digest(image)}.jpg"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +103,15 @@ def image_digest(image: Image) -> str:
     return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()[:32]
 
 
+def copy_size(image: Image) -> tuple[int, int]:
+    """Return the width and height of the small copy of an image. A strip of frames is small already."""
+    width, height = image.size
+    is_strip = width <= WIDTH and height <= HEIGHT
+    share = 1.0 if is_strip else min(1.0, LONG_SIDE / max(width, height))
+    return max(1, round(width * share)), max(1, round(height * share))
+
+
 def small_copy(image: Image) -> Image:
-    """Return the image in RGB, with a long side of at most `LONG_SIDE` pixels. The image itself is not changed."""
-    side = max(image.size)
-    if side > LONG_SIDE:
-        size = [max(1, round(length * LONG_SIDE / side)) for length in image.size]
-        image = image.resize((size[0], size[1]), reducing_gap=2.0)
-    return image.convert("RGB")
+    """Return the image in RGB, in the size of a copy. The image itself is not changed."""
+    size = copy_size(image)
+    return (image if size == image.size else image.resize(size, reducing_gap=2.0)).convert("RGB")

@@ -24,9 +24,9 @@ HINTS = {
         "loss with mask_truncated_completions=true."
     ),
     "frac_reward_zero_std": (
-        "of the groups have equal rewards in all completions, and teach nothing. This is normal if nearly all answers "
-        "are right. Otherwise set num_generations or temperature higher, set max_resampling_rounds, or train on "
-        "prompts of medium difficulty, which `rl-vlm eval --keep 0.1..0.9` selects."
+        "of the groups have no advantage other than 0, mostly since all rewards are equal, and teach nothing. This is "
+        "normal if nearly all answers are right. Otherwise set num_generations or temperature higher, set "
+        "max_resampling_rounds, or train on prompts of medium difficulty, which `rl-vlm eval --keep 0.1..0.9` selects."
     ),
 }
 """The sentence that follows a metric's value, by metric."""

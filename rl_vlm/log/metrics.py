@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[list[Any]], list[Any]]
 
 WITHOUT_VARIANCE = "frac_reward_zero_std"
-"""Share of groups whose rewards are all equal."""
+"""Share of groups whose advantages are all 0, as with equal rewards."""
 BEST_OF_GROUP = "reward_best_of_group"
 """Mean over groups of the best reward of a completion."""
 DISTINCT_ANSWERS = "completions/distinct_answers"
@@ -42,6 +42,8 @@ FAILURE_FREQUENCY = "tools/failure_frequency"
 """Failed calls per call."""
 TURNS = "environment/turns"
 """Turns per completion."""
+ENGINE_WAIT = "environment/engine_wait_fraction"
+"""Share of the time of generation in which the engine has no turn to sample, since all wait for environments."""
 ITERATION = "sampling/iteration"
 """How often earlier steps have trained on the groups of a step. Later iterations repeat the metrics of the groups."""
 
@@ -211,7 +213,8 @@ def add_reward_metrics(metrics: StepMetrics, groups: Sequence[ScoredGroup], name
     for kind, some in (("length", lengths[whole]), ("terminated_length", lengths[whole & ~clipped])):
         metrics.add_values(some, **{s: f"completions/{s}_{kind}" for s in ("mean", "min", "max")})
     metrics.add_values(clipped.float(), mean="completions/clipped_ratio")
-    num_prompt_tokens = sum(len(scored.group.prompt.token_ids) for scored in groups)
+    prompts = [scored.group.prompt_of(some[0]) for scored in groups for some in scored.group.by_prompt()]
+    num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     metrics.add_sum("step_tokens", lengths.double().sum().item() + num_prompt_tokens)
     add_trajectory_metrics(metrics, [completion for completion in completions if is_trajectory(completion)])
 
@@ -220,12 +223,15 @@ def add_trajectory_metrics(metrics: StepMetrics, trajectories: Sequence[Completi
     """Add the frequency of calls and of failed calls as TRL defines them, and means of turns and observed tokens.
 
     A call counts if it was run. A call that cannot be read is none. If there are no calls, the frequency of failures is
-    left out, while TRL logs 0.
+    left out, while TRL logs 0. Of steps, the share that failed is added, such as one with an unknown action.
     """
     turns = [turn for completion in trajectories for turn in completion.turns if turn.calls and turn.results]
     num_calls = sum(len(turn.calls) for turn in turns)
     num_failed = sum(result.error is not None for turn in turns for result in turn.results)
     num = len(trajectories)
+    steps = [turn for completion in trajectories for turn in completion.turns if turn.reward is not None]
+    failed_steps = sum(result.error is not None for turn in steps for result in turn.results)
+    metrics.add_mean("environment/failed_steps", failed_steps, len(steps))
     metrics.add_mean(CALL_FREQUENCY, num_calls, num)
     metrics.add_mean(FAILURE_FREQUENCY, num_failed, num_calls)
     metrics.add_mean(TURNS, sum(len(completion.turns) for completion in trajectories), num)

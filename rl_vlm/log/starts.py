@@ -17,6 +17,7 @@ import yaml
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.secrets import starred, without_secrets
+from rl_vlm.log.files import atomic_write
 
 STARTS = "starts.jsonl"
 LAUNCHERS = {
@@ -37,6 +38,8 @@ EMPTY: dict[str, Any] = {
     "platform": "",
     "python": "",
     "packages": {},
+    "proof": {},
+    "proofs": {},
 }
 """Default entries of a line, since lines of other versions may have fewer entries."""
 
@@ -121,6 +124,25 @@ def append_start(folder: Path, num_processes: int, is_first: bool) -> None:
     """Append a line about this start to the file in `folder`. If `is_first`, replace an earlier file."""
     with (folder / STARTS).open("w" if is_first else "a") as file:
         file.write(json.dumps(describe_start(num_processes)) + "\n")
+
+
+def add_proof(folder: Path, proof: dict[str, Any], name: str | None = None) -> None:
+    """Add to the line of the last start what it has proven, and what not.
+
+    `name` is the model's, if a start evaluates several.
+    """
+    *earlier, last = (folder / STARTS).read_text().split("\n")[:-1]
+    start = EMPTY | json.loads(last)
+    added = {"proof": proof} if name is None else {"proofs": start["proofs"] | {name: proof}}
+    lines = [*earlier, json.dumps(start | added)]
+    with atomic_write(folder / STARTS) as file:
+        file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def last_fallback(folder: Path) -> str | None:
+    """Return the slower way to compute rows that the last start with a proof has fallen back to, or None."""
+    proofs = [start["proof"] for start in read_starts(folder) if start["proof"]]
+    return proofs[-1]["fallback"] if proofs else None
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

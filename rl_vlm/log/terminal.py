@@ -32,6 +32,8 @@ KNOWN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (FutureWarning, r"`torch\.distributed\..*` is deprecated"),
     # vLLM's call of the processor.
     (FutureWarning, "Passing `min_pixels` and `max_pixels` to a processor call is deprecated"),
+    # PEFT, of an adapter on a tied LM head. Exports with this adapter merged in are not tied.
+    (UserWarning, "Model has `tie_word_embeddings=True` and a tied layer is part of the adapter"),
 )
 """Python warnings of other libraries that concern no user: category, and pattern of how they begin."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,10 @@ def is_trajectory(completion: Completion) -> bool:
     return bool(completion.turns) or completion.environment_name is not None
 
 
-def trajectory_columns(completion: Completion) -> dict[str, Any]:
+def trajectory_columns(completion: Completion, advantages: Sequence[float] = ()) -> dict[str, Any]:
     """Return the columns of a trajectory. Images are counted, see `turns_json`."""
     return {
-        "turns": turns_json(completion.turns),
+        "turns": turns_json(completion.turns, advantages),
         "num_turns": len(completion.turns),
         "environment": completion.environment_name,
         "observed_length": num_observed(completion),
@@ -37,16 +38,21 @@ def num_observed(completion: Completion) -> int:
     return completion.num_tokens - len(completion.token_ids)
 
 
-def turns_json(turns: Sequence[Turn], keep: KeepImages | None = None) -> str:
-    """Return turns as JSON: their texts, calls and results. With `keep`, results also have the paths of kept images."""
+def turns_json(turns: Sequence[Turn], advantages: Sequence[float] = (), keep: KeepImages | None = None) -> str:
+    """Return turns as JSON: their texts, calls and results, and their rewards and advantages if they have some.
+
+    With `keep`, results also have the paths of kept images.
+    """
     return json.dumps(
         [
             {
                 "text": turn.text,
+                **({} if turn.reward is None else {"reward": turn.reward}),
+                **({"advantage": advantages[i]} if i < len(advantages) else {}),
                 "calls": [{"name": call.name, "arguments": call.arguments} for call in turn.calls],
                 "results": [described(result, keep) for result in turn.results],
             }
-            for turn in turns
+            for i, turn in enumerate(turns)
         ],
         ensure_ascii=False,
         default=str,
@@ -54,11 +60,15 @@ def turns_json(turns: Sequence[Turn], keep: KeepImages | None = None) -> str:
 
 
 def described(result: ToolResult, keep: KeepImages | None) -> dict[str, Any]:
-    """Describe the result of a call."""
+    """Describe the result of a call. The digests of its images say which results are equal."""
     text = "\n".join(block["text"] for block in result.content if block["type"] == "text")
-    kept = {"kept": keep(result.images)} if keep is not None and result.images else {}
+    shown: dict[str, Any] = {}
+    if result.images:
+        shown["digests"] = [hashlib.sha256(file).hexdigest()[:16] for file in result.images]
+        if keep is not None:
+            shown["kept"] = keep(result.images)
     seconds = round(result.seconds, 3)
-    return {"text": text, "images": len(result.images), **kept, "error": result.error, "seconds": seconds}
+    return {"text": text, "images": len(result.images), **shown, "error": result.error, "seconds": seconds}
 
 
 def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:

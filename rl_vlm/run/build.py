@@ -35,7 +35,7 @@ from rl_vlm.distributed.ranks import Ranks, joined
 from rl_vlm.distributed.strategy import Strategy, select_strategy
 from rl_vlm.distributed.trackers import Trackers
 from rl_vlm.errors import ConfigError, DataError
-from rl_vlm.evaluation.evaluator import Evaluator, prompts_per_chunk
+from rl_vlm.evaluation.evaluator import Evaluator, completions_per_chunk
 from rl_vlm.log.completions import CompletionsLog
 from rl_vlm.log.directory import RunDirectory
 from rl_vlm.log.files import lock_directory
@@ -43,7 +43,7 @@ from rl_vlm.log.messages import batch_line, loading_line, parameters_line, rows_
 from rl_vlm.model.fingerprint import model_fingerprint
 from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.fused import fuse_layers
-from rl_vlm.model.loading import initial_checkpoint, load_policy, longest_prompt, share_weight_names
+from rl_vlm.model.loading import initial_checkpoint, load_policy, share_weight_names
 from rl_vlm.model.policy import Policy
 from rl_vlm.model.reference import Reference, add_initial_adapter, load_reference
 from rl_vlm.model.sharding import (
@@ -64,11 +64,11 @@ from rl_vlm.passes.recovery import Recovery
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.rollout.balance import cost_of_groups
-from rl_vlm.rollout.build import gathering, training_engine
+from rl_vlm.rollout.build import builder_for, gathering, training_engine
 from rl_vlm.rollout.collector import Collector
 from rl_vlm.rollout.engine import SyncedEngine
-from rl_vlm.rollout.environments.build import Turns, build_trajectories, choose_turns
-from rl_vlm.rollout.environments.contract import Toolbox, load_toolbox
+from rl_vlm.rollout.environments.build import Turns, build_trajectories, checked_turns, load_functions
+from rl_vlm.rollout.environments.contract import Toolbox
 from rl_vlm.rollout.environments.driver import Trajectories
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 from rl_vlm.rollout.weights import PolicyWeights
@@ -92,9 +92,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """The training rows, with the model's processor and the builder of their prompts."""
+    """The rows, with the model's processor and the builder of their prompts."""
 
     usable: UsableRows
+    """The training rows."""
+    held_out: UsableRows | None
     initial: str
     """The checkpoint that the run starts from."""
     processor: ProcessorMixin
@@ -161,9 +163,10 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
         seed_random_generators(config.train.seed)
         check_own_loss(config.algorithm)
         sources = function_sources(config)
-        toolbox = load_toolbox(config.rollout)
-        rewards = opened.enter_context(load_rewards(config, toolbox))
-    data = load_data(config, saved, rewards, toolbox, ranks)
+        toolbox, rewards = load_functions(config)
+        opened.callback(toolbox.close)
+        opened.enter_context(rewards).check_weights()
+    data = load_data(config, saved, rewards, toolbox, plan, ranks)
     planned, memory_plan = start_budget(config, data.initial, ranks, data.first_prompts())
     with ranks.agree():
         observed = Observed(config, ranks, directory.path, memory_plan)
@@ -192,7 +195,7 @@ def build_parts(config: RunConfig, opened: ExitStack, instruments: Sequence[Make
     cost = cost_of_groups(policy, budget.price, config.memory.prefix_sharing, has_reference=reference is not None)
     num_draws = progress.max_steps * plan.prompts_per_step // plan.num_iterations
     log = CompletionsLog(directory.path, ranks, config.log, min(num_draws, len(data.usable)))
-    trajectories = trajectories_of(config, toolbox, data, rewards, plan, ranks, opened)
+    trajectories = trajectories_of(config, toolbox, data, rewards, ranks, opened)
     collector = Collector(
         config, ranks, build_loader(config, plan, data, ranks, large_prompts), engine, rewards, log, cost, trajectories
     )
@@ -239,25 +242,27 @@ def open_directory(config: RunConfig, directory: RunDirectory, ranks: Ranks, ope
         return resumed and SavedRun.load(resumed, config, ranks.rank, ranks.world_size)
 
 
-def load_rewards(config: RunConfig, toolbox: Toolbox) -> RewardSuite:
-    """Load the reward functions. Raises RewardError if one cannot be loaded, or if no reward has a weight."""
-    rewards = RewardSuite(config.rewards, toolbox.rewarding)
-    rewards.check_weights()
-    return rewards
-
-
-def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, ranks: Ranks) -> Data:
+def load_data(
+    config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, toolbox: Toolbox, plan: BatchSizes, ranks: Ranks
+) -> Data:
     """Load and check the training rows, and choose the form in which each reward function gets completions."""
     names = ", ".join(entry.name for entry in data_sources(config.data, "train"))
     logger.info("loading the training data %s", names)
-    usable = checked_rows(config, "train", rewards, ranks)
+    usable, held_out = checked_rows(config, "train", rewards, ranks), None
+    if config.data.eval_dataset_name is not None:
+        held_out = checked_rows(config, "eval", rewards, ranks)
     initial = initial_checkpoint(config, ranks)
     processor = load_processor(initial, config.model, config.data)
-    builder, turns = PromptBuilder(processor, config.data, longest_prompt(config, initial)), None
+    most_videos = max(rows.most_videos for rows in (usable, held_out) if rows is not None)
+    builder, turns = builder_for(processor, config, initial, most_videos), None
     if config.rollout.has_tools:
         with ranks.agree():
-            toolbox.check_rows(usable.rows)
-            turns = choose_turns(config, initial, builder, toolbox)
+            num_at_once = num_scored_at_once(config, plan)
+            turns = checked_turns(
+                config, initial, builder, toolbox, usable.rows, rewards.reads_environments, num_at_once
+            )  # fmt: skip
+            if held_out is not None:
+                toolbox.check_rows(held_out.rows)
         builder = turns.builder
     usable = fitting_rows(usable, builder, config.data.max_prompt_length)
     fingerprints = checked_fingerprints(config, saved, usable, initial, ranks)
@@ -266,7 +271,7 @@ def load_data(config: RunConfig, saved: SavedRun | None, rewards: RewardSuite, t
     else:
         rewards.use_forms(saved.own_state["reward_forms"])
     logger.info(rows_line(len(usable), len(usable.dropped)))
-    return Data(usable, initial, processor, builder, turns, fingerprints)
+    return Data(usable, held_out, initial, processor, builder, turns, fingerprints)
 
 
 def checked_fingerprints(
@@ -325,20 +330,22 @@ def build_engine(config: RunConfig, policy: Policy, data: Data, strategy: Strate
     return SyncedEngine(engine, weights, ranks, gathering(config, engine, strategy, ranks))
 
 
+def num_scored_at_once(config: RunConfig, plan: BatchSizes) -> int:
+    """Return the largest number of completions that a rank scores together."""
+    num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // plan.world_size
+    num_at_once *= 1 + config.rollout.max_resampling_rounds  # replaced groups are kept until the window is scored
+    if config.data.eval_dataset_name is not None:
+        num_at_once = max(num_at_once, completions_per_chunk(config))
+    return num_at_once
+
+
 def trajectories_of(
-    config: RunConfig, toolbox: Toolbox, data: Data, rewards: RewardSuite, plan: BatchSizes, ranks: Ranks,
-    opened: ExitStack,
-) -> Trajectories | None:  # fmt: skip
+    config: RunConfig, toolbox: Toolbox, data: Data, rewards: RewardSuite, ranks: Ranks, opened: ExitStack
+) -> Trajectories | None:
     """Build the generator of trajectories, if the run has tools; `opened` closes it."""
     if data.turns is None:
         return None
-    num_at_once = plan.prompts_per_step * plan.steps_per_window * plan.num_generations // ranks.world_size
-    num_at_once *= 1 + config.rollout.max_resampling_rounds  # replaced groups are kept until the window is scored
-    if config.data.eval_dataset_name is not None:
-        num_at_once = max(num_at_once, prompts_per_chunk(config) * config.rollout.num_generations_eval)
-    with ranks.agree():
-        keeps = "environments" in rewards.columns
-        trajectories = build_trajectories(config, toolbox, data.turns, keeps, num_at_once, ranks)
+    trajectories = build_trajectories(config, toolbox, data.turns, rewards.reads_environments, ranks)
     opened.callback(trajectories.close)
     return trajectories
 
@@ -348,12 +355,11 @@ def build_evaluator(
     trajectories: Trajectories | None,
 ) -> Evaluator | None:  # fmt: skip
     """Build the evaluator of the held-out rows, if there are any."""
-    if config.data.eval_dataset_name is None:
+    if data.held_out is None:
         return None
     folder = log.images.folder if log.images else None
     return Evaluator(
-        config, ranks, data.builder, engine.engine, rewards, gathered=engine.gathered, image_folder=folder,
-        trajectories=trajectories,
+        config, ranks, data.builder, engine.engine, rewards, data.held_out, engine.gathered, folder, trajectories
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from rl_vlm.log.files import check_held, disk_errors, unwritable
 from rl_vlm.log.messages import Hints, held_out_line
 from rl_vlm.log.metrics import seconds_of, totals
 from rl_vlm.log.progress_bar import ProgressBar, training_figures
-from rl_vlm.log.starts import append_start
+from rl_vlm.log.starts import add_proof, append_start, last_fallback
 from rl_vlm.model.loading import load_weights
 from rl_vlm.model.saving import PolicyFiles
 from rl_vlm.passes.changes import BudgetChange, read_changes, write_changes
@@ -76,6 +76,7 @@ class Run:
                 self.restore(parts.saved)
                 step, last = self.progress.global_step, self.progress.max_steps
                 logger.info("resuming from %s (step %d of %d)", parts.saved.path.name, step, last)
+                self.go_on_with_fallback(parts.saved)
             budget_changes = self.replayed_changes(parts.saved)
             with self.ranks.agree(), unwritable(self.directory.path):
                 self.prepare_directory(parts.saved, budget_changes)
@@ -83,6 +84,14 @@ class Run:
             opened.callback(self.writer.close)
             self.tracked_window: Path | None = None
             self.opened = opened.pop_all()
+
+    def go_on_with_fallback(self, saved: SavedRun) -> None:
+        """Compute rows in the slower way that the last start has fallen back to, if it has."""
+        ways = self.ranks.gather([last_fallback(saved.path.parent) if self.ranks.is_main else None])
+        way = next(filter(None, ways), None)
+        if way is not None:
+            logger.warning("rows are computed with %s, as before", way)
+            self.trainer.passes.use(way)
 
     def replayed_changes(self, saved: SavedRun | None) -> list[BudgetChange]:
         """Let the run replay the budget changes after its checkpoint. Return these and the earlier changes.
@@ -164,11 +173,15 @@ class Run:
         step = self.progress.global_step + 1
         with self.saved_on_failure(), self.ranks.agree():
             stop.check()
+        check = self.trainer.start_check
+        is_checked = check.is_due
         try:
             with self.saved_on_failure(), self.collector.undo_on_failure():
                 metrics = self.trainer.step()
         finally:
             self.write_nonfinite(step)
+            if is_checked and check.proof.checks and self.ranks.is_main:
+                add_proof(self.directory.path, check.proof.state())
         line = {"step": step, "epoch": self.collector.loader.epoch} | metrics.reduce(self.ranks.gather)
         line["data_wait_fraction"] = line.get(seconds_of(Stage.DATA), 0.0) / line[seconds_of(Stage.STEP)]
         line[seconds_of(Stage.SAVE)] = self.writer.take_seconds()

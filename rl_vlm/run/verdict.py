@@ -87,7 +87,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a run, with the figures behind it."""
+    """The outcome of a run, with its figures."""
 
     outcome: Outcome
     step: int | None
@@ -95,7 +95,7 @@ class Verdict:
     is_evaluated: bool
     """Whether held-out rows were evaluated. Otherwise training data alone are judged."""
     changes: list[Change]
-    """The figures behind the verdict. The first decides between learned, unchanged and worse."""
+    """The figures of the verdict. The first decides between learned, unchanged and worse."""
     lacks: list[str] = field(default_factory=list)
     """Sentences on missing data and their consequence."""
 
