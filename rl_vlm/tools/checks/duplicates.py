@@ -20,9 +20,12 @@ from typing import Any
 
 from PIL.Image import Image
 
+from rl_vlm.config.data_sources import num_draws
 from rl_vlm.data.check import NUM_THREADS
 from rl_vlm.data.images import image_content, open_image, read_image
-from rl_vlm.data.samples import Rows, image_values
+from rl_vlm.data.samples import Rows
+from rl_vlm.data.video.read import video_digest
+from rl_vlm.data.video.source import ClipHeader
 from rl_vlm.errors import DataError, Finding
 from rl_vlm.reward.golds import gold_columns
 from rl_vlm.tools.checks.diagnosis import Checking, Note
@@ -46,17 +49,22 @@ def duplicates(subject: Subject) -> Checking[None]:
         return
     columns = list(dict.fromkeys(chain(*(split.rows.columns for split in splits.loaded))))
     golds = gold_columns(columns, subject.value(rewards) or [])
-    yield from find_duplicates(splits.loaded, golds, subject.decode)
-    yield Note(f"duplicates by prompt and {'pixels' if subject.decode else 'encoded bytes'} of images")
+    has_environment = subject.config.rollout.environment is not None
+    yield from find_duplicates(splits.loaded, golds, subject.decode, has_environment)
+    has_videos = any(fact.note.headers for split in splits.loaded for fact in split.facts)
+    media = "images and bytes of videos" if has_videos else "images"
+    yield Note(f"duplicates by prompt and {'pixels' if subject.decode else 'encoded bytes'} of {media}")
     for split in splits.loaded:
         yield from find_common_picture(split)
 
 
-def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool) -> Iterator[Finding]:
+def find_duplicates(
+    splits: Sequence[Split], golds: Sequence[str], decode: bool, has_environment: bool = False
+) -> Iterator[Finding]:
     """Yield a finding for each row that repeats an earlier row of its split, and for each training row held out too.
 
     The first split is the training data. `golds` are the columns of gold answers. With `decode`, also report candidates
-    whose image is damaged after its header.
+    whose image is damaged after its header. An environment makes its task from all columns, so they must be equal too.
     """
     by_content: dict[tuple[bytes, ...], list[RowFacts]] = defaultdict(list)
     findings = []
@@ -67,8 +75,19 @@ def find_duplicates(splits: Sequence[Split], golds: Sequence[str], decode: bool)
         else:
             by_content[fact.text, *content].append(fact)
     for facts in by_content.values():
-        findings += repeats(splits, golds, facts)
+        for alike in by_task(facts) if has_environment else [facts]:
+            findings += repeats(splits, golds, alike)
     yield from sorted(findings, key=lambda finding: (finding.data or "", finding.row or 0))
+
+
+def by_task(facts: Sequence[RowFacts]) -> list[list[RowFacts]]:
+    """Return lists of rows with equal columns but the id. Rows without content have no equal: their seeds differ."""
+    alike: dict[str, list[RowFacts]] = defaultdict(list)
+    for fact in facts:
+        if num_draws(fact.rows.part(fact.row).name) is None:
+            columns = fact.rows.parse(fact.row).columns
+            alike[repr({name: value for name, value in columns.items() if name != "id"})].append(fact)
+    return list(alike.values())
 
 
 def find_common_picture(split: Split) -> Iterator[Finding]:
@@ -76,7 +95,7 @@ def find_common_picture(split: Split) -> Iterator[Finding]:
 
     First compare up to `NUM_DRAWN` random rows. Read all images only if a quarter of these rows share a picture.
     """
-    facts = [fact for fact in split.facts if fact.is_usable and fact.num_images]
+    facts = [fact for fact in split.facts if fact.is_usable and fact.num_media]
     if len(facts) < FEWEST:
         return
     drawn = random.Random(0).sample(facts, min(NUM_DRAWN, len(facts)))
@@ -98,26 +117,27 @@ def with_common_picture(facts: Sequence[RowFacts]) -> list[int]:
 
 
 def candidates(splits: Sequence[Split]) -> list[RowFacts]:
-    """Return the rows whose messages and numbers of images and pixels equal another row's."""
-    alike: dict[tuple[bytes, int, int], list[RowFacts]] = defaultdict(list)
+    """Return the rows whose messages and numbers of media and pixels equal another row's."""
+    alike: dict[tuple[bytes, int, int, tuple[ClipHeader, ...]], list[RowFacts]] = defaultdict(list)
     for fact in chain(*(split.facts for split in splits)):
         if fact.is_usable:
-            alike[fact.text, fact.num_images, fact.note.num_pixels].append(fact)
+            alike[fact.text, fact.num_media, fact.note.num_pixels, fact.note.headers].append(fact)
     return [fact for facts in alike.values() if len(facts) > 1 for fact in facts]
 
 
 def contents(facts: Sequence[RowFacts], decode: bool) -> Iterator[tuple[RowFacts, tuple[bytes, ...] | DataError]]:
-    """Yield rows with the digests of their images, or with the DataError if an image cannot be read."""
+    """Yield rows with the digests of images and videos, or with the DataError if one cannot be read."""
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         yield from zip(facts, pool.map(partial(digests_of, decode), facts), strict=True)
 
 
 def digests_of(decode: bool, fact: RowFacts) -> tuple[bytes, ...] | DataError:
-    """Return a digest of each image of a row, or the DataError if one cannot be read."""
+    """Return a digest of each image and video of a row, or the DataError if one cannot be read."""
     rows, row, where = fact.rows, fact.row, fact.rows.place(fact.row)
     try:
-        images = image_values(rows.source[row], where) if fact.num_images else []
-        return tuple(image_digest(rows, row, value, f"{where}, column {name}", decode) for name, value in images)
+        parsed, folder = rows.parse(row), rows.part(row).video_folder
+        images = [image_digest(rows, row, value, f"{where}, column {name}", decode) for name, value in parsed.images]
+        return (*images, *(video_digest(value, folder, f"{where}, column {name}") for name, value in parsed.videos))
     except DataError as error:
         return error
 

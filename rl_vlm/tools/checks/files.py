@@ -10,7 +10,7 @@ from rl_vlm.checkpoint.store import directories
 from rl_vlm.config.changes import changed_settings, refused_changes
 from rl_vlm.config.function_names import names_function
 from rl_vlm.config.schema import RunConfig
-from rl_vlm.errors import CheckpointError, ConfigError, ModelError
+from rl_vlm.errors import CheckpointError, ConfigError, Finding, ModelError
 from rl_vlm.functions import load_function
 from rl_vlm.log.files import refuse_earlier_run
 from rl_vlm.model.files import (
@@ -18,6 +18,8 @@ from rl_vlm.model.files import (
     check_checkpoint,
     check_weights,
     context_of,
+    has_row,
+    moving_code,
     refuse_long_completions,
     refuse_unread_revision,
 )
@@ -76,7 +78,10 @@ def model_files(subject: Subject) -> Checking[str | None]:
 
 def model_source(subject: Subject, name: str) -> Checking[str]:
     """Check a function that writes a model, or the files of a checkpoint. Return the name if it is not here, or ""."""
-    refuse_unread_revision(subject.config.model.model_copy(update={"model_name_or_path": name}))
+    settings = subject.config.model.model_copy(update={"model_name_or_path": name})
+    refuse_unread_revision(settings)
+    if warning := moving_code(settings):
+        yield Finding("warning", "code of the hub", warning)
     if not names_function(name):
         return (yield from checkpoint_files(subject, name))
     load_function(name)
@@ -100,6 +105,10 @@ def checkpoint_files(subject: Subject, name: str) -> Checking[str]:
         check_weights(directory)
     if base is None:
         check_context(subject, directory)
+        if not has_row(directory):
+            yield from subject.left_out(
+                f"model {name}, whose type has no row: the first step proves it or ends the run"
+            )
     yield Note(f"model {name}: its config")
     return "" if base is None else (yield from checkpoint_files(subject, base))
 

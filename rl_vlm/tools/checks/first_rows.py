@@ -11,7 +11,7 @@ from functools import partial
 from rl_vlm.config.batches import endless_warmup, total_optimizer_steps
 from rl_vlm.config.data_sources import Which, data_sources
 from rl_vlm.config.schema import DataConfig
-from rl_vlm.data.columns import refuse_unread_images
+from rl_vlm.data.columns import refuse_unread_media
 from rl_vlm.data.samples import FindGold, Rows, load_rows
 from rl_vlm.data.sources import NotOpened
 from rl_vlm.errors import Finding
@@ -63,7 +63,7 @@ def columns(rows: Rows, functions: Sequence[Reward]) -> Checking[None]:
         yield from attempt(calling(reward.check_columns, {*rows.columns}), ("columns of rewards", DATA[1]))
     if not rows.num_unread:
         named = {column for reward in functions for column in reward.columns}
-        check = calling(refuse_unread_images, rows.source, rows.config, rows.name, named)
+        check = calling(refuse_unread_media, rows.source, rows.config, rows.name, named)
         yield from attempt(check, ("columns of images", DATA[1]))
 
 

@@ -24,16 +24,17 @@ from rl_vlm.errors import OTHER_PROBLEM, DataError, Finding, Severity
 from rl_vlm.model.files import cached_snapshot, read_json
 from rl_vlm.model.flex_kernels import with_fitting_attention
 from rl_vlm.model.in_memory import free_host_memory
-from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy, longest_prompt
+from rl_vlm.model.loading import base_of, initial_checkpoint, load_policy
 from rl_vlm.model.policy import Policy
 from rl_vlm.passes.budget import TokenBudget
 from rl_vlm.passes.large_prompts import LargePrompts
 from rl_vlm.plan.auto import start_budget
 from rl_vlm.plan.host import loaded
 from rl_vlm.plan.weights import TRAINED_BYTES, Weights, count_weights
+from rl_vlm.rollout.build import builder_for
 from rl_vlm.rollout.environments.build import choose_turns
 from rl_vlm.run.build import NUM_LARGEST, NUM_PLANNED
-from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.tools.checks.diagnosis import DATA, Checking, Note, attempt
 from rl_vlm.tools.checks.environments import toolbox
 from rl_vlm.tools.checks.files import model_files
 from rl_vlm.tools.checks.golds import gold_lengths
@@ -42,10 +43,11 @@ from rl_vlm.tools.checks.pixels import check_pixels
 from rl_vlm.tools.checks.rows import Split, about_row, every_row
 from rl_vlm.tools.checks.settings import high_learning_rate, rewards
 from rl_vlm.tools.checks.table import Cost, Subject
+from rl_vlm.tools.checks.videos import video_notes
 from rl_vlm.types import Progress
 
 LONG = "Shorten the prompt or raise data.max_prompt_length: the run leaves the row out."
-BUDGET = "Raise memory.micro_batch_tokens, or set a lower data.max_pixels."
+BUDGET = "Raise memory.micro_batch_tokens, or set a lower data.max_pixels, data.video_max_pixels or data.max_frames."
 
 
 class Prompts(NamedTuple):
@@ -68,7 +70,8 @@ def prompts(subject: Subject) -> Checking[Prompts | None]:
         return None
     checkpoint = initial_checkpoint(subject.elsewhere, Ranks())
     yield from check_family(checkpoint, config.model.model_revision)
-    builder, fitted = make_builder(subject.elsewhere, checkpoint), []
+    most_videos = max(split.usable.most_videos for split in splits.loaded)
+    builder, fitted = make_builder(subject.elsewhere, checkpoint, most_videos), []
     if config.rollout.has_tools:
         box = subject.value(toolbox)
         if box is None:
@@ -80,6 +83,7 @@ def prompts(subject: Subject) -> Checking[Prompts | None]:
         builder = turns.builder
     for split in splits.loaded:
         fitted.append((yield from fitting(split, builder, config.data.max_prompt_length)))
+        yield from attempt(video_notes(fitted[-1], builder), DATA)
     for split in splits.loaded:
         limit, functions = config.rollout.max_completion_length, subject.value(rewards) or []
         yield from gold_lengths(split, functions, builder.processor.tokenizer, limit)
@@ -88,7 +92,7 @@ def prompts(subject: Subject) -> Checking[Prompts | None]:
 
 
 def why_not_opened(subject: Subject) -> str | None:
-    """Return why the files of the model cannot be opened, or None. Those of a directory are, in spite of errors."""
+    """Return why the files of the model cannot be opened, or None. A directory is opened in spite of errors."""
     name, missing = subject.config.model.model_name_or_path, subject.value(model_files)
     if missing is None and not Path(name).is_dir():
         return f"{name} has errors"
@@ -137,10 +141,9 @@ def check_family(checkpoint: str, revision: str) -> Iterator[Finding]:
         yield from old_transformers(model_type, version("transformers"))
 
 
-def make_builder(config: RunConfig, checkpoint: str) -> PromptBuilder:
-    """Build the prompt builder of the run."""
-    processor = load_processor(checkpoint, config.model, config.data)
-    return PromptBuilder(processor, config.data, longest_prompt(config, checkpoint))
+def make_builder(config: RunConfig, checkpoint: str, most_videos: int) -> PromptBuilder:
+    """Build the prompt builder of the run, whose rows have at most this many videos."""
+    return builder_for(load_processor(checkpoint, config.model, config.data), config, checkpoint, most_videos)
 
 
 def fitting(split: Split, builder: PromptBuilder, limit: int | None) -> Checking[UsableRows]:

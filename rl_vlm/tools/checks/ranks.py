@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_vlm.config.changes import flat_settings
+from rl_vlm.config.named_files import local_file
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.installation import installed_versions
 from rl_vlm.distributed.launcher import check_variables
@@ -171,17 +172,10 @@ def named_files(config: RunConfig) -> dict[str, str]:
         *(spec.function for spec in config.rewards.specs),
         *config.rollout.functions,
     ]
-    names += [name for entry in entries for name in (entry.name, entry.image_root)] + [config.data.image_root]
-    paths = dict.fromkeys(path for name in names if name and (path := path_of(name)))
+    names += [name for entry in entries for name in (entry.name, entry.image_root, entry.video_root)]
+    names += [config.data.image_root, config.data.video_root]
+    paths = dict.fromkeys(path for name in names if name and (path := local_file(name)))
     return {name: what for path in paths for name, what in described(path).items()}
-
-
-def path_of(name: str) -> Path | None:
-    """Return the local path that a setting names, or None. For `file.py:function`, return the path of the file."""
-    file, colon, _ = name.rpartition(":")
-    path = Path(file if colon and file.endswith(".py") else name).expanduser()
-    is_path = path.exists() or bool(path.suffix) or name.startswith((".", "/", "~"))
-    return path if is_path and "://" not in name else None
 
 
 def described(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Write what checks have found: as text, as comments on the settings of a dry run, or as plain values."""
+"""Write findings and notes of checks as text, as comments on the settings of a dry run, or as plain values."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rl_vlm.errors import DataError, Finding
-from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox, read_content
-from rl_vlm.rollout.environments.driver import digest_of, offered
-from rl_vlm.rollout.environments.instances import Instance, ToolFailure
+from rl_vlm.rollout.environments.contract import EnvironmentKind, Toolbox
+from rl_vlm.rollout.environments.failures import ToolFailure
+from rl_vlm.rollout.environments.instances import Instance
+from rl_vlm.rollout.environments.starts import digests_of, offered, own_copy
 from rl_vlm.tools.checks.diagnosis import Checking, Note, attempt
 from rl_vlm.tools.checks.environments import toolbox
 from rl_vlm.tools.checks.model import Prompts, prompts
@@ -38,7 +39,7 @@ def reset_twice(subject: Subject, box: Toolbox, kind: EnvironmentKind, found: Pr
     where = f"reset of {kind.name} on {rows.place(row)}"
     try:
         first, second = reset_digests(subject, kind, found, row)
-    except (ToolFailure, DataError, ValueError) as error:
+    except (ToolFailure, DataError) as error:
         yield Finding("error", "environment that fails", f"{where}: {error}", FAILS)
         return
     if first != second:
@@ -47,20 +48,19 @@ def reset_twice(subject: Subject, box: Toolbox, kind: EnvironmentKind, found: Pr
     yield Note(f"two times {where}")
 
 
-def reset_digests(subject: Subject, kind: EnvironmentKind, found: Prompts, row: int) -> list[str | None]:
+def reset_digests(subject: Subject, kind: EnvironmentKind, found: Prompts, row: int) -> list[tuple[str | None, ...]]:
     """Return digests of the contents of two resets, None without content.
 
-    Raises ToolFailure if a reset fails, and DataError or ValueError if its content cannot be read.
+    Raises ToolFailure if a reset fails or its content cannot be read, and DataError if the row has no prompt.
     """
     config = subject.config
     request = RolloutRequest("doctor", found.builder.build(found.train.rows[row]))
     arguments = kind.reset_arguments(offered(request, config.train.seed))
-    instance, digests = Instance(kind, kind.first), []
+    instance, digests = Instance(kind, kind.first, kind.thread), []
     try:
         for _ in range(2):
-            returned = instance.finish(instance.method("reset", arguments), config.rollout.tool_timeout)
-            content = None if returned is None else read_content(returned, config.data.max_image_pixels)
-            digests.append(content and digest_of(content))
+            calls = instance.start(own_copy(arguments), config.data.max_image_pixels)
+            digests.append(digests_of([instance.finish(call, config.rollout.tool_timeout) for call in calls]))
     finally:
         instance.close()
     return digests

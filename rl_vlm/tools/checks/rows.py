@@ -33,8 +33,9 @@ class RowFacts(NamedTuple):
     rows: Rows
     note: RowNote
     text: bytes = b""
-    """Digest of the prompt's messages, including the places of images."""
-    num_images: int = 0
+    """Digest of the prompt's messages, including the places of images and videos."""
+    num_media: int = 0
+    """Number of images and videos."""
 
     @property
     def row(self) -> int:
@@ -89,7 +90,8 @@ def read_split(data: DataConfig, split: Which, functions: Sequence[Reward]) -> C
     yield from columns(rows, functions)
     facts = list(inspect_rows(rows, gold_finder(rows, functions)))
     yield from row_findings(rows, facts)
-    yield Note(f"{split} data {rows.name}: {len(rows)} rows and the headers of their images")
+    media = "images and videos" if any(fact.note.headers for fact in facts) else "images"
+    yield Note(f"{split} data {rows.name}: {len(rows)} rows and the headers of their {media}")
     return Split(usable_rows(rows, facts), facts)
 
 
@@ -109,7 +111,7 @@ def facts_of(rows: Rows, find_gold: FindGold, index: int, row: Row) -> RowFacts:
     if parsed is None:
         return RowFacts(rows, note)
     text = blake2b(json.dumps(parsed.messages).encode(), digest_size=16).digest()
-    return RowFacts(rows, note, text, len(parsed.images))
+    return RowFacts(rows, note, text, len(parsed.images) + len(parsed.videos))
 
 
 def row_findings(rows: Rows, facts: Sequence[RowFacts]) -> Iterator[Finding]:
@@ -127,5 +129,5 @@ def usable_rows(rows: Rows, facts: Sequence[RowFacts]) -> UsableRows:
     kept = [fact.note for fact in facts if fact.is_usable]
     return UsableRows(
         rows, [note.row for note in kept], [], {note.row: note.num_bytes for note in kept},
-        {note.row: note.num_pixels for note in kept},
+        {note.row: note.num_pixels for note in kept}, {note.row: note.headers for note in kept if note.headers},
     )  # fmt: skip

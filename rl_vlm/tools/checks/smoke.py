@@ -7,17 +7,21 @@ import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any
 
 from rl_vlm.config.schema import RewardsConfig, RunConfig
 from rl_vlm.data.check import UsableRows
 from rl_vlm.data.images import image_path
-from rl_vlm.data.tables import IMAGE_COLUMNS, Row, is_filled
-from rl_vlm.errors import Finding, RLVLMError, Stopped, shorten, text_of
+from rl_vlm.data.layouts import with_media
+from rl_vlm.data.samples import Part
+from rl_vlm.data.tables import IMAGE_COLUMNS, VIDEO_COLUMNS, Row, is_filled
+from rl_vlm.data.video.values import absolute_video
+from rl_vlm.errors import DataError, Finding, RLVLMError, Stopped, shorten, text_of
 from rl_vlm.functions import live
 from rl_vlm.log.completions import window_paths
+from rl_vlm.log.starts import read_starts
 from rl_vlm.reward.function import Reward, random_states_kept
 from rl_vlm.reward.golds import (
     columns_to_write,
@@ -43,6 +47,12 @@ GROUP = 4
 LOOK_AT_IT = (
     "Look at what the function reads in a completion. `rl-vlm rewards check` scores gold answers and cheats with it, "
     "and with --completions N longer completions of the model."
+)
+NUM_PROMPTS = 2
+"""Number of prompts per step. There are more if rows have unlike numbers of images."""
+UNPROVEN = (
+    "The run is right, and slower. docs/memory.md has the checks of the proof; another version of torch, or "
+    "memory.shared_attention: sdpa, may be proven."
 )
 REMEDY = "Change what the message names: the run would end so, too."
 PACKAGE = logging.getLogger("rl_vlm")
@@ -76,16 +86,42 @@ def two_steps(subject: Subject) -> Checking[None]:
 
 def run_two_steps(config: RunConfig, initial: str, trained: UsableRows, held_out: UsableRows | None) -> Checking[None]:
     """Train for two steps. Yield a finding if an error ends them. `config` has a temporary `output_dir`."""
-    rows, others = few_rows(trained), few_rows(held_out) if held_out else []
+    chosen, others = few_rows(trained), few_rows(held_out) if held_out else {}
+    first = first_step_rows(trained, list(chosen))
+    rows = [chosen[row] for row in dict.fromkeys([*first, *chosen])]
     logger.info("taking two steps of the run on %d rows", len(rows))
-    with live({TRAINING_ROWS: lambda: rows, HELD_OUT_ROWS: lambda: others}):
-        error = error_of_training(smoke_config(config, initial, held_out is not None))
+    with live({TRAINING_ROWS: lambda: rows, HELD_OUT_ROWS: lambda: list(others.values())}):
+        error = error_of_training(smoke_config(config, initial, held_out is not None, max(len(first), NUM_PROMPTS)))
+    run = Path(config.train.output_dir) / "two_steps"
+    yield from proof_lines(run)
     if error is not None:
         yield Finding("error", "two steps of the run", error, REMEDY)
         return
     yield Note(f"two steps of the run on {len(rows)} rows, and a checkpoint")
-    run = Path(config.train.output_dir) / "two_steps"
     yield from check_constant_rewards(config.rewards, trained, trained.indices[:NUM_ROWS], run)
+
+
+def proof_lines(run: Path) -> Checking[None]:
+    """Yield the checks of a run's proof before its first step. A failed one is a warning if the run went on."""
+    for start in read_starts(run):
+        proof = start["proof"]
+        for check in proof.get("checks", ()):
+            text, result = check["check"], check["result"]
+            if result != "failed":
+                yield Note(f"before the first step: {text}", is_checked=result == "holds")
+            elif proof["fallback"] is not None:
+                what = f"{text}. The run goes on with {proof['fallback']}, which is slower"
+                yield Finding("warning", "rows that are not proven", what, UNPROVEN)
+
+
+def first_step_rows(usable: UsableRows, rows: Sequence[int]) -> list[int]:
+    """Return a row for each number of images (none, one, several), and at least `NUM_PROMPTS` rows if there are."""
+    firsts: dict[int, int] = {}
+    for row in rows:
+        with suppress(DataError):  # the run names it
+            firsts.setdefault(min(len(usable.rows[row].images), 2), row)
+    others = [row for row in rows if row not in firsts.values()]
+    return [*firsts.values(), *others[: max(NUM_PROMPTS - len(firsts), 0)]]
 
 
 def error_of_training(config: RunConfig) -> str | None:
@@ -103,44 +139,51 @@ def error_of_training(config: RunConfig) -> str | None:
     return None
 
 
-def few_rows(usable: UsableRows) -> list[Row]:
+def few_rows(usable: UsableRows) -> dict[int, Row]:
     """Return the rows with the largest images and longest texts, the first rows, and the first rows of each source.
 
-    Every row has all columns of the data, and an id that no row of another source has.
+    They are by their index. Every row has all columns of the data, and an id that no row of another source has.
     """
     rows, indices = usable.rows, usable.indices
     firsts = [bisect_left(indices, part.start) for part in rows.parts]
     of_parts = [row for first in firsts for row in indices[first : first + NUM_LARGEST]]
     chosen = dict.fromkeys([*usable.largest(NUM_LARGEST), *indices[:NUM_ROWS], *of_parts])
     columns = dict.fromkeys(rows.source.columns)
-    return [
-        columns | with_absolute_paths(rows.source[row], rows.part(row).image_folder) | {"id": rows.sample_ids[row]}
+    return {
+        row: columns | with_absolute_paths(rows.source[row], rows.part(row)) | {"id": rows.sample_ids[row]}
         for row in chosen
-    ]
+    }
 
 
-def with_absolute_paths(row: Row, folder: Path) -> Row:
-    """Return the row with absolute paths of its image files."""
+def with_absolute_paths(row: Row, part: Part) -> Row:
+    """Return the row with absolute paths of its images and videos."""
 
     def absolute(value: Any) -> Any:
         path = image_path(value)
-        return value if path is None else str((folder / path).absolute())
+        return value if path is None else str((part.image_folder / path).absolute())
 
+    row = with_media(row)
     filled = {name: row[name] for name in IMAGE_COLUMNS if is_filled(row.get(name))}
     images = {name: [absolute(v) for v in value] if isinstance(value, list) else absolute(value)
               for name, value in filled.items()}  # fmt: skip
-    return row | images
+    videos = {name: absolute_video(row[name], part.video_folder) for name in VIDEO_COLUMNS if is_filled(row.get(name))}
+    return row | images | videos
 
 
-def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConfig:
-    """Return the run's settings, changed to two steps on few rows, with short completions and without trackers."""
+def smoke_config(config: RunConfig, initial: str, is_evaluated: bool, num_prompts: int = NUM_PROMPTS) -> RunConfig:
+    """Return the run's settings, changed to two steps on few rows, with short completions and without trackers.
+
+    The first step trains on the first `num_prompts` rows, and proves all of them.
+    """
     values: dict[str, dict[str, Any]] = copy.deepcopy(config.model_dump())
     values["model"]["model_name_or_path"] = initial
+    values["model"]["verify"] = "off" if config.model.verify == "off" else "full"
     values["data"] |= {
         "dataset_name": TRAINING_ROWS,
         "eval_dataset_name": HELD_OUT_ROWS if is_evaluated else None,
         "dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test",
-        "columns": {}, "ignore_columns": [], "image_root": None, "max_prompt_length": None,
+        "columns": {}, "ignore_columns": [], "image_root": None, "video_root": None, "max_prompt_length": None,
+        "shuffle_dataset": False,
     }  # fmt: skip
     values["rewards"]["reward_funcs"].append({"function": f"{__name__}:spread", "name": "doctor_spread"})
     if config.rewards.reward_weights is not None:
@@ -150,9 +193,9 @@ def smoke_config(config: RunConfig, initial: str, is_evaluated: bool) -> RunConf
     values["rollout"]["max_turn_tokens"] = None  # it must be below that
     values["train"] |= {
         "output_dir": str(Path(config.train.output_dir) / "two_steps"), "overwrite_output_dir": False,
-        "resume_from_checkpoint": None, "max_steps": 2, "prompts_per_step": 2, "per_device_train_batch_size": None,
-        "gradient_accumulation_steps": None, "steps_per_generation": None, "save_steps": 0, "eval_steps": 0,
-        "load_best_model_at_end": False,
+        "resume_from_checkpoint": None, "max_steps": 2, "prompts_per_step": num_prompts,
+        "per_device_train_batch_size": None, "gradient_accumulation_steps": None, "steps_per_generation": None,
+        "save_steps": 0, "eval_steps": 0, "load_best_model_at_end": False,
     }  # fmt: skip
     values["log"] |= {"report_to": [], "disable_tqdm": True, "num_completions_to_print": 0}
     values["log"] |= {"memory_profile": False, "report": False}

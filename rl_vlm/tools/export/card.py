@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
-
-from safetensors import safe_open
 
 from rl_vlm.config import yaml_text
 from rl_vlm.config.data_sources import split_name
@@ -17,8 +14,8 @@ from rl_vlm.config.secrets import without_secrets
 from rl_vlm.model.families import FAMILIES
 from rl_vlm.model.files import ADAPTER_CONFIG, read_json
 from rl_vlm.rollout.vllm.arguments import allowed_lora_rank
-from rl_vlm.rollout.weights import why_not_an_adapter
-from rl_vlm.tools.export.source import ADAPTER_WEIGHTS, Source
+from rl_vlm.rollout.weights import why_not_in_vllm
+from rl_vlm.tools.export.source import Source
 from rl_vlm.tools.report.verdict import Fact, verdict_of
 
 Form = Literal["model", "adapter", "merged"]
@@ -71,7 +68,7 @@ def model_card(export: Export) -> str:
         rows=[Fact(label, cell(value)) for label, value in training_rows(source)],
         verdict=verdict,
         held_out=held_out_method(source),
-        not_in_vllm=why_not_in_vllm(source) if export.form == "adapter" else None,
+        not_in_vllm=why_not_served(source) if export.form == "adapter" else None,
         lora_rank=lora_rank(source) if export.form == "adapter" else None,
         start=start,
         versions=", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions),
@@ -159,13 +156,10 @@ def held_out_method(source: Source) -> str | None:
     return f"Held-out figures are over {evaluated[-1]['eval_num_samples']:.0f} rows, {when}."
 
 
-def why_not_in_vllm(source: Source) -> str | None:
+def why_not_served(source: Source) -> str | None:
     """Return the reason why vLLM cannot load the adapter, or None if it can."""
-    adapter = SimpleNamespace(**read_json(source.checkpoint / ADAPTER_CONFIG))
-    with safe_open(source.checkpoint / ADAPTER_WEIGHTS, "pt") as file:
-        names = [name.removeprefix("base_model.model.") for name in [*file.keys()]]
     vision = tuple(prefix for family in FAMILIES.values() for prefix in family.vision_prefixes)
-    return why_not_an_adapter(adapter, names, vision)
+    return why_not_in_vllm(source.checkpoint, vision)
 
 
 def lora_rank(source: Source) -> int:

@@ -18,7 +18,6 @@ from rl_vlm.model.files import ADAPTER_CONFIG, read_json
 from rl_vlm.tools.report.read import RunResults, read_run
 
 STATE = "trainer_state.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)

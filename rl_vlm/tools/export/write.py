@@ -26,11 +26,12 @@ from rl_vlm.data.prompts import load_processor
 from rl_vlm.errors import CheckpointError, ConfigError, ModelError, shorten
 from rl_vlm.log.starts import installed_version
 from rl_vlm.model.blocks import persistent_buffers, untied
-from rl_vlm.model.files import ADAPTER_CONFIG, read_json
+from rl_vlm.model.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_json
 from rl_vlm.model.loading import load_adapter, load_transformer
+from rl_vlm.model.lora import adapts_tied_weight, untie_head
 from rl_vlm.model.quantization import refuse_quantized
 from rl_vlm.tools.export.card import Export, Form, model_card
-from rl_vlm.tools.export.source import ADAPTER_WEIGHTS, Source, find_source
+from rl_vlm.tools.export.source import Source, find_source
 
 MARK = "export.json"
 """A directory with this file is an export. A later export may replace it."""
@@ -145,6 +146,9 @@ def load_plain_model(checkpoint: Path, base: str | None, config: ModelConfig) ->
     except OSError as error:
         raise ModelError(f"the base model {base} of {checkpoint} cannot be loaded: {shorten(error)}") from error
     try:
-        return load_adapter(model, str(checkpoint), config).merge_and_unload(safe_merge=True)
+        adapted = load_adapter(model, str(checkpoint), config)
+        if adapts_tied_weight(model):
+            untie_head(model)
+        return adapted.merge_and_unload(safe_merge=True)
     except ValueError as error:  # from safe_merge
         raise ModelError(f"the adapter {checkpoint} cannot be merged into {base}: {shorten(error)}") from error

@@ -36,7 +36,11 @@ CONTROL = ("if", "elif", "else", "for", "while", "case", "until", "function")
 """Words of the shell after which commands run conditionally or several times."""
 ARGUMENTS = ("${@}", "${*}")
 LAUNCHERS = re.compile(r"(?:^|/)(?:accelerate|deepspeed|torchrun)$")
-ENVIRONMENT = {"MAX_PIXELS": "max_pixels", "MIN_PIXELS": "min_pixels"}
+ENVIRONMENT = {
+    "MAX_PIXELS": "max_pixels", "MIN_PIXELS": "min_pixels", "FPS": "fps", "NFRAMES": "num_frames",
+    "FPS_MIN_FRAMES": "min_frames", "FPS_MAX_FRAMES": "max_frames", "VIDEO_MIN_PIXELS": "video_min_pixels",
+    "VIDEO_MAX_PIXELS": "video_max_pixels", "VIDEO_TOTAL_PIXELS": "video_total_pixels",
+}  # fmt: skip
 """Environment variables of ms-swift, and settings here."""
 
 
@@ -72,7 +76,7 @@ class Original:
     needless: list[str] = field(default_factory=list)
     """Parts without a meaning here."""
     doubts: list[str] = field(default_factory=list)
-    """Parts that were not read, and what to do."""
+    """Parts that were not read, with a remedy."""
 
     @property
     def is_nested(self) -> bool:

@@ -38,6 +38,8 @@ class Translation:
     """Settings that the script leaves out, and whose default is that of the other system, with their names there."""
     needless: list[str] = field(default_factory=list)
     """Settings that have the default here, or no meaning."""
+    expected: dict[str, Any] = field(default_factory=dict)
+    """Settings that the user writes by hand, with made-up values, since other settings have an effect with them."""
 
     @property
     def is_complete(self) -> bool:
@@ -112,6 +114,8 @@ def _refuse(result: Translation, item: Item, refusal: Refusal) -> None:
         _must_fill_in(result, item, f"{item.key} of the script, which is not written here")
     else:
         result.by_hand.append(f"{item}: {refusal.reason}")
+        if "`rollout.environment`" in refusal.reason:
+            result.expected["rollout.environment"] = "module:Class"
 
 
 def _must_fill_in(result: Translation, item: Item, where: str) -> None:
@@ -190,7 +194,7 @@ def _leave_out_unread(result: Translation) -> None:
     """Leave out settings that have no effect here because of others."""
     left_out = True
     while left_out:
-        config = _unchecked(result.settings)
+        config = _unchecked(result.settings | result.expected)
         rules = [rule for rule in WITHOUT_EFFECT if any(broken(config, [rule]))]
         leaves = {leaf for rule in rules for leaf in rule.names.split()}
         left_out = [name for name in result.settings if name.split(".")[1] in leaves]
@@ -206,4 +210,4 @@ def _problems(result: Translation) -> Iterator[str]:
         yield "`model.model_name_or_path`, the model to train, is not set"
     unknown = {name.split(".")[1] for names in result.to_fill_in.values() for name in names if name in SETTINGS}
     rules = [rule for rule in (*CONFLICTS, *FOR_TRAINING) if not unknown.intersection(rule.names.split())]
-    yield from broken(_unchecked(result.settings), rules)
+    yield from broken(_unchecked(result.settings | result.expected), rules)

@@ -1,4 +1,7 @@
-"""A new project: a directory with rows, a reward, settings, a tiny model and a README, which runs at once."""
+"""A new project: a directory with rows, a reward or an environment, settings, a tiny model and a README.
+
+It runs at once.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from typing import Any
 
 from rl_vlm.errors import ConfigError, did_you_mean, text_of
 from rl_vlm.tools.new.families import FAMILIES
-from rl_vlm.tools.new.tasks import MOST_DOTS, SIDES, TASKS
+from rl_vlm.tools.new.tasks import CELLS, MOST_DOTS, SIDES, TASKS
 
-NUM_ROWS = {"train": 1024, "test": 256}
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -58,15 +60,18 @@ def write_project(project: Project) -> None:
 
 
 def write_rows(data: Path, kind: str) -> str:
-    """Write the rows of a kind with their pictures into a directory. Return the line of the first row."""
-    (data / "images").mkdir(parents=True)
+    """Write the rows of a kind into a directory, with their pictures if they have some. Return the first line."""
+    data.mkdir()
     lines: list[str] = []
-    for name, num_rows in NUM_ROWS.items():
+    for name in ("train", "test"):
         first = len(lines)
-        for row in TASKS[kind].rows(name, num_rows):
-            path = f"images/{row['id']}.png"
-            row.pop("image").save(data / path)
-            lines.append(json.dumps({"image": path} | row))
+        for row in TASKS[kind].rows(name):
+            if "image" in row:
+                path = data / "images" / f"{row['id']}.png"
+                path.parent.mkdir(exist_ok=True)
+                row["image"].save(path)
+                row = {"image": f"images/{path.name}"} | {key: row[key] for key in row if key != "image"}
+            lines.append(json.dumps(row))
         (data / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines[first:]), encoding="utf-8")
     return lines[0]
 
@@ -75,15 +80,13 @@ def texts(project: Project, example: str) -> dict[str, str]:
     """Return the text of each file but the data's. `example` is the line of a row."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    folders = [TEMPLATES / project.kind, TEMPLATES]  # a kind may have a template of its own in place of a shared one
     environment = Environment(
-        undefined=StrictUndefined, loader=FileSystemLoader(TEMPLATES), trim_blocks=True, keep_trailing_newline=True
+        undefined=StrictUndefined, loader=FileSystemLoader(folders), trim_blocks=True, keep_trailing_newline=True
     )
     values = template_values(project) | {"example": example}
-    sources = {
-        "README.md": "README.md.jinja", "run.yaml": "run.yaml.jinja",
-        "reward.py": f"{project.kind}/reward.py.jinja", "model.py": f"{project.kind}/model.py.jinja",
-    }  # fmt: skip
-    return {name: environment.get_template(source).render(values) for name, source in sources.items()}
+    names = {path.name for folder in folders for path in folder.glob("*.jinja")}
+    return {name.removesuffix(".jinja"): environment.get_template(name).render(values) for name in sorted(names)}
 
 
 def template_values(project: Project) -> dict[str, Any]:
@@ -92,5 +95,6 @@ def template_values(project: Project) -> dict[str, Any]:
     return {
         "name": project.directory.name, "kind": project.kind, "family": project.family, "prompt": task.prompt,
         "function": task.function, "expect": task.expect, "minutes": task.minutes, "real_model": family.model,
-        "num_train": NUM_ROWS["train"], "num_test": NUM_ROWS["test"], "most_dots": MOST_DOTS, "sides": SIDES,
+        "num_train": task.num_rows["train"], "num_test": task.num_rows["test"], "most_dots": MOST_DOTS, "sides": SIDES,
+        "cells": CELLS,
     } | family.settings[project.kind]  # fmt: skip

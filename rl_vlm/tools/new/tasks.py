@@ -1,9 +1,11 @@
-"""Tasks of new projects: rows whose pictures are drawn with PIL, the same in every project."""
+"""Tasks of new projects: rows that are the same in every project. Pictures are drawn with PIL."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,12 @@ MOST_DOTS = 6
 SIDES = (0.25, 0.45)
 """Smallest and largest side of an object to find, as shares of the picture's side."""
 
+CELLS = 4
+"""Of a side of the board on which a game is played."""
+NUM_ROWS = {"train": 1024, "test": 256}
+NUM_GAMES = {"train": 192, "test": 48}
+"""All pairs of different cells."""
+
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 as shares of the picture's sides."""
 
@@ -33,19 +41,33 @@ class Task:
     summary: str
     prompt: str
     function: str
-    """Name of the function in reward.py."""
+    """Name of the function that shows the score."""
     expect: str
     minutes: str
-    draw: Callable[[Random], tuple[Image, Any]]
-    """Returns a picture and its solution."""
+    draw: Callable[[str], list[dict[str, Any]]]
+    """Returns the columns of the rows to train on, `train`, or of the held-out ones, `test`."""
+    num_rows: dict[str, int]
+    part: str = "a reward"
+    """A project has this beside rows and settings."""
 
-    def rows(self, name: str, num_rows: int) -> list[dict[str, Any]]:
-        """Return rows with a PIL image each. `name` begins their ids and seeds the random numbers."""
-        random, rows = Random(name), []
-        for i in range(num_rows):
-            image, solution = self.draw(random)
-            rows.append({"id": f"{name}-{i:04d}", "prompt": self.prompt, "image": image, "solution": solution})
-        return rows
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return rows, some with a PIL image. `name` begins their ids."""
+        columns = self.draw(name)
+        return [{"id": f"{name}-{i:04d}", "prompt": self.prompt, **row} for i, row in enumerate(columns)]
+
+
+def pictures(draw: Callable[[Random], tuple[Image, Any]], name: str) -> list[dict[str, Any]]:
+    """Return a picture and its solution for each row. `name` seeds the random numbers."""
+    random = Random(name)
+    return [dict(zip(("image", "solution"), draw(random), strict=True)) for _ in range(NUM_ROWS[name])]
+
+
+def games(name: str) -> list[dict[str, Any]]:
+    """Return the cells where games start, and their goals. No two games are the same, also of the two names."""
+    cells = list(product(range(CELLS), repeat=2))
+    pairs = [{"start": list(start), "goal": list(goal)} for start, goal in product(cells, cells) if start != goal]
+    Random("games").shuffle(pairs)
+    return pairs[: NUM_GAMES["train"]] if name == "train" else pairs[NUM_GAMES["train"] :]
 
 
 def draw_dots(random: Random) -> tuple[Image, str]:
@@ -101,7 +123,8 @@ TASKS = {
         "right",
         "a share of right answers on data/test.jsonl from about 0.17, which is chance, to above 0.90.",
         "about 2 minutes",
-        draw_dots,
+        partial(pictures, draw_dots),
+        NUM_ROWS,
     ),
     "box": Task(
         "a box around an object: where is the red square?",
@@ -109,6 +132,17 @@ TASKS = {
         "overlap",
         "a mean overlap on data/test.jsonl from below 0.15 to above 0.50. The best constant box has 0.18.",
         "about 3 minutes",
-        draw_square,
+        partial(pictures, draw_square),
+        NUM_ROWS,
+    ),
+    "environment": Task(
+        "a game of several turns, with a picture in each: walk to the goal",
+        "Which step?",
+        "reached",
+        "a share of games that reach the goal on data/test.jsonl from below 0.25 to above 0.90.",
+        "about 2 minutes",
+        games,
+        NUM_GAMES,
+        "an environment with its tests",
     ),
 }

@@ -64,9 +64,9 @@ class MemoryProfile(StagePeaks):
         """Yield the tokens and patches of a forward, and of each run of the vision tower alone."""
         assert self.policy is not None
         config, batch = self.policy.transformer.config, work.forward.batch
-        apart = {subgroup.prompt.digest for subgroup in batch.subgroups if subgroup.vision_apart}
+        apart = {each.digest for subgroup in batch.subgroups for each in subgroup.apart}
         within = {each.digest: each for each in batch.rendered if each.digest not in apart}
         tokens = batch_tokens(batch, vision_tokens=lambda rendered: 0)
         yield Load(tokens, sum(num_patches(config, each) for each in within.values()))
         for tower_backward in work.tower_backwards:
-            yield Load(0, num_patches(config, tower_backward.prompt))
+            yield Load(0, num_patches(config, tower_backward.rendered))

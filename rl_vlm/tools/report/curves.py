@@ -12,6 +12,7 @@ from rl_vlm.log.curve import Point, Series, held_out_points, metric_points, rewa
 from rl_vlm.log.metrics import (
     BEST_OF_GROUP,
     DISTINCT_ANSWERS,
+    ENGINE_WAIT,
     FAILURE_FREQUENCY,
     TURNS,
     WITHOUT_VARIANCE,
@@ -31,6 +32,7 @@ Z_95 = 1.96
 CONSTANT = 1e-9
 """Largest difference of values, as a share of the largest, that counts as none."""
 SHARE_OF_GROUPS = "share of groups"
+ALL_ZERO = "whose advantages are all 0"
 MOST_STAGES = 5
 CLIPPED = {
     "clip_ratio/region_mean": "low or high", "clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high",
@@ -89,14 +91,15 @@ def internal_charts(runs: Sequence[RunResults]) -> list[Chart]:
     """Return the charts under "Training internals"."""
     _, *functions = reward_metrics([line for run in runs for line in run.lines])
     scores = [reward_chart(runs, f"Training {name}", metric) for name, metric in functions]
-    equal = metric_chart(runs, "Groups of equal rewards", SHARE_OF_GROUPS, [WITHOUT_VARIANCE])
+    idle = metric_chart(runs, "Groups without advantages", f"{SHARE_OF_GROUPS} {ALL_ZERO}", [WITHOUT_VARIANCE])
     return [
         *(scores if len(functions) > 1 else []),
         metric_chart(runs, "Best of a group", "mean over groups of the best reward", [BEST_OF_GROUP]),
-        *([equal] if len(runs) > 1 else []),
+        *([idle] if len(runs) > 1 else []),
         metric_chart(runs, "Cut off", "share of completions at the length limit", ["completions/clipped_ratio"]),
         metric_chart(runs, "Turns", "of a completion, mean", [TURNS]),
         metric_chart(runs, "Failed calls", "share of calls of tools", [FAILURE_FREQUENCY]),
+        metric_chart(runs, "Waiting for tools", "share of generation without a turn to sample", [ENGINE_WAIT]),
         metric_chart(runs, "Entropy", "mean per token, in nats", ["entropy"]),
         metric_chart(runs, "KL", "mean per token, to the reference", ["kl"]),
         metric_chart(runs, "Clipped tokens", "share of tokens whose ratio is clipped", list(CLIPPED)),
@@ -142,19 +145,19 @@ def held_out_chart(runs: Sequence[RunResults]) -> Chart:
 
 
 def spread_chart(runs: Sequence[RunResults]) -> Chart:
-    """Chart the distinct answers of a group as a share of its size, and the share of groups of equal rewards.
+    """Chart the distinct answers of a group as a share of its size, and the share of groups whose advantages are all 0.
 
     If there are several runs, chart the first of these that a run has.
     """
     distinct = [answer_points(run) for run in runs]
     if len(runs) > 1 and any(distinct):
         return Chart("Spread", "distinct answers of a group, as a share of its size", overlaid(runs, distinct))
-    equal = [metric_points(run.lines, WITHOUT_VARIANCE) for run in runs]
+    idle = [metric_points(run.lines, WITHOUT_VARIANCE) for run in runs]
     if len(runs) > 1:
-        return Chart("Spread", f"{SHARE_OF_GROUPS} of equal rewards", overlaid(runs, equal))
+        return Chart("Spread", f"{SHARE_OF_GROUPS} {ALL_ZERO}", overlaid(runs, idle))
     series = [
         Series("distinct answers / group size", thinned(distinct[0])),
-        Series("groups of equal rewards", thinned(equal[0]), 1),
+        Series(f"groups {ALL_ZERO}", thinned(idle[0]), 1),
     ]
     return Chart("Spread", "of groups, as shares", [one for one in series if one.points])
 

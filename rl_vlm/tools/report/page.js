@@ -25,7 +25,8 @@ const number = (value, digits = 3) => value === null || value === undefined ? "â
 const signed = (value) => value === null ? "â€“" : (value > 0 ? "+" : "") + number(value);
 const mean = (values) => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 const part = (group) => data.training[group.run] ? (group.heldOut ? "held out" : "training") : "";
-const hasImage = (group) => group.images.some((image) => image !== null);
+const hasImage = (group) => group.images.some((image) => image !== null) || hasStrip(group);
+const hasStrip = (group) => group.videos.some((video) => video.strip !== null);
 const rewards = (group) => group.rows.map((row) => row.reward).filter((reward) => reward !== null);
 
 // On a phone, long sections are folded at first.

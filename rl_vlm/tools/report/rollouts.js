@@ -114,11 +114,12 @@
   }
 
   // The images of a prompt are kept by some runs of a comparison, and not by others.
-  function imagesOf(group) {
+  function withImages(group) {
     const isSame = (other) => other.prompt === group.prompt && String(other.sizes) === String(group.sizes) && hasImage(other);
-    const other = hasImage(group) ? group : ofPrompt.get(`${group.heldOut} ${group.id}`).find(isSame);
-    return other ? other.images : group.images;
+    return hasImage(group) ? group : ofPrompt.get(`${group.heldOut} ${group.id}`).find(isSame) || group;
   }
+  const imagesOf = (group) => withImages(group).images;
+  const videosOf = (group) => withImages(group).videos;
 
   // List of groups
 
@@ -141,7 +142,7 @@
       cell.style.opacity = row.reward === null ? "0" : String(0.08 + 0.92 * (row.reward - lowest) / (highest - lowest));
       strip.append(cell);
     }
-    const image = imagesOf(group).find((one) => one !== null);
+    const image = [...imagesOf(group), ...videosOf(group).map((video) => video.strip)].find((one) => one !== null);
     const thumbnail = image === undefined
       ? element("span", { class: "thumb" })
       : element("img", { class: "thumb", src: data.images[image], alt: "", loading: "lazy", decoding: "async" });
@@ -241,10 +242,11 @@
     const whole = element("button", { type: "button", class: "whole" });
     const others = several ? data.runs.map((_, run) => run).filter((run) => run !== group.run && samePrompt(group, run).length) : [];
     const other = others.length ? counterpart(group, others.includes(against) ? against : others[0]) : null;
-    const most = Math.max(group.rows.length, other ? other.rows.length : 0);
+    const most = Math.max(group.rows.length, other ? other.rows.length : 0), images = pictures(group);
     article.replaceChildren(
       element("h3", {}, [group.id, ...place(group)].join(" · "), " ", element("a", { class: "link", href: address(group) }, "link")),
-      element("div", { class: "top" }, pictures(group), element("div", {},
+      ...videosOf(group).map((video, i) => strip(group, video, i)),
+      element("div", { class: "top" }, images.hasChildNodes() ? images : null, element("div", {},
         element("div", { class: "prompt", tabindex: "0", "aria-label": "Prompt" }, data.prompts[group.prompt]),
         facts(group))),
       other ? element("div", { class: "sides" }, side(group), side(other, others)) : completions(group),
@@ -290,12 +292,51 @@
       made.append(element("figure", { class: "picture" }, canvas));
     });
     if (group.noImage && images === group.images) made.append(element("p", { class: "quiet" }, "The image of this prompt is not kept."));
-    if (group.gold.length || group.rows.some((row) => row.regions.length)) {
-      made.append(element("p", { class: "legend" },
-        element("span", {}, element("span", { class: "key gold" }), "true"),
-        element("span", {}, element("span", { class: "key predicted" }), element("span", { id: "whose" }, "predicted"))));
-    }
+    if (group.gold.length || group.rows.some((row) => row.regions.length)) made.append(legend("whose"));
     return made;
+  }
+
+  const legend = (id) => element("p", { class: "legend" },
+    element("span", {}, element("span", { class: "key gold" }), "true"),
+    element("span", {}, element("span", { class: "key predicted" }), element("span", { id }, "predicted")));
+
+  // A video: frames with their times, and below the first one the true and the predicted intervals.
+  function strip(group, video, i) {
+    const hasIntervals = i === 0 && (group.goldIntervals.length || group.rows.some((row) => row.intervals.length));
+    const seconds = (at) => `${number(at, 1)} s`;
+    const frames = video.strip === null
+      ? element("p", { class: "quiet" }, "The video of this prompt is not kept.")
+      : element("img", { src: data.images[video.strip], alt: `Frames of video ${i + 1} of ${group.id}, from ${seconds(video.from)} to ${seconds(video.to)}` });
+    const made = element("div", { class: "film" }, frames);
+    if (!hasIntervals) return element("figure", { class: "video", tabindex: "0", "aria-label": `Video ${i + 1}` }, made);
+    made.append(element("div", { id: "intervals" }),
+      element("div", { class: "axis quiet" }, element("span", {}, seconds(video.from)), element("span", {}, seconds(video.to))));
+    return element("figure", { class: "video", tabindex: "0", "aria-label": "Video 1 with intervals" }, made, legend("whose-intervals"));
+  }
+
+  // Draw the true intervals of the selected group, and those of the selected completion, as bars.
+  function drawIntervals(group) {
+    const bars = find("intervals");
+    if (!bars) return;
+    const video = videosOf(group)[0], row = shown.rows[completion];
+    const place = (at) => 100 * Math.max(0, Math.min(1, (at - video.from) / (video.to - video.from || 1)));
+    bars.replaceChildren(...[["gold", group.goldIntervals], ["predicted", row ? row.intervals : []]].map(([kind, intervals]) => {
+      const words = intervals.map(([start, end]) => start === end ? `${start} s` : `${start} to ${end} s`).join(", ");
+      const bar = element("div", { class: "bar-of", role: "img", "aria-label": `${kind === "gold" ? "true" : "predicted"}: ${words || "none"}` });
+      for (const [start, end] of intervals) {
+        const one = element("span", { class: kind, title: start === end ? `${start} s` : `${start} to ${end} s` });
+        one.style.left = `${place(start)}%`;
+        one.style.width = `${place(end) - place(start)}%`;
+        bar.append(one);
+      }
+      return bar;
+    }));
+    showWhose("whose-intervals", row && row.intervals.length);
+  }
+
+  function showWhose(id, isDrawn) {
+    const whose = find(id);
+    if (whose) whose.textContent = `predicted by ${shown === selected ? "" : `${data.runs[shown.run]} `}#${completion}${isDrawn ? "" : " (none)"}`;
   }
 
   // Draw the true regions of the selected group, and those of the selected completion, which may be another run's.
@@ -317,8 +358,7 @@
         }
       }
     }
-    const whose = find("whose");
-    if (whose) whose.textContent = `predicted by ${shown === group ? "" : `${data.runs[shown.run]} `}#${completion}${row && row.regions.length ? "" : " (none)"}`;
+    showWhose("whose", row && row.regions.length);
   }
 
   function completionItem(group, row, i) {
@@ -332,9 +372,7 @@
         figure("finish", row.end),
         row.turns ? figure("turns", String(row.turns.length)) : null,
         row.tokens === null ? null : figure("tokens", String(row.tokens))),
-      ...(row.turns || []).slice(0, -1).map(turnItem),
-      ...completionText(row),
-      ...(row.turns || []).slice(-1).flatMap((turn) => turn.results.map(resultItem)));
+      ...(hasFrames(row) ? framesAndText(group, row, i) : turnsAndText(row)));
     if (row.fault) item.append(element("p", { class: "fault" }, row.fault));
     if (Object.keys(row.logged).length) {
       const logged = element("dl", { class: "data" });
@@ -348,10 +386,73 @@
     return item;
   }
 
+  // Turns with images are a strip of frames. All of their texts are folded.
+  const hasFrames = (row) => (row.turns || []).some((turn) => turn.results.some(numImages));
+  const numImages = (result) => result.images.length + result.left;
+
+  function framesAndText(group, row, i) {
+    return [frames(group, row, i),
+      element("details", {}, element("summary", {}, `${row.turns.length} turn${row.turns.length === 1 ? "" : "s"} in full`), ...row.turns.map(turnItem)),
+      ...completionText(row)];
+  }
+
+  function turnsAndText(row) {
+    return [...(row.turns || []).slice(0, -1).map(turnItem), ...completionText(row),
+      ...(row.turns || []).slice(-1).flatMap((turn) => [
+        turnFigures(turn) ? element("p", { class: "quiet" }, `last turn: ${turnFigures(turn)}`) : "", ...turn.results.map(resultItem)])];
+  }
+
+  // What the model saw before each turn, with what it then did, and last what it did not see any more.
+  function frames(group, row, i) {
+    const start = row.start || imagesOf(group), kept = start.filter((image) => image !== null);
+    const first = { images: kept, left: Math.max(start.length, (group.sizes || []).length) - kept.length };
+    const seen = [[first], ...row.turns.map((turn) => turn.results)];
+    const cells = row.turns.map((turn, k) => frame(seen[k], k, turn, row.parting && row.parting.turn === k ? partingWords(row, group) : null));
+    const last = seen[row.turns.length];
+    if (last.some(numImages)) cells.push(frame(last, row.turns.length, null, null));
+    const isBare = !seen.flat().some((result) => result.images.length);
+    return element("ol", { class: isBare ? "frames bare" : "frames", tabindex: "0", "aria-label": `Frames of completion ${i}` }, ...cells);
+  }
+
+  function partingWords(row, group) {
+    const names = row.parting.from;
+    if (names.length === group.rows.length - 1) return "parts from all others";
+    return `parts from ${names.slice(0, 3).map((other) => `#${other}`).join(", ")}${names.length > 3 ? ` and ${names.length - 3} more` : ""}`;
+  }
+
+  const MOST_SEEN = 3, MOST_ACTION = 60;  // images of a frame, characters of an action
+  function frame(results, k, turn, parting) {
+    const images = results.flatMap((result) => result.images), left = results.reduce((sum, result) => sum + result.left, 0);
+    const more = images.length - MOST_SEEN + left;
+    const words = images.length ? (more > 0 ? `+${more}` : "") : left ? "not kept" : "no image";
+    const pictures = element("div", { class: "seen" },
+      ...images.slice(0, MOST_SEEN).map((image) => element("img", { src: data.images[image], alt: `Frame ${k + 1}`, loading: "lazy", decoding: "async" })),
+      words ? element("span", { class: "quiet" }, words) : null);
+    const cell = element("li", { class: parting ? "parting" : "" }, pictures);
+    if (turn === null) {
+      cell.append(element("span", { class: "quiet" }, "at the end"));
+      return cell;
+    }
+    const text = turn.text.trim().replace(/\s+/g, " ");
+    cell.append(element("span", { class: "action", title: turn.text }, text.length > MOST_ACTION ? "…" + text.slice(-MOST_ACTION) : text || "(empty)"),
+      ...[["reward", number], ["advantage", signed]].filter(([name]) => turn[name] !== undefined).map(([name, format]) =>
+        element("span", { class: "quiet" }, `${name} `, element("b", { class: turn[name] > 0 ? "up" : turn[name] < 0 ? "down" : "" }, format(turn[name])))));
+    if (turn.results.some((result) => result.failed)) cell.append(element("b", { class: "failed" }, "error"));
+    if (parting) cell.append(element("b", { class: "parts" }, parting));
+    return cell;
+  }
+
+  // The reward and the advantage of a turn, if it has them.
+  function turnFigures(turn) {
+    const figures = [["reward", number], ["advantage", signed]].filter(([name]) => turn[name] !== undefined);
+    return figures.map(([name, format]) => `${name} ${format(turn[name])} `).join("");
+  }
+
   // A turn of the model and the results of its calls, folded.
   function turnItem(turn, i) {
     const failed = turn.results.some((result) => result.failed);
     const summary = element("summary", {}, `turn ${i + 1}${turn.calls.length ? ": " + turn.calls.join(", ") : ""} `,
+      turnFigures(turn),
       failed ? element("b", { class: "failed" }, "error") : "");
     return element("details", { class: "turn" }, summary, element("div", { class: "text" }, turn.text || "(empty)"), ...turn.results.map(resultItem));
   }
@@ -402,7 +503,10 @@
       item.setAttribute("aria-current", String(isCurrent));
       if (focus && isCurrent) item.focus();
     }
-    if (selected) drawRegions(selected);
+    if (selected) {
+      drawRegions(selected);
+      drawIntervals(selected);
+    }
   }
 
   // Keys

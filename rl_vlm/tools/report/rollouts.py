@@ -1,4 +1,4 @@
-"""Data of a report's rollout browser: groups with their completions, and each image once."""
+"""Data of a report's rollout browser: groups with their completions, and each image and strip of a video once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl_vlm.log.completions import windows_of
-from rl_vlm.log.images import LONG_SIDE, QUALITY, small_copy
+from rl_vlm.log.completions import kept_files, windows_of
+from rl_vlm.log.images import LONG_SIDE, QUALITY, copy_size, small_copy
+from rl_vlm.reward.intervals import Interval, Intervals
 from rl_vlm.reward.regions import Regions
 from rl_vlm.stages import COLUMN_PREFIX, is_column
 from rl_vlm.tools.report.read import Row, RunResults
-from rl_vlm.tools.report.turns import described_turns
+from rl_vlm.tools.report.turns import GroupTurns
 
 MOST_ROLLOUTS = 10_000
 """Completions on the page."""
 HELD_OUT_SHARE = 5
 """At most one in this many rollouts on the page is held out."""
-MOST_IMAGES = 250
-"""Images on the page: a few more than a run keeps on average."""
+MOST_IMAGES = 1_000
+"""Images on the page. Frames of games are small."""
 IMAGE_BYTES = 9_000_000
-"""Bytes of all images on the page, as text."""
+"""Bytes of all images on the page, as text: a few more photos than a run keeps of its prompts."""
 MOST_FILE_BYTES = 30_000_000
 MOST_PIXELS = 32_000_000
 """Largest number of pixels of an image file. Runs write small images themselves."""
@@ -42,11 +43,11 @@ CELL_BYTES = 2_000_000
 LONGEST_CELL = 300
 """Largest number of bytes of one such value."""
 MOST_REGIONS = 50
-"""Largest number of boxes and points that are drawn for a completion."""
+"""Largest number of boxes and points, or of intervals, that are drawn for a completion."""
 ALL_REGIONS = 40_000
 """Boxes and points on the page."""
 REGION_SECONDS = 3.0
-"""Seconds for reading boxes and points. A text that is nearly JSON takes milliseconds."""
+"""Seconds for reading boxes, points and intervals. A text that is nearly JSON takes milliseconds."""
 THOUGHT = re.compile(
     r"(?s)<think(?:ing)?>(?P<closed>.*?)(?:</think(?:ing)?>|\Z)|\A(?P<begun>(?:(?!<think).)*?)</think(?:ing)?>"
 )
@@ -100,14 +101,14 @@ def is_file_below(root: Path, path: Path) -> bool:
 
 
 def data_uri(path: Path) -> str:
-    """Return an image as a JPEG of at most `LONG_SIDE` pixels in a data URI. Raises ValueError if it has too many."""
+    """Return an image as a JPEG in the size of a copy in a data URI. Raises ValueError if it has too many pixels."""
     from PIL import Image, ImageOps
 
     content = path.read_bytes()
     with Image.open(io.BytesIO(content), formats=["JPEG", "PNG"]) as image:
         if image.width * image.height > MOST_PIXELS:
             raise ValueError(f"{path} has {image.width} x {image.height} pixels")
-        if image.format != "JPEG" or max(image.size) > LONG_SIDE or image.getexif():
+        if image.format != "JPEG" or copy_size(image) != image.size or image.getexif():
             image.draft("RGB", (2 * LONG_SIDE, 2 * LONG_SIDE))
             file = io.BytesIO()
             small_copy(ImageOps.exif_transpose(image)).save(file, format="JPEG", quality=QUALITY)
@@ -129,6 +130,7 @@ def browser_data(runs: Sequence[RunResults], most: int = MOST_ROLLOUTS) -> dict[
         text_limit=length_limit([num_bytes(row.get("turns") or row["completion"]) for row in rows], TEXT_BYTES),
         cell_limit=length_limit([cells_size(cells) for one in shown for cells in (one.data, *one.logged)], CELL_BYTES),
     )
+    fill_images(page.images, runs, shown)
     return {
         "runs": [run.name for run in runs],
         "names": [run.names for run in runs],
@@ -155,6 +157,7 @@ class Shown:
     """Columns of its row of the data, as text."""
     logged: list[dict[str, str]]
     """Values that reward functions logged on each completion, as text."""
+    turns: GroupTurns
 
 
 @dataclass(frozen=True)
@@ -174,27 +177,34 @@ def shown_groups(number: int, run: RunResults, most_rows: int) -> list[Shown]:
     others = choose_groups(run.rows, most_rows - sum(map(len, held_out)))
 
     def show(group: Group, is_held_out: bool) -> Shown:
-        return Shown(group, number, is_held_out, data_of(group[0]), [logged_on(row, run) for row in group])
+        logged = [logged_on(row, run) for row in group]
+        return Shown(group, number, is_held_out, data_of(group[0]), logged, GroupTurns(group))
 
     return [show(group, True) for group in held_out] + [show(group, False) for group in others]
 
 
 class AllRegions:
-    """The boxes and points of the groups on the page, within limits of time and number."""
+    """The boxes, points and intervals of the groups on the page, within limits of time and number."""
 
     def __init__(self, runs: Sequence[RunResults], shown: Sequence[Shown]) -> None:
         """Parse the regions of the completions. If time runs out, the parsed groups are spread evenly over all."""
         self.readers = [Regions.of_rewards(run.reward_funcs) for run in runs]
+        self.interval_readers = [Intervals.of_rewards(run.reward_funcs) for run in runs]
         self.predicted: dict[int, list[Any]] = {}
+        self.intervals: dict[int, list[Interval]] = {}
         self.num_unread = 0
         end = time.monotonic() + REGION_SECONDS
         for one in spread_out(shown):
-            if not (reader := self.readers[one.number]):
+            reader, of_intervals = self.readers[one.number], self.interval_readers[one.number]
+            if not (reader or of_intervals):
                 continue
             if time.monotonic() > end:
                 self.num_unread += len(one.group)
-            else:
+                continue
+            if reader:
                 self.predicted |= {id(row): reader.predicted(row) for row in one.group}
+            if of_intervals:
+                self.intervals |= {id(row): of_intervals.predicted(row) for row in one.group}
         self.most = min(MOST_REGIONS, length_limit(list(map(len, self.predicted.values())), ALL_REGIONS))
 
     def gold(self, one: Shown) -> list[dict[str, Any]]:
@@ -205,6 +215,15 @@ class AllRegions:
     def of_row(self, row: Row) -> list[dict[str, Any]]:
         """Describe the regions of a completion."""
         return describe_regions(self.predicted.get(id(row), [])[: self.most])
+
+    def gold_intervals(self, one: Shown) -> list[list[float]]:
+        """Describe the true intervals of a group."""
+        reader = self.interval_readers[one.number]
+        return describe_intervals(reader.gold(one.group[0])) if reader else []
+
+    def intervals_of(self, row: Row) -> list[list[float]]:
+        """Describe the intervals of a completion."""
+        return describe_intervals(self.intervals.get(id(row), []))
 
     def image_index(self, number: int) -> int:
         """Return the index of the image that a run's regions lie on."""
@@ -236,7 +255,7 @@ def choose_groups(rows: Sequence[Row], most_rows: int) -> list[Group]:
 
 def rank(group: Group) -> tuple[bool, str]:
     """Return a sort key of groups. Groups with images come first."""
-    return not group[0].get("images"), hashlib.sha256(group[0]["sample_id"].encode()).hexdigest()
+    return not kept_files(group[0]), hashlib.sha256(group[0]["sample_id"].encode()).hexdigest()
 
 
 def length_limit(lengths: Sequence[int], budget: int) -> int:
@@ -250,10 +269,45 @@ def length_limit(lengths: Sequence[int], budget: int) -> int:
     return max(lengths, default=0)
 
 
+def fill_images(images: Images, runs: Sequence[RunResults], shown: Sequence[Shown]) -> None:
+    """Add the images of all prompts, and then those of turns. If the page is full, the latter are spread over it."""
+    for one in shown:
+        start_images(one.group[0], runs[one.number], images)
+        describe_videos(one.group[0], runs[one.number], images)
+    for one in spread_out(shown):
+        for path in one.turns.kept:
+            images.add(runs[one.number].image_folder / path, runs[one.number].root)
+
+
+def start_images(row: Row, run: RunResults, images: Images) -> list[int | None]:
+    """Return the numbers of the images of a row's prompt."""
+    return [images.add(run.image_folder / name, run.root) for name in row.get("images") or []]
+
+
+def describe_videos(row: Row, run: RunResults, images: Images) -> list[dict[str, Any]]:
+    """Describe the videos of a row's prompt: the number of its strip on the page, if it is kept, and its seconds.
+
+    The part of the file between `from` and `to` has the frames of the prompt.
+    """
+    durations, times = row.get("video_duration") or [], row.get("video_frame_times") or []
+    strips = [images.add(run.image_folder / name, run.root) for name in row.get("videos") or []]
+    strips += [None] * (len(durations) - len(strips))
+    return [
+        {"strip": strip, **dict(zip(("from", "to"), part_of(shown, duration), strict=True))}
+        for strip, shown, duration in zip(strips, times, durations, strict=False)
+    ]
+
+
+def part_of(times: Sequence[float], duration: float) -> tuple[float, float]:
+    """Return from where to where the frames of a video go: one step more than their times, within the file."""
+    step = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else duration
+    return round(max(0.0, times[0] - step), 2), round(min(duration, times[-1] + step), 2)
+
+
 def describe_group(one: Shown, run: RunResults, page: Page) -> dict[str, Any]:
     """Describe a group and its completions."""
     row = one.group[0]
-    numbers = [page.images.add(run.image_folder / name, run.root) for name in row.get("images") or []]
+    numbers = start_images(row, run, page.images)
     return {
         "run": one.number,
         "heldOut": one.is_held_out,
@@ -264,23 +318,21 @@ def describe_group(one: Shown, run: RunResults, page: Page) -> dict[str, Any]:
         "data": fitting(one.data, page.cell_limit),
         "images": numbers,
         "noImage": not any(number is not None for number in numbers) and bool(row.get("image_sizes")),
+        "videos": describe_videos(row, run, page.images),
+        "goldIntervals": page.regions.gold_intervals(one),
         "sizes": row.get("image_sizes") or [],
         "boxed": page.regions.image_index(one.number),
         "gold": page.regions.gold(one),
-        "rows": [describe_row(row, logged, run, page) for row, logged in zip(one.group, one.logged, strict=True)],
+        "rows": [describe_row(one, i, run, page) for i in range(len(one.group))],
     }
 
 
-def describe_row(row: Row, logged: Mapping[str, str], run: RunResults, page: Page) -> dict[str, Any]:
+def describe_row(one: Shown, index: int, run: RunResults, page: Page) -> dict[str, Any]:
     """Describe one completion."""
-    turns = described_turns(
-        row,
-        lambda name: page.images.add(run.image_folder / name, run.root),
-        lambda text: cut(text, page.text_limit // max(1, row["num_turns"])),
-    )
+    row, logged = one.group[index], one.logged[index]
     return {
         **described_text(row["completion"], page.text_limit),
-        **({"turns": turns} if turns else {}),
+        **describe_turns(one, index, run, page),
         "end": row["finish_reason"],
         "tokens": row["completion_length"],
         "reward": rounded(row["reward"]),
@@ -289,7 +341,22 @@ def describe_row(row: Row, logged: Mapping[str, str], run: RunResults, page: Pag
         "logged": fitting(logged, page.cell_limit),
         "fault": None if row.get("fault") is None else cut(row["fault"], LONGEST_CELL),
         "regions": page.regions.of_row(row),
+        "intervals": page.regions.intervals_of(row),
     }
+
+
+def describe_turns(one: Shown, index: int, run: RunResults, page: Page) -> dict[str, Any]:
+    """Describe the turns of a completion, its own start if it has one, and where it parts from its siblings."""
+    row = one.group[index]
+    turns = one.turns.described(
+        index,
+        lambda name: page.images.add(run.image_folder / name, run.root),
+        lambda text: cut(text, page.text_limit // max(1, len(one.turns.turns[index]))),
+    )
+    if not turns:
+        return {}
+    start = {"start": start_images(row, run, page.images)} if one.turns.starts[index] != one.turns.starts[0] else {}
+    return {"turns": turns, "parting": one.turns.parting(index), **start}
 
 
 def described_text(text: str, limit: int) -> dict[str, Any]:
@@ -344,6 +411,11 @@ def num_bytes(text: str) -> int:
 
 def describe_regions(regions: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"at": [round(number, 1) for number in region.numbers], "label": region.label} for region in regions]
+
+
+def describe_intervals(intervals: Sequence[Interval]) -> list[list[float]]:
+    """Return the start and end of intervals, at most `MOST_REGIONS`."""
+    return [[round(one.start, 2), round(one.end, 2)] for one in intervals[:MOST_REGIONS]]
 
 
 def cut(text: str, limit: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
@@ -17,30 +19,120 @@ Cut = Callable[[str], str]
 """Shortens a text."""
 
 
-def described_turns(row: Row, add: AddImage, cut: Cut) -> list[dict[str, Any]]:
-    """Describe the turns of a row for page.js. Leave out damaged ones, since the file may come from someone else."""
-    try:
+@dataclass(frozen=True)
+class Result:
+    """A result of a call, or of a step."""
+
+    text: str
+    num_images: int
+    digests: tuple[str, ...]
+    """Of its images. Files of earlier versions have none."""
+    kept: tuple[str, ...]
+    """Paths of the first images."""
+    error: str | None
+
+    @classmethod
+    def of_file(cls, result: Mapping[str, Any]) -> Result:
+        """Read a result of a completions file."""
+        digests, kept = (tuple(map(str, result.get(name, ()))) for name in ("digests", "kept"))
+        return cls(str(result["text"]), int(result["images"]), digests, kept, result["error"])
+
+    def files(self, kept_of: Mapping[str, str]) -> list[str]:
+        """Return paths of its images. `kept_of` has paths by digest, of images that another result kept."""
+        return [*self.kept, *(kept_of[digest] for digest in self.digests[len(self.kept) :] if digest in kept_of)]
+
+
+@dataclass(frozen=True)
+class ShownTurn:
+    """A turn of a completion on the page."""
+
+    text: str
+    calls: tuple[str, ...]
+    results: tuple[Result, ...]
+    figures: dict[str, float]
+    """Its reward and its advantage, if it has them."""
+
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """Its text and its results. Turns with equal values are the same."""
+        return self.text, *((one.text, one.num_images, one.digests, one.error) for one in self.results)
+
+
+class GroupTurns:
+    """The turns of a group of completions. Damaged ones are left out, since the file may come from someone else."""
+
+    def __init__(self, group: Sequence[Row]) -> None:
+        self.starts = [(row["prompt"], row.get("images")) for row in group]
+        self.turns = [shown_turns(row) for row in group]
+        results = [result for turns in self.turns for turn in turns for result in turn.results]
+        self.kept = [path for one in results for path in one.kept]
+        """Paths of all kept images."""
+        self.kept_of = {digest: path for one in results for digest, path in zip(one.digests, one.kept, strict=False)}
+        """Paths of kept images by digest."""
+
+    def described(self, index: int, add: AddImage, cut: Cut) -> list[dict[str, Any]]:
+        """Describe the turns of a completion for page.js."""
         return [
             {
-                "text": cut(str(turn["text"])),
-                "calls": [str(call["name"]) for call in turn["calls"]],
-                "results": [described_result(result, add, cut) for result in turn["results"]],
+                "text": cut(turn.text),
+                "calls": list(turn.calls),
+                "results": [self.described_result(result, add, cut) for result in turn.results],
+                **turn.figures,
             }
+            for turn in self.turns[index]
+        ]
+
+    def described_result(self, result: Result, add: AddImage, cut: Cut) -> dict[str, Any]:
+        """Describe the result of a call, or of calls that could not be read."""
+        numbers = [number for path in result.files(self.kept_of) if (number := add(path)) is not None]
+        return {
+            "text": cut(result.text),
+            "images": numbers,
+            "left": result.num_images - len(numbers),
+            "failed": result.error is not None,
+        }
+
+    def parting(self, index: int) -> dict[str, Any] | None:
+        """Return the first turn after which no other completion has had the same turns, and those that had until then.
+
+        Return None if another completion has all of its turns, or if none begins as it does.
+        """
+        turns = self.turns[index]
+        shared = {
+            other: num_equal(turns, self.turns[other])
+            for other in range(len(self.turns))
+            if other != index and self.starts[other] == self.starts[index]
+        }
+        longest = max(shared.values(), default=len(turns))
+        if longest == len(turns):
+            return None
+        return {"turn": longest, "from": [other for other, number in shared.items() if number == longest]}
+
+
+def num_equal(turns: Sequence[ShownTurn], others: Sequence[ShownTurn]) -> int:
+    """Return how many turns are equal before the first that is not."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0].seen == pair[1].seen, zip(turns, others, strict=False)))
+
+
+def shown_turns(row: Row) -> list[ShownTurn]:
+    """Return the turns of a row, or none if they are damaged."""
+    try:
+        return [
+            ShownTurn(
+                str(turn["text"]),
+                tuple(str(call["name"]) for call in turn["calls"]),
+                tuple(map(Result.of_file, turn["results"])),
+                {name: value for name in ("reward", "advantage") if math.isfinite(value := number_in(turn, name))},
+            )
             for turn in turns_of(row)
         ]
     except (ValueError, TypeError, KeyError, AttributeError):
         return []
 
 
-def described_result(result: Mapping[str, Any], add: AddImage, cut: Cut) -> dict[str, Any]:
-    """Describe the result of a call, or of calls that could not be read."""
-    numbers = [number for name in result.get("kept", ()) if (number := add(str(name))) is not None]
-    return {
-        "text": cut(str(result["text"])),
-        "images": numbers,
-        "left": int(result["images"]) - len(numbers),
-        "failed": result["error"] is not None,
-    }
+def number_in(turn: Mapping[str, Any], name: str) -> float:
+    """Return a figure of a turn, or NaN if it has none."""
+    return math.nan if turn.get(name) is None else float(turn[name])
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class RunRow:
 
 
 def verdict_of(run: RunResults) -> Judged:
-    """Judge a run as its end in the terminal does, or show the scores of an evaluation."""
+    """Judge a run as the last lines of the terminal do, or show the scores of an evaluation."""
     if run.kind == "evaluation":
         return scores_of(run)
     verdict = judge(evidence_of(run))

@@ -5,22 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from rl_vlm.data.prompts import PromptBuilder, has_max_pixels, load_processor
 from rl_vlm.distributed.ranks import Ranks
+from rl_vlm.errors import DataError
 from rl_vlm.model.loading import base_of, context_length
+from rl_vlm.passes.proof import ROWS, Proof, ProofCheck
 from rl_vlm.rollout.build import evaluation_engine
+from rl_vlm.rollout.proving import EngineCheck
 from rl_vlm.rollout.vllm.in_process import VLLMEngine
 from rl_vlm.tools.serving.batches import Batches
 from rl_vlm.tools.serving.checkpoint import Served
 from rl_vlm.tools.serving.service import ChatService
+from rl_vlm.types import RolloutRequest, Sample, Sampling
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+QUESTIONS = ("Describe the image.", "Which colours are there?")
+"""Texts of the prompts of a proof. Each has an image."""
+PROVEN_TOKENS = 16
+"""Tokens of the completions of a proof, at most."""
 
 
 def chat_service(served: Served, name: str) -> ChatService:
     """Load the model and return a service that calls it `name`. Close `batches.engine` after use."""
     config, checkpoint = served.config, served.checkpoint
-    builder = PromptBuilder(load_processor(processor_of(checkpoint), config.model, config.data), config.data)
+    processor = load_processor(processor_of(checkpoint), config.model, config.data)
+    builder = PromptBuilder(processor, config.data, most_videos=0)
     engine = evaluation_engine(config, checkpoint, builder, Ranks())
     limits = [context_length(config.model, checkpoint)]
     if isinstance(engine, VLLMEngine):
@@ -28,6 +40,38 @@ def chat_service(served: Served, name: str) -> ChatService:
     context = min((limit for limit in limits if limit is not None), default=None)
     batches = Batches(engine, config.rollout.max_num_seqs)
     return ChatService(name, builder, batches, config.data, context, config.rollout.max_completion_length)
+
+
+def prove_served(served: Served, service: ChatService) -> Proof:
+    """Prove the served model with two prompts of this function, before the first request.
+
+    Raises ModelError if a check does not hold.
+    """
+    check = EngineCheck(served.config, service.batches.engine)
+    if not check.is_due:
+        return check.proof
+    try:
+        prompts = [service.builder.build(noise_sample(seed, text)) for seed, text in enumerate(QUESTIONS)]
+    except DataError as error:
+        check.proof.checks.append(ProofCheck(ROWS, untried=str(error)))
+        return check.proof
+    limit = min(served.config.rollout.max_completion_length, PROVEN_TOKENS)
+    sampling = Sampling(num_generations=2, max_completion_length=limit, temperature=1.0, seed=0)
+    requests = [RolloutRequest(prompt.sample.sample_id, prompt) for prompt in prompts]
+    check.run(service.batches.engine.generate(requests, sampling))
+    return check.proof
+
+
+def noise_sample(seed: int, text: str) -> Sample:
+    """Make a sample with an image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    return Sample(f"proof {seed}", messages, [Image.fromarray(pixels)], {}, messages)
+
+
+def proof_in_words(proof: Proof) -> list[str]:
+    """Return a line for each check, with its result."""
+    return [f"{check.result:22} {check}" for check in proof.checks]
 
 
 def processor_of(checkpoint: str) -> str:

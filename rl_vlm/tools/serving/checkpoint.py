@@ -14,9 +14,9 @@ from rl_vlm.config.load import config_with, load_config
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.errors import ConfigError, ModelError
 from rl_vlm.log.directory import CONFIG, checkpoint_of_run
-from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision
+from rl_vlm.model.files import ADAPTER_CONFIG, refuse_unread_revision, warn_of_moving_code
 
-MODEL = "model.trust_remote_code model.dtype model.attn_implementation".split()
+MODEL = "model.trust_remote_code model.dtype model.attn_implementation model.verify".split()
 REVISION = ["model.model_revision"]
 PROCESSOR = "data.min_pixels data.max_pixels data.max_image_pixels data.chat_template_kwargs".split()
 GENERATION = "rollout.max_completion_length rollout.max_num_seqs memory.expandable_segments".split()
@@ -58,6 +58,7 @@ def find_served(name: str, engine: str, overrides: Sequence[str]) -> Served:
             f"{', '.join(unread)}: no effect on `rl-vlm chat`, which reads {', '.join(SERVED)}; the engine is --engine"
         )
     refuse_unread_revision(config.model)
+    warn_of_moving_code(config.model)
     sources = dict.fromkeys(set(SERVED) & recorded.keys(), source) | dict.fromkeys(changed, "the command line")
     return Served(checkpoint, config, sources)
 

@@ -29,6 +29,14 @@ UNUSED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pro
 """Parameters that never change an answer."""
 
 
+VIDEO_PARTS = ("video", "video_url", "input_video")
+"""Types of parts of a message with a video: of chat templates, of vLLM and of other APIs."""
+NO_VIDEOS = (
+    "this endpoint takes no videos; send the frames as images (image_url), each after a text with its time, such as "
+    "'0.5 s: '"
+)
+
+
 class APIError(Exception):
     """An error in OpenAI's form, with its HTTP status."""
 
@@ -160,6 +168,8 @@ def invalid(error: ValidationError) -> APIError:
     if place[0] == "messages":  # pydantic adds the name of a part's type after its index
         place = (*place[:4], *place[5:])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    if first["type"] == "union_tag_invalid" and first.get("ctx", {}).get("tag") in VIDEO_PARTS:
+        return APIError(400, f"{param}: {NO_VIDEOS}", param, "unsupported_content")
     message = f"{param}: {first['msg']}, found {shorten(repr(first['input']), 80)}"
     return APIError(400, message, param, "invalid_value")
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from rewards.calling import OFFERED, parameters
 from rewards.contract import Score
 from rewards.text import completion_text
@@ -36,6 +38,7 @@ from rl_vlm.reward.suite import RewardSuite
 from rl_vlm.tools.checks.rewards.cheats import Texts, cheat_completions
 
 if TYPE_CHECKING:
+    from rl_vlm.data.prompts import PromptBuilder
     from rl_vlm.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -78,15 +81,19 @@ class Measured:
         return [score for row in self.rows for score in row.scores.values() if isinstance(score, float)]
 
 
-def measure_functions(data_config: DataConfig, rewards: RewardsConfig, num_rows: int) -> list[Measured]:
+def measure_functions(
+    data_config: DataConfig, rewards: RewardsConfig, num_rows: int, builder: PromptBuilder | None = None
+) -> list[Measured]:
     """Score made-up completions of up to `num_rows` training rows, evenly spread, with each reward function.
+
+    `builder` is that of the run, which chooses the frames of videos. Without it, they have even distances.
 
     Raises DataError if no row can be read, and RewardError if a function cannot be loaded or lacks a column.
     """
-    data = load_rows(data_config, "train")
+    data = load_rows(data_config, "train").with_frames_of(builder and builder.video_processor)
     with RewardSuite(rewards, environments=()) as suite:
         suite.check_columns(data.columns)
-        indices, samples = read_samples(data, num_rows)
+        indices, samples = read_samples(data, num_rows, builder)
         suite.use_forms(suite.find_forms(lambda applies: next((s for s in samples if applies(s.columns)), samples[0])))
         for reward in suite.functions:
             if reward.asks_a_model:
@@ -97,14 +104,15 @@ def measure_functions(data_config: DataConfig, rewards: RewardsConfig, num_rows:
         return [measure(reward, indices, samples, data.columns) for reward in checked]
 
 
-def read_samples(data: Rows, num_rows: int) -> tuple[list[int], list[Sample]]:
+def read_samples(data: Rows, num_rows: int, builder: PromptBuilder | None = None) -> tuple[list[int], list[Sample]]:
     """Read up to `num_rows` rows, evenly spread over the data. Leave out rows that cannot be read."""
     spread = spread_over(range(len(data)), num_rows)
     found: list[tuple[int, Sample]] = []
     problems: list[str] = []
     for index in spread:
         try:
-            found.append((index, data[index]))
+            sample = data[index]
+            found.append((index, without_pixels(builder.shown(sample) if builder else sample)))
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -112,6 +120,15 @@ def read_samples(data: Rows, num_rows: int) -> tuple[list[int], list[Sample]]:
     if not found:
         raise DataError(f"{data.name}: none of the {len(spread)} rows can be read. {problems[0]}")
     return [index for index, _ in found], [sample for _, sample in found]
+
+
+def without_pixels(sample: Sample) -> Sample:
+    """Return the sample with one pixel for all of a video. Functions get the times of videos, and no pixels of them."""
+    videos = [
+        replace(video, frames=np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), video.frames.shape))
+        for video in sample.videos
+    ]
+    return replace(sample, videos=videos)
 
 
 def measure(reward: Reward, indices: Sequence[int], samples: Sequence[Sample], columns: Sequence[str]) -> Measured:

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 from rl_vlm.config.schema import RunConfig
 from rl_vlm.distributed.ranks import Ranks
@@ -14,8 +13,7 @@ from rl_vlm.errors import Finding
 from rl_vlm.evaluation.directory import EvaluationDirectory
 from rl_vlm.evaluation.figures import summarise
 from rl_vlm.evaluation.run import EvaluatedModel
-from rl_vlm.reward.suite import RewardSuite
-from rl_vlm.rollout.environments.contract import load_toolbox
+from rl_vlm.rollout.environments.build import load_functions
 from rl_vlm.rollout.scoring import checked_rows, choose_forms
 
 FEW_LEARN = 0.5
@@ -31,7 +29,7 @@ class Sampled:
     reward: float | None
     """Mean reward; None if no completion has a reward."""
     groups_without_spread: float
-    """Share of the prompts whose completions all have the same reward."""
+    """Share of the groups whose advantages would all be 0 in training."""
     cut_off: float
     """Share of the completions that end at `max_completion_length`."""
 
@@ -39,9 +37,9 @@ class Sampled:
         """Yield a finding if too many groups have no spread."""
         if self.groups_without_spread > FEW_LEARN:
             message = (
-                f"{self.groups_without_spread:.0%} of the initial model's groups have equal rewards and teach nothing: "
-                "choose easier rows with `rl-vlm eval --keep 0.1..0.9`, or add a reward that tells the completions "
-                "apart"
+                f"{self.groups_without_spread:.0%} of the initial model's groups have no advantage other than 0, and "
+                "teach nothing: choose easier rows with `rl-vlm eval --keep 0.1..0.9`, or add a reward that tells the "
+                "completions apart"
             )
             yield Finding("warning", "no spread", message, function="all")
 
@@ -57,23 +55,22 @@ def sample_completions(config: RunConfig, num_rows: int) -> Sampled:
     config = config.model_copy(update={"rollout": rollout})
     ranks = Ranks()
     try:
-        toolbox = load_toolbox(config.rollout)
-        with tempfile.TemporaryDirectory() as folder, RewardSuite(config.rewards, toolbox.rewarding) as rewards:
+        toolbox, rewards = load_functions(config)
+        with tempfile.TemporaryDirectory() as folder, rewards:
             usable = checked_rows(config, "train", rewards, ranks)
             step = max(1, len(usable) // num_rows)
             usable = replace(usable, indices=usable.indices[::step][:num_rows])
             choose_forms(rewards, usable, ranks)
             directory = EvaluationDirectory(Path(folder) / "evaluation", Path(folder) / "images")
-            rows = EvaluatedModel(config, ranks, usable, rewards, directory, toolbox).sample_and_score().rows
+            evaluation = EvaluatedModel(config, ranks, usable, rewards, directory, toolbox).sample_and_score()
     finally:
         ranks.close()
-    metrics, of_samples = summarise(rows, {}, config.rollout.num_generations), {}
-    for row in rows:
-        of_samples.setdefault(row["sample_id"], set()).add(row["reward"])
+    metrics = summarise(evaluation.rows, {}, config.rollout.num_generations)
+    num_groups = int(metrics["num_samples"])
     return Sampled(
-        groups=len(of_samples),
-        completions=len(rows),
+        groups=num_groups,
+        completions=len(evaluation.rows),
         reward=metrics.get("reward"),
-        groups_without_spread=fmean(len(found) == 1 for found in of_samples.values()),
+        groups_without_spread=evaluation.num_without_variance / num_groups,
         cut_off=metrics["completions/clipped_ratio"],
     )

@@ -1,0 +1,47 @@
+"""Show what the model gets of a video: which frames, and how many tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_vlm.data.check import UsableRows
+from rl_vlm.data.prompts import PromptBuilder
+from rl_vlm.tools.checks.diagnosis import Checking, Note
+from rl_vlm.types import Sample, Video
+
+MOST_TIMES = 12
+"""Times of frames in a line. Of more, the first and the last ones are there."""
+FORMS = {"native": "in the model's own input for videos", "frames": "as images"}
+
+
+def video_notes(usable: UsableRows, builder: PromptBuilder) -> Checking[None]:
+    """Yield a line about the first row with videos, if there is one. Raises DataError if it has no prompt."""
+    rows = usable.rows
+    row = next((row for row in usable.indices if rows.parse(row).videos), None)
+    if row is None:
+        return
+    sample = rows[row]
+    num_frames = sum(len(video.frames) for video in sample.videos)
+    tokens = len(builder.build(sample).token_ids) - len(builder.build(without_videos(sample)).token_ids)
+    shown = "; ".join(map(video_text, sample.videos))
+    form = FORMS[builder.video_format]
+    yield Note(f"{rows.place(row)}: {shown}, {form}: {tokens} tokens, {tokens / num_frames:.1f} per frame")
+
+
+def without_videos(sample: Sample) -> Sample:
+    """Return the sample without its videos and their blocks."""
+    messages = [
+        message | {"content": [block for block in message["content"] if block["type"] != "video"]}
+        for message in sample.messages
+    ]
+    return replace(sample, messages=messages, videos=[])
+
+
+def video_text(video: Video) -> str:
+    """Describe the frames of a video."""
+    number, height, width = video.frames.shape[:3]
+    times = [f"{time:.1f}" for time in video.times]
+    if len(times) > MOST_TIMES:
+        times = [*times[: MOST_TIMES - 2], "…", times[-1]]
+    frames = "frame" if number == 1 else "frames"
+    return f"{number} {frames} of {width}x{height} pixels at {', '.join(times)} s of {video.duration:.1f} s"
