@@ -25,6 +25,7 @@ def build_tiny(
     hidden_size: int = 96,
     initializer_range: float = 0.02,
     resolution: Resolution | None = None,
+    pixels: tuple[float, float] | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a random tiny checkpoint of `family` (a key of `families`) to `directory` and return its path.
@@ -32,8 +33,9 @@ def build_tiny(
     `corpus` trains the tokenizer's merges. Each of `whole_tokens` becomes one token, as tags are in many tokenizers.
     `hidden_size` is the width of the language model, a multiple of 16. `initializer_range` is the standard deviation of
     initial weights: with the usual 0.02 such a narrow model attends almost evenly, with 0.1 it learns much sooner.
-    `resolution` says how the model sees an image; default: the family's own. `seed` fixes the weights without changing
-    the global random state. Raises ConfigError if the family has one resolution only.
+    `resolution` says how the model sees an image; default: the family's own. `pixels` are the mean and the standard
+    deviation that the processor normalizes pixels with, for all channels. `seed` fixes the weights without changing the
+    global random state. Raises ConfigError if the family has one resolution only.
     """
     import torch
     from transformers import AutoModelForImageTextToText
@@ -54,5 +56,11 @@ def build_tiny(
         if parts.after_init:
             parts.after_init(model)
     model.save_pretrained(directory)
-    parts.processor(tokenizer, **seen).save_pretrained(directory)
+    processor = parts.processor(tokenizer, **seen)
+    if pixels:
+        mean, spread = pixels
+        for kind in (processor.image_processor, getattr(processor, "video_processor", None)):
+            if kind is not None:
+                kind.image_mean, kind.image_std = [mean] * 3, [spread] * 3
+    processor.save_pretrained(directory)
     return Path(directory)

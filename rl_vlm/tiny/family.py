@@ -81,9 +81,18 @@ def vision_sizes(patch_size: int, image_size: int, num_layers: int = 2) -> dict[
     }  # fmt: skip
 
 
-def chat_template(image: str) -> str:
-    """Return a chat template in the style of ChatML that renders each image block as the text `image`."""
-    return CHAT_TEMPLATE.replace("IMAGE", image)
+def chat_template(image: str, video: str | None = None) -> str:
+    """Return a chat template in the style of ChatML. It renders blocks of images and videos as these texts.
+
+    Without a text for them, it leaves videos out.
+    """
+    of_videos = "" if video is None else VIDEO_BLOCK.replace("VIDEO", video)
+    return CHAT_TEMPLATE.replace("IMAGE\n", f"{image}\n{of_videos}")
+
+
+VIDEO_BLOCK = """\
+{%- elif block.type == "video" -%}VIDEO
+"""
 
 
 CHAT_TEMPLATE = """\

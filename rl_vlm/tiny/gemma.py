@@ -1,4 +1,4 @@
-"""PaliGemma 1 and 2, Gemma 3, and Gemma 4 in its forms."""
+"""PaliGemma 1 and 2, Gemma 3, and Gemma 4 in its forms, also without a vision tower."""
 
 from __future__ import annotations
 
@@ -105,30 +105,52 @@ def _gemma4_config(num_layers: int, **text: Any) -> Callable[[Any, int], PreTrai
             "vocab_size_per_layer_input": len(tokenizer),
             "final_logit_softcapping": 30.0,
         }
-        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("boi", "eoi", "image", "audio")}
         return Gemma4Config(
             text_config=sliding_sizes(tokenizer, hidden_size, "gemma4_text", num_layers) | sizes | text,
             vision_config=vision,
-            video_token_id=tokenizer.convert_tokens_to_ids("<|video|>"),
-            boa_token_id=tokenizer.boa_token_id,
-            eoa_token_index=tokenizer.eoa_token_id,
-            **ids,
+            **_gemma4_ids(tokenizer),
         )
 
     return build
 
 
-def _gemma4_processor(tokenizer: Any) -> ProcessorMixin:
-    import transformers
+def _gemma4_ids(tokenizer: Any) -> dict[str, Any]:
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("boi", "eoi", "image", "audio")}
+    more = {"boa_token_id": tokenizer.boa_token_id, "eoa_token_index": tokenizer.eoa_token_id}
+    return ids | more | {"video_token_id": tokenizer.convert_tokens_to_ids("<|video|>")}
 
-    sizes: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    return transformers.Gemma4Processor(
-        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
-        image_processor=transformers.Gemma4ImageProcessor(**sizes),
-        tokenizer=tokenizer,
-        video_processor=transformers.Gemma4VideoProcessor(**sizes),
-        chat_template=chat_template("<|image|>"),
-    )
+
+def _gemma4_unified_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    """Let patches of 8 x 8 pixels be the tokens, and give it the layer that would embed audio."""
+    from transformers import Gemma4UnifiedConfig
+
+    sizes = {"intermediate_size": 2 * hidden_size, "global_head_dim": hidden_size // 2}
+    text = sliding_sizes(tokenizer, hidden_size, "gemma4_unified_text") | sizes | {"final_logit_softcapping": 30.0}
+    vision = {
+        "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 32, "output_proj_dims": 64,
+    }  # fmt: skip
+    audio = {"audio_embed_dim": 16, "output_proj_dims": 16}
+    return Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=audio, **_gemma4_ids(tokenizer))
+
+
+def _random_places(model: PreTrainedModel) -> None:
+    model.model.embed_vision.pos_embedding.data.normal_(std=model.config.initializer_range)
+
+
+def _gemma4_processor(version: str) -> Callable[[Any], ProcessorMixin]:
+    def build(tokenizer: Any) -> ProcessorMixin:
+        import transformers
+
+        sizes: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+        return getattr(transformers, f"{version}Processor")(
+            feature_extractor=getattr(transformers, f"{version}AudioFeatureExtractor")(),
+            image_processor=getattr(transformers, f"{version}ImageProcessor")(**sizes),
+            tokenizer=tokenizer,
+            video_processor=getattr(transformers, f"{version}VideoProcessor")(**sizes),
+            chat_template=chat_template("<|image|>", "<|video|>"),
+        )
+
+    return build
 
 
 _PALIGEMMA_TOKENS = {"bos_token": "<bos>", "image_token": "<image>"}
@@ -145,7 +167,7 @@ def _gemma4(num_layers: int, **text: Any) -> TinyFamily:
     return TinyFamily(
         (*_GEMMA4_TOKENS.values(), "<|video|>"),
         _gemma4_config(num_layers, **text),
-        _gemma4_processor,
+        _gemma4_processor("Gemma4"),
         _GEMMA4_TOKENS,
     )
 
@@ -166,6 +188,10 @@ GEMMA: dict[str, TinyFamily] = {
     "paligemma2": _paligemma("gemma2", capped_sizes),
     "gemma4": _gemma4(4, hidden_size_per_layer_input=8, num_kv_shared_layers=2),
     "gemma4_bidirectional": _gemma4(2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+    "gemma4_unified": TinyFamily(
+        (*_GEMMA4_TOKENS.values(), "<|video|>"), _gemma4_unified_config, _gemma4_processor("Gemma4Unified"),
+        _GEMMA4_TOKENS, _random_places,
+    ),
     "gemma4_moe": _gemma4(
         2, hidden_size_per_layer_input=0, use_bidirectional_attention="vision", attention_k_eq_v=True,
         enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64, num_global_key_value_heads=1,

@@ -1,4 +1,4 @@
-"""Families with recurrent layers beside attention: Qwen3.5 dense and MoE, LFM2-VL, MiniCPM-V 4.6 and 4.7."""
+"""Families with attention and recurrent layers: Qwen3.5 dense and MoE, LFM2-VL, MiniCPM-V 4.6 and 4.7."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MINICPM_TOKENS = {
 }  # fmt: skip
 
 
-def _gated_delta_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
+def gated_delta_sizes(tokenizer: Any, hidden_size: int, model_type: str) -> dict[str, Any]:
     """Return sizes of a gated-delta layer and one of attention; half of each attention head's width is rotated."""
     frequencies = hidden_size // 16
     height_width = frequencies // 3
@@ -46,7 +46,7 @@ def _qwen3_5_config(config_class: str, text_model: str, **text: Any) -> Callable
             "out_hidden_size": hidden_size, "num_position_embeddings": 64,
         }  # fmt: skip
         return getattr(transformers, config_class)(
-            text_config=_gated_delta_sizes(tokenizer, hidden_size, text_model) | text,
+            text_config=gated_delta_sizes(tokenizer, hidden_size, text_model) | text,
             vision_config=vision,
             **qwen.token_ids(tokenizer),
         )
@@ -99,7 +99,7 @@ def _minicpm_config(config_class: str, marks: bool) -> Callable[[Any, int], PreT
             "patch_size": 4, "image_size": 32,
         }  # fmt: skip
         return getattr(transformers, config_class)(
-            text_config=_gated_delta_sizes(tokenizer, hidden_size, "qwen3_5_text"),
+            text_config=gated_delta_sizes(tokenizer, hidden_size, "qwen3_5_text"),
             vision_config=vision,
             insert_layer_id=0,
             image_size=32,
@@ -118,13 +118,13 @@ def _minicpm_processor(processor_class: str) -> Callable[[Any], ProcessorMixin]:
             image_processor=transformers.MiniCPMV4_6ImageProcessor(**sizes),
             video_processor=transformers.MiniCPMV4_6VideoProcessor(**sizes),
             tokenizer=tokenizer,
-            chat_template=chat_template("<|image_pad|>"),
+            chat_template=chat_template("<|image_pad|>", "<|video_pad|>"),
         )
 
     return build
 
 
-def _slow_decay(model: PreTrainedModel) -> None:
+def slow_decay(model: PreTrainedModel) -> None:
     """Let states reach over a prompt, as those of trained models do.
 
     With the usual initial decay of up to exp(-21) per token, a completion's state hardly depends on its prompt.
@@ -140,7 +140,7 @@ def _slow_decay(model: PreTrainedModel) -> None:
 def _qwen3_5(config_class: str, text_model: str, **text: Any) -> TinyFamily:
     processor = qwen.qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
     return TinyFamily(
-        qwen.SPECIAL_TOKENS, _qwen3_5_config(config_class, text_model, **text), processor, after_init=_slow_decay
+        qwen.SPECIAL_TOKENS, _qwen3_5_config(config_class, text_model, **text), processor, after_init=slow_decay
     )
 
 
@@ -151,7 +151,7 @@ def _minicpm(version: str, marks: bool) -> TinyFamily:
         config,
         _minicpm_processor(f"MiniCPMV{version}Processor"),
         _MINICPM_TOKENS,
-        after_init=_slow_decay,
+        after_init=slow_decay,
     )
 
 

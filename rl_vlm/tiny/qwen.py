@@ -11,6 +11,9 @@ from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, layer_size
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
+NUM_FRAMES = 64
+"""Frames of which a video's pixels are counted together, for processors that bound those of all frames (Qwen3-VL)."""
+KINDS = ("image", "video")
 SPECIAL_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -63,7 +66,10 @@ def _qwen2_5_vl_config(tokenizer: Any, hidden_size: int, resolution: Resolution 
 
 def _qwen3_text_sizes(tokenizer: Any, hidden_size: int, num_deepstack: int) -> dict[str, Any]:
     """Return sizes with a language layer for each of the tower's deepstack layers, and at least two."""
-    return _text_sizes(tokenizer, hidden_size) | {"head_dim": 32, "num_hidden_layers": max(2, num_deepstack)}
+    return _text_sizes(tokenizer, hidden_size) | {
+        "head_dim": 32, "num_hidden_layers": max(2, num_deepstack),
+        "rope_parameters": mrope(16, mrope_interleaved=True),
+    }  # fmt: skip
 
 
 def _qwen3_vision(hidden_size: int, num_deepstack: int, resolution: Resolution | None) -> dict[str, Any]:
@@ -89,7 +95,9 @@ def _qwen3_vl_moe_config(
 ) -> PreTrainedConfig:
     from transformers import Qwen3VLMoeConfig
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    experts = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size, "norm_topk_prob": True,
+    }  # fmt: skip
     text = _qwen3_text_sizes(tokenizer, hidden_size, num_deepstack) | experts
     vision = _qwen3_vision(hidden_size, num_deepstack, resolution)
     return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **token_ids(tokenizer))
@@ -101,11 +109,13 @@ def qwen_processor(processor_class: str, video_class: str) -> Callable[..., Proc
 
         smallest, largest = (resolution.side, resolution.side) if resolution else (8, 64)
         sizes: dict[str, Any] = {"patch_size": patch_size(resolution), "merge_size": 2}
+        num_counted = 1 if "Qwen2" in video_class else NUM_FRAMES
+        pixels = {"shortest_edge": smallest**2, "longest_edge": largest**2 * num_counted}
         return getattr(transformers, processor_class)(
             image_processor=transformers.Qwen2VLImageProcessor(**sizes, min_pixels=smallest**2, max_pixels=largest**2),
             tokenizer=tokenizer,
-            video_processor=getattr(transformers, video_class)(**sizes),
-            chat_template=chat_template("<|vision_start|><|image_pad|><|vision_end|>"),
+            video_processor=getattr(transformers, video_class)(**sizes, size=pixels),
+            chat_template=chat_template(*(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in KINDS)),
         )
 
     return build

@@ -1,10 +1,11 @@
-"""Families that cut an image into square tiles: InternVL, Ovis2, Idefics3 and SmolVLM."""
+"""Families that cut an image into square tiles: InternVL, Ovis2, Idefics3, SmolVLM and Step 3.7."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from rl_vlm.tiny.family import Resolution, TinyFamily, chat_template, text_sizes, vision_sizes
+from rl_vlm.tiny.gemma import sliding_sizes
 from rl_vlm.tiny.llava import TILE
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def _internvl_processor(tokenizer: Any, resolution: Resolution | None = None) ->
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size=tile.size),
         image_seq_length=tile.num_tokens,
-        chat_template=chat_template("<IMG_CONTEXT>"),
+        chat_template=chat_template("<IMG_CONTEXT>", "<video>"),
     )
 
 
@@ -119,6 +120,33 @@ def _smolvlm_processor(tokenizer: Any) -> ProcessorMixin:
     )
 
 
+STEP_TOKENS = ("<im_patch>", "<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>")
+
+
+def _step3p7_config(tokenizer: Any, hidden_size: int) -> PreTrainedConfig:
+    """Use a dense layer and one with experts. A layer with a sliding window has other heads than one without."""
+    from transformers import Step3p7Config
+
+    text = sliding_sizes(tokenizer, hidden_size, "step3p5") | {
+        "num_sliding_attention_heads": 2, "mlp_layer_types": ["dense", "sparse"], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "share_expert_dim": 64,
+    }  # fmt: skip
+    vision = vision_sizes(patch_size=2, image_size=32, num_layers=1) | {"hidden_size": 32, "mlp_ratio": 2.0}
+    return Step3p7Config(text_config=text, vision_config=vision, image_token_id=tokenizer.image_token_id)
+
+
+def _step3p7_processor(tokenizer: Any) -> ProcessorMixin:
+    """Cut an image into tiles of 16 pixels, besides the whole image in 32. Squares of 8 pixels become tokens."""
+    from transformers import Step3p7ImageProcessor, Step3p7Processor
+
+    sizes: dict[str, Any] = {"size": {"height": 32, "width": 32}, "patch_size": 16, "vision_patch_size": 2}
+    return Step3p7Processor(
+        image_processor=Step3p7ImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        chat_template=chat_template("<im_patch>"),
+    )
+
+
 TILES: dict[str, TinyFamily] = {
     "internvl": TinyFamily(
         INTERNVL_TOKENS,
@@ -134,5 +162,6 @@ TILES: dict[str, TinyFamily] = {
     ),
     "ovis2": TinyFamily(OVIS2_TOKENS, _ovis2_config, _ovis2_processor),
     "idefics3": TinyFamily(IDEFICS3_TOKENS, _idefics3_config, _idefics3_processor),
+    "step3p7": TinyFamily(STEP_TOKENS, _step3p7_config, _step3p7_processor, {"image_token": "<im_patch>"}),
     "smolvlm": TinyFamily(IDEFICS3_TOKENS, _smolvlm_config, _smolvlm_processor),
 }

@@ -1,4 +1,4 @@
-"""Tiny models of every supported family."""
+"""Tiny models of every family with a row, and of types without one."""
 
 import hashlib
 import os
@@ -13,6 +13,7 @@ from rl_vlm.tiny import build, families
 from rl_vlm.tiny.family import TinyFamily
 from rl_vlm.tiny.qwen import qwen3_vl
 from tests.tiny.cache import CACHE
+from tests.tiny.unlisted import UNLISTED
 
 NUM_DEEPSTACK = 3
 """Of Qwen3-VL: the order of fewer would not show."""
@@ -21,17 +22,18 @@ TINY_FAMILIES = {
     name: family for name, family in ALL_FAMILIES.items() if name not in FAMILIES or FAMILIES[name].is_available
 }
 """All that the installed transformers has."""
+BUILT = TINY_FAMILIES | UNLISTED
 
 
 def build_tiny(family: str, directory: str | Path, **options: Any) -> Path:
     """Write a tiny checkpoint, as `rl_vlm.tiny.build.build_tiny` does. A test run builds each once, and copies it."""
     if CACHE not in os.environ:
-        return build.build_tiny(family, directory, families=TINY_FAMILIES, **options)
+        return build.build_tiny(family, directory, families=BUILT, **options)
     name = hashlib.sha256(repr((family, sorted(options.items()))).encode()).hexdigest()[:16]
     built = Path(os.environ[CACHE]) / name
     if not built.exists():
         unfinished = Path(tempfile.mkdtemp(dir=built.parent))
-        build.build_tiny(family, unfinished, families=TINY_FAMILIES, **options)
+        build.build_tiny(family, unfinished, families=BUILT, **options)
         with suppress(OSError):  # another process was first
             unfinished.rename(built)
     shutil.copytree(built, directory, dirs_exist_ok=True)
